@@ -1,0 +1,29 @@
+# Everything runs in .venv, made by the first target that needs it; PYTHON may name another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint wheel clean
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest --numprocesses 2 $(TEST_ARGS)
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+wheel: $(VENV)/ready
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) dist build

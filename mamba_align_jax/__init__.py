@@ -1,0 +1,49 @@
+"""Align-mode prefix caching for Mamba and linear-attention states on JAX.
+
+Names resolve on first use, so that the host-side parts import without JAX and the core without flax.
+"""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "AlignConfig": "spec",
+    "ConvState": "spec",
+    "GroupSpec": "spec",
+    "RecurrentState": "spec",
+    "StatePool": "pool",
+    "Additions": "align.state",
+    "AlignState": "align.state",
+    "add_requests": "align.state",
+    "BlockTables": "align.tables",
+    "TableUpdates": "align.tables",
+    "update_block_tables": "align.tables",
+    "StepBatch": "align.batch",
+    "CopyPlan": "align.step",
+    "StepIndices": "align.step",
+    "begin_step": "align.step",
+    "finish_step": "align.step",
+    "migrate": "align.step",
+    "Rows": "metadata.rows",
+    "RowSplit": "metadata.rows",
+    "split_rows": "metadata.rows",
+    "Hit": "cache.state_blocks",
+    "StateBlockManager": "cache.state_blocks",
+    "next_chunk_end": "cache.split",
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "RequestOutput": "engine.request",
+    "SamplingParams": "engine.config",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,90 @@
+"""What the device knows of each slot between steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mamba_align_jax.align.columns import column_of
+from mamba_align_jax.spec import AlignConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AlignState:
+    """int32 [slots] each. The device's counts are the truth; the host may lag.
+
+    Attributes:
+        num_computed_tokens: Tokens whose states exist, rejected drafts not counted.
+        num_accepted_tokens: Tokens accepted in the slot's last step, the bonus token included: at least 1.
+        state_idx: Running column, the first of the last step's window; negative before the first token.
+    """
+
+    num_computed_tokens: jax.Array
+    num_accepted_tokens: jax.Array
+    state_idx: jax.Array
+
+    @classmethod
+    def create(cls, spec: AlignConfig) -> "AlignState":
+        """Every slot as for a request without tokens."""
+        fill = lambda value: jnp.full((spec.max_num_reqs,), value, jnp.int32)
+        return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), state_idx=fill(-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Additions:
+    """Slots that a request enters: new, resumed or re-used. int32 [additions], slot -1 for padding."""
+
+    slot: jax.Array
+    num_computed_tokens: jax.Array
+    state_idx: jax.Array
+
+    @classmethod
+    def from_host(
+        cls, spec: AlignConfig, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int]
+    ) -> "Additions":
+        """Pads to `bucket` entries.
+
+        Args:
+            spec: The configuration.
+            bucket: Entries of the result.
+            slots: One per request, distinct.
+            num_computed_tokens: Tokens of a prefix hit, a multiple of the block size; 0 without one.
+
+        Raises:
+            ValueError: names the entry that can't be.
+        """
+        if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
+            raise ValueError(
+                f"Additions: wanted equally many slots and counts, at most {bucket}, "
+                f"got {len(slots)} and {len(num_computed_tokens)}"
+            )
+        if len(set(slots)) != len(slots):
+            raise ValueError(f"Additions: slots must be distinct, got {list(slots)}")
+        for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
+            if not 0 <= slot < spec.max_num_reqs:
+                raise ValueError(f"Additions: slot of entry {entry} must be in [0, {spec.max_num_reqs}), got {slot}")
+            if not 0 <= computed < spec.max_model_len or computed % spec.state_block_size:
+                raise ValueError(
+                    f"Additions: num_computed_tokens of entry {entry} must be a multiple of {spec.state_block_size} "
+                    f"below {spec.max_model_len}, got {computed}"
+                )
+        padded = np.full((3, bucket), -1, np.int32)
+        computed = np.asarray(num_computed_tokens, np.int32)
+        padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)
+        return cls(**dict(zip(("slot", "num_computed_tokens", "state_idx"), jnp.asarray(padded), strict=True)))
+
+
+def add_requests(state: AlignState, additions: Additions) -> AlignState:
+    """Seeds the slots that requests enter. Donate `state`; other slots stay as they are."""
+    # A negative index would wrap to the last slot, so padding goes out of range instead.
+    slot = jnp.where(additions.slot >= 0, additions.slot, state.state_idx.shape[0])
+    put = lambda array, values: array.at[slot].set(values, mode="drop")
+    return AlignState(
+        num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),
+        num_accepted_tokens=put(state.num_accepted_tokens, 1),
+        state_idx=put(state.state_idx, additions.state_idx),
+    )

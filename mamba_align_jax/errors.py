@@ -1,0 +1,7 @@
+"""Exceptions of the package: ValueError says that an argument is wrong, these say what else can stop a request."""
+
+from pallas_kernels._dispatch import UnsupportedError as UnsupportedError
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pools can't hold what was asked for now; nothing was changed."""

@@ -1,0 +1,75 @@
+"""The state pools: one array per group and kind of state, layers stacked in front."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from mamba_align_jax.spec import AlignConfig
+
+
+def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruct]]:
+    return [
+        [
+            jax.ShapeDtypeStruct(
+                (group.num_layers, num_blocks, *state.block_shape(spec.num_speculative_tokens)), jnp.dtype(state.dtype)
+            )
+            for state in group.states
+        ]
+        for group in spec.groups
+    ]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StatePool:
+    """`states[g][s]` is [layers, blocks, *state] for state s of group g, in the order of `GroupSpec.states`.
+
+    Block 0 is NULL_BLOCK: reading it gives a fresh, zero state, writing it does nothing, and its bytes mean nothing.
+    """
+
+    states: tuple[tuple[jax.Array, ...], ...]
+
+    @classmethod
+    def create(cls, spec: AlignConfig, num_blocks: int, sharding: jax.sharding.Sharding | None = None) -> "StatePool":
+        """A pool of zeros with `num_blocks` blocks per group, NULL_BLOCK among them.
+
+        Raises:
+            ValueError: not one request fits.
+        """
+        least = 1 + spec.blocks_per_request()
+        if num_blocks < least:
+            raise ValueError(f"StatePool.create: num_blocks must be at least {least} for one request, got {num_blocks}")
+        make = lambda s: jnp.zeros(s.shape, s.dtype, device=sharding)
+        return cls(states=tuple(tuple(map(make, group)) for group in _shapes(spec, num_blocks)))
+
+    @classmethod
+    def from_arrays(cls, spec: AlignConfig, states: Sequence[Sequence[jax.Array]]) -> "StatePool":
+        """Takes the caller's own arrays, in the order of `spec.groups` and their states.
+
+        Raises:
+            ValueError: an array has not the shape or dtype that `spec` wants.
+        """
+        if [len(group) for group in states] != [len(group.states) for group in spec.groups]:
+            raise ValueError(
+                f"StatePool.from_arrays: wanted {[len(g.states) for g in spec.groups]} arrays per group, "
+                f"got {[len(g) for g in states]}"
+            )
+        for number, (group, arrays) in enumerate(zip(spec.groups, states, strict=True)):
+            for wanted, array in zip(_shapes(spec, arrays[0].shape[1])[number], arrays, strict=True):
+                if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+                    raise ValueError(
+                        f"StatePool.from_arrays: group {group.name!r} wants {wanted.dtype}{list(wanted.shape)}, "
+                        f"got {array.dtype}{list(array.shape)}"
+                    )
+        return cls(states=tuple(map(tuple, states)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the smallest group, NULL_BLOCK included."""
+        return min(group[0].shape[1] for group in self.states)
+
+    def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":
+        """The pool with the arrays of one group replaced: what a kernel returned."""
+        return replace(self, states=(*self.states[:group], tuple(states), *self.states[group + 1 :]))

@@ -1,0 +1,150 @@
+"""Static description of a model's recurrent states: everything that shapes, bytes and columns follow from."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from mamba_align_jax.align.policy import POLICIES
+
+Mode = Literal["none", "align"]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _itemsize(dtype: str) -> int:
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+    if dtype not in sizes:
+        raise ValueError(f"dtype must be one of {sorted(sizes)}, got {dtype!r}")
+    return sizes[dtype]
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a dtype given as a name, a NumPy dtype or a JAX scalar type."""
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name  # pyrefly: ignore[bad-argument-type]
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token."""
+
+    width: int
+    channels: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        _itemsize(self.dtype)
+        if not 2 <= self.width <= 5 or self.channels < 1:
+            raise ValueError(f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}")
+
+    def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
+        """[window, channels] of one layer's block."""
+        return (self.width - 1 + num_speculative_tokens, self.channels)
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """State of one layer: [heads, value_dim, key_dim], or [heads, head_dim, state_dim] for Mamba."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        _itemsize(self.dtype)
+        if len(self.shape) < 2 or min(self.shape) < 1:
+            raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
+
+    def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
+        """The state's own shape: tokens that may be rejected have blocks of their own."""
+        del num_speculative_tokens
+        return self.shape
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Layers that share a block table and block ids."""
+
+    name: str
+    num_layers: int
+    states: tuple[ConvState | RecurrentState, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "states", tuple(self.states))
+        if self.num_layers < 1 or not self.states:
+            raise ValueError(f"GroupSpec {self.name!r}: needs at least one layer and one state")
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """How states are kept: what `StatePool`, `AlignState`, `BlockTables` and every step are made from.
+
+    Attributes:
+        groups: Layers that share block ids; most models have one group.
+        block_size: Tokens between state boundaries.
+        num_speculative_tokens: Draft tokens that a verify row may carry (K).
+        max_num_reqs: Slots.
+        max_model_len: Longest sequence in tokens, drafts included.
+        mode: "align" keeps states at block boundaries; "none" keeps only the running state.
+        policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    block_size: int
+    num_speculative_tokens: int = 0
+    max_num_reqs: int = 8
+    max_model_len: int = 4096
+    mode: Mode = "align"
+    policy: str = "copy_free"
+    state_block_size: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if not self.groups:
+            raise ValueError("AlignConfig: groups must not be empty")
+        for name, least in (("block_size", 1), ("num_speculative_tokens", 0), ("max_num_reqs", 1), ("max_model_len", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"AlignConfig: {name} must be at least {least}, got {getattr(self, name)}")
+        if self.mode not in ("none", "align"):
+            raise ValueError(f"AlignConfig: mode must be 'none' or 'align', got {self.mode!r}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
+        if self.mode == "align" and self.block_size < self.num_speculative_tokens + 1:
+            # A decode step could jump a whole column, and the boundary to save would have no block.
+            raise ValueError(
+                f"AlignConfig: block_size must be at least num_speculative_tokens + 1 = "
+                f"{self.num_speculative_tokens + 1}, got {self.block_size}"
+            )
+        # Mode "none" is one block that no sequence outgrows: its boundary is never reached, so nothing is ever saved.
+        size = self.block_size if self.mode == "align" else self.max_model_len + 1
+        object.__setattr__(self, "state_block_size", size)
+
+    @property
+    def window(self) -> int:
+        """Columns that one step may write: the running one and one per draft."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a block table's row."""
+        return _ceil_div(self.max_model_len, self.state_block_size) + self.num_speculative_tokens
+
+    def blocks_per_request(self, steps_in_flight: int = 0) -> int:
+        """Blocks per group that a running request holds at most, prefix-cached ones aside."""
+        return self.window if self.mode == "none" else self.window + 1 + steps_in_flight
+
+    def group_bytes_per_block(self, group: int) -> int:
+        """Bytes of one block of one group, all its layers and states together."""
+        spec = self.groups[group]
+        shapes = ((state.block_shape(self.num_speculative_tokens), state.dtype) for state in spec.states)
+        return spec.num_layers * sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in shapes)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in every group."""
+        return sum(self.group_bytes_per_block(group) for group in range(len(self.groups)))

@@ -1,0 +1,11 @@
+"""Stateless ops over pools of recurrent states: Pallas GPU kernels (Triton lowering), each with an XLA twin."""
+
+from pallas_kernels._dispatch import Implementation as Implementation
+from pallas_kernels._dispatch import UnsupportedError as UnsupportedError
+from pallas_kernels._pool import NULL_BLOCK as NULL_BLOCK
+from pallas_kernels.causal_conv1d import causal_conv1d_prefill as causal_conv1d_prefill
+from pallas_kernels.causal_conv1d import causal_conv1d_update as causal_conv1d_update
+from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delta_rule_gates
+from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
+from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.state_copy import state_copy as state_copy

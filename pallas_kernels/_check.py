@@ -1,0 +1,62 @@
+"""Shape and dtype contracts, read from jaxtyping annotations and raised as ValueError."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from jaxtyping import AbstractArray, jaxtyped
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _describe(value: object) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__module__.split('.')[0]} {value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes `function` check its array arguments against their annotations.
+
+    Axis names bind across the arguments of one call. Works on tracers, so a jitted caller pays at trace time only.
+
+    Raises:
+        ValueError: names the argument, what its annotation wants, and what came.
+    """
+    signature = inspect.signature(function)
+    contracts = {}
+    for name, parameter in signature.parameters.items():
+        members = _members(parameter.annotation)
+        arrays = tuple(m for m in members if isinstance(m, type) and issubclass(m, AbstractArray))
+        if arrays:
+            others = tuple(m for m in members if isinstance(m, type) and m not in arrays)
+            contracts[name] = arrays, others
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        with jaxtyped("context"):
+            for name, value in bound.arguments.items():
+                arrays, others = contracts.get(name, ((), ()))
+                if not arrays or (others and isinstance(value, others)) or isinstance(value, arrays):
+                    continue
+                wanted = " or ".join(f"{a.dtype.__name__}[{a.dim_str}]" for a in arrays)
+                raise ValueError(f"{function.__name__}: {name} must be {wanted}, got {_describe(value)}")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless `condition`: for relations that an annotation can't state."""
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,144 @@
+"""Public functions of causal_conv1d: contract, checks, dispatch."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.causal_conv1d import xla
+
+Activation = Literal["silu"] | None
+
+
+def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation) -> None:
+    require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
+    require(2 <= width <= 5, f"{name}: weight must be 2 to 5 wide, got {width}")
+    require(
+        pool.shape[2] >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {pool.shape[2]}"
+    )
+    require(activation in ("silu", None), f"{name}: activation must be 'silu' or None, got {activation!r}")
+
+
+@checked
+def causal_conv1d_update(
+    x: Float[Array, "tokens channels"],
+    pool: Float[Array, "layers blocks window channels"],
+    layer: int | Int32[Array, ""],
+    weight: Float[Array, "channels width"],
+    bias: Float[Array, " channels"] | None,
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    read_block: Int32[Array, " rows"],
+    read_row: Int32[Array, " rows"],
+    write_block: Int32[Array, " rows"],
+    *,
+    activation: Activation = "silu",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
+    """Advances decode and verify rows, keeping every position that acceptance may fall back to.
+
+    y[t] = act(bias + sum_j weight[:, j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
+    window is rows read_row .. read_row + width-2 of the read block. The new block holds window rows 1 .. width-2 and then
+    all of the row's tokens, so that after accepting n of them the next read starts at row n - 1; the rows behind are
+    unspecified.
+
+    Numerics: products and sums in float32, tap by tap. Source: Dao-AILab/causal-conv1d `causal_conv1d_update` for the
+    operation, vLLM's speculative window for the layout. Outside a jit that donates `pool` the call copies the pool.
+
+    Args:
+        x: Tokens of all rows, packed.
+        pool: Windows, oldest input first, `window` >= width - 2 + the longest row. Donate it: updated in place.
+        layer: Layer whose blocks are read and written.
+        weight: Taps per channel, the last one for the current token.
+        bias: Added before the activation.
+        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
+        read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
+        read_row: First window row to read: accepted tokens of the last step, less one.
+        write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
+        activation: "silu" or None.
+        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+
+    Returns:
+        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+
+    Raises:
+        ValueError: a shape or dtype breaks the contract.
+        UnsupportedError: `implementation` was named and can't run these arguments.
+    """
+    _check("causal_conv1d_update", x, pool, weight.shape[1], activation)
+    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
+    if x.shape[0] == 0 or read_block.shape[0] == 0:
+        return jnp.zeros_like(x), pool
+    return _update(*operands, activation=activation, implementation=implementation)
+
+
+@checked
+def causal_conv1d_prefill(
+    x: Float[Array, "tokens channels"],
+    pool: Float[Array, "layers blocks window channels"],
+    layer: int | Int32[Array, ""],
+    weight: Float[Array, "channels width"],
+    bias: Float[Array, " channels"] | None,
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    read_block: Int32[Array, " rows"],
+    read_row: Int32[Array, " rows"],
+    write_block: Int32[Array, " rows"],
+    checkpoint_offset: Int32[Array, "rows checkpoints"] | None = None,
+    checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
+    *,
+    activation: Activation = "silu",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
+    """Runs rows of any length, and keeps each row's last width-1 inputs (history included) in window rows 0 .. width-2.
+
+    The same equation as `causal_conv1d_update`. A row's outputs and window are bit-identical however its tokens were
+    split over calls. Outside a jit that donates `pool` the call copies the pool.
+
+    Args:
+        x: Tokens of all rows, packed.
+        pool: Windows, oldest input first. Donate it: updated in place.
+        layer: Layer whose blocks are read and written.
+        weight: Taps per channel, the last one for the current token.
+        bias: Added before the activation.
+        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
+        read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
+        read_row: First window row to read (a chunk may follow a verify step).
+        write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
+        checkpoint_offset: Tokens of the row after which the window is kept as well, rising along a row.
+        checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
+        activation: "silu" or None.
+        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+
+    Returns:
+        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+
+    Raises:
+        ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
+        UnsupportedError: `implementation` was named and can't run these arguments.
+    """
+    _check("causal_conv1d_prefill", x, pool, weight.shape[1], activation)
+    require(
+        (checkpoint_offset is None) == (checkpoint_block is None),
+        "causal_conv1d_prefill: checkpoint_offset and checkpoint_block go together",
+    )
+    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
+    if x.shape[0] == 0 or read_block.shape[0] == 0:
+        return jnp.zeros_like(x), pool
+    return _prefill(*operands, checkpoint_offset, checkpoint_block, activation=activation, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
+def _update(*operands, activation, implementation):
+    return dispatch(
+        implementation, operands, xla=functools.partial(xla.causal_conv1d_update, activation=activation), triton=None
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
+def _prefill(*operands, activation, implementation):
+    return dispatch(
+        implementation, operands, xla=functools.partial(xla.causal_conv1d_prefill, activation=activation), triton=None
+    )

@@ -1,0 +1,28 @@
+"""Named workloads of causal_conv1d, shared by tests, tuning and benchmarks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """Row lengths of one call over `channels` channels."""
+
+    name: str
+    lengths: tuple[int, ...]
+    channels: int = 8192
+    width: int = 4
+    dtype: str = "bfloat16"
+    num_speculative_tokens: int = 0
+
+
+# 8192 channels: q, k and v of Qwen3.5-35B-A3B's linear attention.
+UPDATE_CASES = (
+    Case("conv_update 1", (1,)),
+    Case("conv_update 64", (1,) * 64),
+    Case("conv_update 256", (1,) * 256),
+    Case("conv_verify 64", (3,) * 64, num_speculative_tokens=2),
+)
+PREFILL_CASES = (
+    Case("conv_prefill 1x8192", (8192,)),
+    Case("conv_prefill 16x128", (128,) * 16),
+)

@@ -1,0 +1,94 @@
+"""causal_conv1d in plain jax.numpy."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._pool import NULL_BLOCK, per_row, write_blocks
+from pallas_kernels._rows import token_rows
+
+
+def _history(
+    pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int
+) -> jax.Array:
+    """The width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
+    window_row = read_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+    history = pool.at[layer, read_block[:, None], window_row].get(mode="clip")
+    return jnp.where(per_row(read_block != NULL_BLOCK, history), history, jnp.zeros_like(history))
+
+
+def _convolve(
+    x: jax.Array,
+    history: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    query_start_loc: jax.Array,
+    activation: str | None,
+) -> jax.Array:
+    num_tokens, width = x.shape[0], weight.shape[1]
+    rows = token_rows(query_start_loc, num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    taps = weight.astype(jnp.float32)
+    y = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    for j in range(width):
+        back = width - 1 - j
+        from_row = (rows.offset >= back)[:, None]
+        before = history[rows.row, jnp.clip(rows.offset + j, 0, width - 2)]
+        u = jnp.where(from_row, x[jnp.maximum(token - back, 0)], before).astype(jnp.float32)
+        y = y + taps[:, j] * u
+    if activation == "silu":
+        y = y * jax.nn.sigmoid(y)
+    return jnp.where(rows.valid[:, None], y, 0.0).astype(x.dtype)
+
+
+def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) -> jax.Array:
+    """Inputs number `at[rows, n]` of each row: its tokens from 0 on, its history at -1, -2, ..."""
+    width = history.shape[1] + 1
+    row = jnp.arange(at.shape[0], dtype=jnp.int32)[:, None]
+    before = history[row, jnp.clip(at + width - 1, 0, width - 2)]
+    tokens = x[jnp.clip(start[:, None] + at, 0, x.shape[0] - 1)]
+    return jnp.where((at >= 0)[..., None], tokens, before)
+
+
+def causal_conv1d_update(
+    x, pool, layer, weight, bias, query_start_loc, read_block, read_row, write_block, *, activation
+):
+    """See api.py."""
+    width, window = weight.shape[1], pool.shape[2]
+    start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
+    history = _history(pool, layer, read_block, read_row, width)
+    y = _convolve(x, history, weight, bias, query_start_loc, activation)
+    at = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32) - (width - 2), (length.shape[0], window))
+    kept = jnp.where((at < length[:, None])[..., None], _windows(x, history, start, at), 0)
+    return y, write_blocks(pool, layer, jnp.where(length > 0, write_block, NULL_BLOCK), kept)
+
+
+def causal_conv1d_prefill(
+    x,
+    pool,
+    layer,
+    weight,
+    bias,
+    query_start_loc,
+    read_block,
+    read_row,
+    write_block,
+    checkpoint_offset=None,
+    checkpoint_block=None,
+    *,
+    activation,
+):
+    """See api.py."""
+    width, window = weight.shape[1], pool.shape[2]
+    start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
+    history = _history(pool, layer, read_block, read_row, width)
+    y = _convolve(x, history, weight, bias, query_start_loc, activation)
+    # The final window is the checkpoint at the row's end.
+    offset, block = length[:, None], write_block[:, None]
+    if checkpoint_offset is not None:
+        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
+        block = jnp.concatenate([checkpoint_block, block], axis=1)
+    for n in range(offset.shape[1]):
+        at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
+        kept = jnp.pad(_windows(x, history, start, at), ((0, 0), (0, window - (width - 1)), (0, 0)))
+        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept)
+    return y, pool

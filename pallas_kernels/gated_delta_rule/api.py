@@ -1,0 +1,199 @@
+"""Public functions of gated_delta_rule: contract, checks, dispatch.
+
+For one value head h with key head h // (value_heads // key_heads), state S [value_dim, key_dim] and token t:
+
+    g = -exp(A_log) * softplus(a + dt_bias),  beta = sigmoid(b)
+    q, k = q / sqrt(sum(q^2) + 1e-6), likewise k;  q = q * scale
+    S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); chunked form by the UT transform of the same paper.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.gated_delta_rule import pallas_triton, xla
+from pallas_kernels.gated_delta_rule.config import Config
+
+
+@checked
+def gated_delta_rule_gates(
+    a: Float[Array, "tokens value_heads"],
+    b: Float[Array, "tokens value_heads"],
+    A_log: Float[Array, " value_heads"],
+    dt_bias: Float[Array, " value_heads"],
+) -> tuple[Float32[Array, "tokens value_heads"], Float32[Array, "tokens value_heads"]]:
+    """The log decay g (<= 0) and the correction strength beta in (0, 1) of raw projections, in float32.
+
+    `gated_delta_rule_update` computes the same inside its kernel; prefill takes these as arrays.
+    """
+    return xla.gates(a, b, A_log, dt_bias)
+
+
+@checked
+def gated_delta_rule_update(
+    qkv: Float[Array, "tokens channels"],
+    a: Float[Array, "tokens value_heads"],
+    b: Float[Array, "tokens value_heads"],
+    A_log: Float[Array, " value_heads"],
+    dt_bias: Float[Array, " value_heads"],
+    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    layer: int | Int32[Array, ""],
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    read_block: Int32[Array, " rows"],
+    write_blocks: Int32[Array, "rows window"],
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+    """Advances decode and verify rows token by token, from packed conv outputs and raw gates, in one launch.
+
+    The state after token t of row r goes to write_blocks[r, t]. The equations stand at the top of this file.
+
+    Numerics: float32 throughout, the state rounded to the pool's dtype at each store only. A row's results do not depend
+    on other rows, bit for bit. Outside a jit that donates `pool` the call copies the pool.
+
+    Args:
+        qkv: Convolved [queries | keys | values], heads in order; channels = 2 * key_heads * key_dim + value_heads *
+            value_dim.
+        a: Raw decay projection.
+        b: Raw beta projection.
+        A_log: Log decay rate per value head.
+        dt_bias: Added to `a` before the softplus.
+        pool: States. Donate it: updated in place.
+        layer: Layer whose blocks are read and written.
+        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
+        read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
+        write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
+            `window`. A block may be the row's own read block.
+        scale: Of the queries; None is key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised here.
+        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
+        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        Outputs in qkv's dtype, 0 for tokens behind the last row, and the pool.
+
+    Raises:
+        ValueError: a shape or dtype breaks the contract.
+        UnsupportedError: `implementation` was named and can't run these arguments.
+    """
+    value_heads, value_dim, key_dim = pool.shape[2:]
+    key_channels = qkv.shape[1] - value_heads * value_dim
+    require(
+        key_channels > 0 and key_channels % (2 * key_dim) == 0 and value_heads % (key_channels // (2 * key_dim)) == 0,
+        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels with "
+        f"key_heads dividing {value_heads}, got {qkv.shape[1]}",
+    )
+    if qkv.shape[0] == 0 or read_block.shape[0] == 0:
+        return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool
+    operands = (qkv, a, b, A_log, dt_bias, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
+    return _update(
+        operands, key_dim**-0.5 if scale is None else scale, use_qk_l2norm, implementation, config, interpret
+    )
+
+
+@checked
+def gated_delta_rule_prefill(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens value_heads value_dim"],
+    g: Float32[Array, "tokens value_heads"],
+    beta: Float32[Array, "tokens value_heads"],
+    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    layer: int | Int32[Array, ""],
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    num_computed_tokens: Int32[Array, " rows"],
+    read_block: Int32[Array, " rows"],
+    write_block: Int32[Array, " rows"],
+    checkpoint_offset: Int32[Array, "rows checkpoints"] | None = None,
+    checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+    """Runs rows of any length in chunks that end at multiples of `chunk_size` in the sequence's absolute position.
+
+    The equations stand at the top of this file. With a float32 pool, states and outputs are bit-identical whether the
+    tokens ran whole, were split at a multiple of `chunk_size`, or resumed from a block. "xla" differentiates.
+
+    Numerics: float32; every product at Precision.HIGHEST, the triangular system by forward substitution, decays as
+    exponentials of non-positive numbers only. Outside a jit that donates `pool` the call copies the pool.
+
+    Args:
+        q: Queries of all rows, packed.
+        k: Keys.
+        v: Values; value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, <= 0.
+        beta: Correction strength, in [0, 2].
+        pool: States. Donate it: updated in place.
+        layer: Layer whose blocks are read and written.
+        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
+        num_computed_tokens: Absolute position of each row's first token.
+        read_block: Block of each row's initial state; NULL_BLOCK (0) gives zeros.
+        write_block: Where each row's final state goes; NULL_BLOCK skips. It may be the read block.
+        checkpoint_offset: Tokens of the row after which the state is kept as well: num_computed_tokens + offset must
+            be a multiple of `chunk_size`, rising along a row.
+        checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
+        scale: Of the queries; None is key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised here.
+        chunk_size: Tokens of the grid's cells.
+        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+
+    Returns:
+        Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
+
+    Raises:
+        ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
+        UnsupportedError: `implementation` was named and can't run these arguments.
+    """
+    require(
+        v.shape[1] % k.shape[1] == 0,
+        f"gated_delta_rule_prefill: k must have a number of heads that divides v's {v.shape[1]}, got {k.shape[1]}",
+    )
+    require(chunk_size >= 1, f"gated_delta_rule_prefill: chunk_size must be positive, got {chunk_size}")
+    require(
+        (checkpoint_offset is None) == (checkpoint_block is None),
+        "gated_delta_rule_prefill: checkpoint_offset and checkpoint_block go together",
+    )
+    if v.shape[0] == 0 or read_block.shape[0] == 0:
+        return jnp.zeros_like(v), pool
+    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, num_computed_tokens, read_block, write_block)
+    operands += (checkpoint_offset, checkpoint_block)
+    return _prefill(
+        operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, chunk_size, implementation
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation", "config", "interpret")
+)
+def _update(operands, scale, use_qk_l2norm, implementation, config, interpret):
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+    return dispatch(
+        implementation,
+        operands,
+        xla=functools.partial(xla.gated_delta_rule_update, **options),
+        triton=functools.partial(
+            pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret
+        ),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "chunk_size", "implementation"))
+def _prefill(operands, scale, use_qk_l2norm, chunk_size, implementation):
+    prefill = functools.partial(
+        xla.gated_delta_rule_prefill, scale=scale, use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size
+    )
+    return dispatch(implementation, operands, xla=prefill, triton=None)

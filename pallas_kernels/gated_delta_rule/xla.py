@@ -1,0 +1,150 @@
+"""gated_delta_rule in plain jax.numpy: token by token for decode and verify, chunked for prefill."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
+from pallas_kernels._rows import chunk_of_token, chunk_rows, token_rows
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+L2_EPSILON = 1e-6
+
+
+def gates(a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """See api.py."""
+    raw = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
+    g = -jnp.exp(A_log.astype(jnp.float32)) * jax.nn.softplus(raw)
+    return g, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
+def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -> tuple[jax.Array, jax.Array]:
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    if use_qk_l2norm:
+        q = q * jax.lax.rsqrt(jnp.sum(q * q, -1, keepdims=True) + L2_EPSILON)
+        k = k * jax.lax.rsqrt(jnp.sum(k * k, -1, keepdims=True) + L2_EPSILON)
+    return q * scale, k
+
+
+def gated_delta_rule_update(
+    qkv,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    pool,
+    layer,
+    query_start_loc,
+    read_block,
+    write_blocks_,
+    *,
+    scale,
+    use_qk_l2norm,
+):
+    """See api.py."""
+    num_tokens, channels = qkv.shape
+    value_heads, value_dim, key_dim = pool.shape[2:]
+    key_channels = (channels - value_heads * value_dim) // 2
+    key_heads = key_channels // key_dim
+    rows = token_rows(query_start_loc, num_tokens)
+
+    def advance(token, carry):
+        state, out, pool = carry
+        row, offset = rows.row[token], rows.offset[token]
+        state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
+        q, k = (x.reshape(key_heads, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
+        q, k = (jnp.repeat(x, value_heads // key_heads, axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
+        v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
+        g, beta = gates(a[token], b[token], A_log, dt_bias)
+        state = jnp.exp(g)[:, None, None] * state
+        correction = beta[:, None] * (v - jnp.sum(state * k[:, None, :], axis=-1))
+        state = state + correction[:, :, None] * k[:, None, :]
+        out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(out.dtype))
+        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
+
+    # Token after token in a body of one shape, and as many turns as there are tokens: a row's bits can't depend on its
+    # neighbours or on the bucket.
+    state = jnp.zeros(pool.shape[2:], jnp.float32)
+    out = jnp.zeros((num_tokens, value_heads, value_dim), qkv.dtype)
+    _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
+    return out, pool
+
+
+def _advance_chunk(state, q, k, v, g, beta):
+    """One chunk of every value head, from a state [heads, value_dim, key_dim]: the new state and the outputs.
+
+    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g, beta [heads, chunk]. Padding has k, v, g, beta = 0.
+    """
+    dot = lambda equation, *operands: jnp.einsum(equation, *operands, precision=_HIGHEST)
+    chunk = q.shape[1]
+    decay = jnp.cumsum(g, axis=1)
+    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
+    # decay[i] - decay[j] <= 0 for i >= j; masked before the exponential, so that nothing overflows.
+    between = jnp.exp(jnp.where(lower, decay[:, :, None] - decay[:, None, :], -jnp.inf))
+    system = jnp.where(jnp.tril(lower, -1), between * dot("hik,hjk->hij", k, k), 0.0) * beta[..., None]
+    system = system + jnp.eye(chunk, dtype=system.dtype)
+    from_state = jnp.exp(decay)[..., None]
+    target = beta[..., None] * (v - from_state * dot("hik,hvk->hiv", k, state))
+    correction = jax.scipy.linalg.solve_triangular(system, target, lower=True, unit_diagonal=True)
+    out = from_state * dot("hik,hvk->hiv", q, state)
+    out = out + dot("hij,hjv->hiv", between * dot("hik,hjk->hij", q, k), correction)
+    to_end = jnp.exp(decay[:, -1:] - decay)[..., None]
+    state = jnp.exp(decay[:, -1])[:, None, None] * state + dot("hiv,hik->hvk", correction, to_end * k)
+    return state, out
+
+
+def gated_delta_rule_prefill(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    pool,
+    layer,
+    query_start_loc,
+    num_computed_tokens,
+    read_block,
+    write_block,
+    checkpoint_offset=None,
+    checkpoint_block=None,
+    *,
+    scale,
+    use_qk_l2norm,
+    chunk_size,
+):
+    """See api.py. One chunk after another, each of the same shape: that is what makes a split bit-identical."""
+    num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
+    length = jnp.diff(query_start_loc)
+    chunks = chunk_rows(query_start_loc, num_computed_tokens, chunk_size, num_tokens)
+    initial = read_blocks(pool, layer, read_block)
+
+    # The final state is the checkpoint at the row's end.
+    offset, block = length[:, None], write_block[:, None]
+    if checkpoint_offset is not None:
+        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
+        block = jnp.concatenate([checkpoint_block, block], axis=1)
+
+    def advance(carry, chunk):
+        state, kept = carry
+        lane = jnp.arange(chunk_size, dtype=jnp.int32)
+        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
+        live = lane < chunk.length
+        take = lambda x: jnp.where(per_row(live, x[token]), x[token], 0)
+        q_c, k_c = _prepare_qk(take(q), take(k), scale, use_qk_l2norm)
+        q_c, k_c = (jnp.repeat(x, repeats, axis=1).swapaxes(0, 1) for x in (q_c, k_c))
+        v_c = take(v).astype(jnp.float32).swapaxes(0, 1)
+        state = jnp.where(chunk.offset == 0, initial[chunk.row], state)
+        state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).T, take(beta).T)
+        here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
+        kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))
+        return (state, kept), out.swapaxes(0, 1)
+
+    kept = jnp.zeros((*offset.shape, *initial.shape[1:]), jnp.float32)
+    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), chunks)
+
+    rows = token_rows(query_start_loc, num_tokens)
+    chunk, lane = chunk_of_token(rows, query_start_loc, num_computed_tokens, chunk_size)
+    out = out.at[chunk, lane].get(mode="clip")
+    out = jnp.where(rows.valid[:, None, None], out, 0.0).astype(v.dtype)
+    for n in range(offset.shape[1]):
+        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
+    return out, pool

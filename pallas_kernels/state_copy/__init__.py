@@ -1,0 +1,3 @@
+"""Copies of whole states between blocks."""
+
+from pallas_kernels.state_copy.api import state_copy as state_copy

@@ -1,0 +1,22 @@
+"""Launch configuration of state_copy's kernel."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """Elements of one program's tile (a power of two) and its warps."""
+
+    tile: int
+    num_warps: int
+
+
+def default_config(rows: int, state_size: int, itemsize: int) -> Config:
+    """Tiles of 16 KiB, or smaller ones while a few rows alone would leave multiprocessors idle.
+
+    A copy reduces nothing, so the tile may follow the number of rows.
+    """
+    tile = 16384 // itemsize
+    while tile > 1024 and rows * state_size < 512 * tile:
+        tile //= 2
+    return Config(tile=tile, num_warps=4)

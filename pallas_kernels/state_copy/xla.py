@@ -1,0 +1,27 @@
+"""state_copy in plain jax.numpy."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._pool import NULL_BLOCK
+
+
+def state_copy(
+    pool: jax.Array, source: jax.Array, destination: jax.Array, row_offset: jax.Array | None = None
+) -> jax.Array:
+    """See api.py. Loops over the rows that do copy, so that an idle call costs nothing and no pool-sized temporary."""
+    copies = (destination != NULL_BLOCK) & ((source != destination) | (False if row_offset is None else row_offset > 0))
+    copying_first = jnp.argsort(~copies, stable=True)
+
+    def copy_row(i: jax.Array, pool: jax.Array) -> jax.Array:
+        row = copying_first[i]
+        block = jax.lax.dynamic_index_in_dim(pool, source[row], axis=1, keepdims=True)
+        block = jnp.where(source[row] == NULL_BLOCK, jnp.zeros_like(block), block)
+        if row_offset is not None:
+            window = jnp.arange(pool.shape[2])[:, None]
+            kept = jax.lax.dynamic_index_in_dim(pool, destination[row], axis=1, keepdims=True)
+            shifted = jnp.roll(block, -row_offset[row], axis=2)
+            block = jnp.where(window + row_offset[row] < pool.shape[2], shifted, kept)
+        return jax.lax.dynamic_update_slice_in_dim(pool, block, destination[row], axis=1)
+
+    return jax.lax.fori_loop(0, jnp.sum(copies, dtype=jnp.int32), copy_row, pool)

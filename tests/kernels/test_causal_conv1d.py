@@ -1,0 +1,141 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import assert_close, assert_untouched, dirty_pool, pack
+from kernels.oracle_causal_conv1d import causal_conv1d
+
+from pallas_kernels import UnsupportedError, causal_conv1d_prefill, causal_conv1d_update
+
+LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 12, 40
+
+
+def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_read=(3, 4, 5)):
+    tokens = sum(lengths) + extra_tokens
+    x = rng.normal(size=(tokens, CHANNELS)).astype(np.float32)
+    x[sum(lengths) :] = np.nan  # padding tokens hold anything
+    pool = dirty_pool(rng, (LAYERS, BLOCKS, width - 1 + K, CHANNELS), dtype, clean=blocks_to_read)
+    weight = jnp.asarray(rng.normal(size=(CHANNELS, width)), jnp.float32)
+    return jnp.asarray(x).astype(dtype), pool, weight, jnp.asarray(rng.normal(size=CHANNELS), jnp.float32) if bias else None
+
+
+def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
+    width = weight.shape[1]
+    window = np.asarray(pool.astype(jnp.float32))[LAYER, read, row : row + width - 1]
+    history = window if read else np.zeros((width - 1, CHANNELS))
+    tokens = np.asarray(x.astype(jnp.float32))[start : start + length]
+    return causal_conv1d(tokens, history, np.asarray(weight), None if bias is None else np.asarray(bias), silu)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("width", "K", "bias", "activation"), [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 2, True, None), (5, 7, True, "silu")]
+)
+def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
+    # Decode and verify rows, an empty row, a skipped write, read block == write block, a fresh row, a padding row.
+    lengths = [1, K + 1, 0, 1, min(2, K + 1), 1]
+    read, row = [3, 4, 5, 0, 4, 5], [0, K, 0, 0, min(1, K), 0]
+    write = [3, 6, 7, 8, 9, 0]
+    x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias)
+    loc = pack(lengths, padding_rows=2)
+    padded = [jnp.array([*v, 5, 5]) for v in (read, row)] + [jnp.array([*write, 10, 11])]
+    y, after = causal_conv1d_update(x, pool, LAYER, weight, bias, loc, *padded, activation=activation)
+    for r, n in enumerate(lengths):
+        start = int(loc[r])
+        out, inputs = oracle_row(x, pool, weight, bias, start, n, read[r], row[r], activation == "silu")
+        assert_close(y[start : start + n], out, dtype, width, f"row {r}")
+        if n and write[r]:
+            kept = np.asarray(after.astype(jnp.float32))[LAYER, write[r], : width - 2 + n]
+            np.testing.assert_array_equal(kept, inputs[1:])
+    assert not np.asarray(y[sum(lengths) :]).any()
+    assert_untouched(pool, after, written=(3, 6, 8, 9))
+    assert_untouched(pool[:LAYER], after[:LAYER], written=())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("width", "K", "bias", "activation"), [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (5, 1, True, "silu")])
+def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype):
+    lengths = [7, 1, 0, 64, 2, 3]
+    read, row, write = [3, 0, 4, 5, 4, 0], [0, 0, 0, K, K, 0], [3, 6, 7, 8, 9, 10]
+    x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias)
+    loc = pack(lengths, padding_rows=1)
+    padded = [jnp.array([*v, 5]) for v in (read, row)] + [jnp.array([*write, 11])]
+    # Checkpoints after two tokens of row 0 (into the block it reads is row 3's case) and after 40 of row 3.
+    offsets = jnp.zeros((7, 2), jnp.int32).at[0, 1].set(2).at[3, 0].set(40)
+    blocks = jnp.zeros((7, 2), jnp.int32).at[0, 1].set(1).at[3, 0].set(5)
+    y, after = causal_conv1d_prefill(x, pool, LAYER, weight, bias, loc, *padded, offsets, blocks, activation=activation)
+    for r, n in enumerate(lengths):
+        start = int(loc[r])
+        out, inputs = oracle_row(x, pool, weight, bias, start, n, read[r], row[r], activation == "silu")
+        assert_close(y[start : start + n], out, dtype, width, f"row {r}")
+        window = lambda block: np.asarray(after.astype(jnp.float32))[LAYER, block, : width - 1]
+        if n:
+            np.testing.assert_array_equal(window(write[r]), inputs[len(inputs) - (width - 1) :])
+        if r == 0:
+            np.testing.assert_array_equal(window(1), inputs[2 : 2 + width - 1])
+        if r == 3:
+            np.testing.assert_array_equal(window(5), inputs[40 : 40 + width - 1])
+    assert not np.asarray(y[sum(lengths) :]).any()
+    assert_untouched(pool, after, written=(1, 3, 5, 6, 8, 9, 10))
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 5, 19])
+def test_prefill_split_anywhere_is_bit_identical(rng, split):
+    x, pool, weight, _ = make(rng, [20], 4, jnp.float32, extra_tokens=0)
+    one = lambda v: jnp.array([v])
+    whole, after = causal_conv1d_prefill(x, pool, LAYER, weight, None, pack([20]), one(3), one(0), one(6))
+    first, pool = causal_conv1d_prefill(x[:split], pool, LAYER, weight, None, pack([split]), one(3), one(0), one(7))
+    rest = pack([20 - split])
+    second, pool = causal_conv1d_prefill(x[split:], pool, LAYER, weight, None, rest, one(7), one(0), one(8))
+    np.testing.assert_array_equal(jnp.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(pool[LAYER, 8], after[LAYER, 6])
+
+
+def test_a_prefill_chunk_may_follow_a_verify_step(rng):
+    """Three tokens verified, two accepted, then a chunk: as if five tokens had run in one go."""
+    x, pool, weight, _ = make(rng, [8], 4, jnp.float32, K=2, extra_tokens=0)
+    one = lambda v: jnp.array([v])
+    tokens = jnp.concatenate([x[:2], x[3:6]])
+    whole, _ = causal_conv1d_prefill(tokens, pool, LAYER, weight, None, pack([5]), one(3), one(0), one(6))
+    _, pool = causal_conv1d_update(x[:3], pool, LAYER, weight, None, pack([3]), one(3), one(0), one(7))
+    chunk, _ = causal_conv1d_prefill(x[3:6], pool, LAYER, weight, None, pack([3]), one(7), one(1), one(8))
+    np.testing.assert_array_equal(chunk, whole[2:])
+
+
+def test_empty_arrays_return_at_once(rng):
+    x, pool, weight, _ = make(rng, [2], 4, jnp.float32)
+    none = jnp.zeros((0,), jnp.int32)
+    for op in (causal_conv1d_update, causal_conv1d_prefill):
+        y, after = op(x, pool, 0, weight, None, pack([]), none, none, none)
+        assert y.shape == x.shape
+        assert not y.any()
+        assert after is pool
+
+
+def test_bad_arguments_are_named(rng):
+    x, pool, weight, _ = make(rng, [2], 4, jnp.float32)
+    row = jnp.array([1])
+    for op in (causal_conv1d_update, causal_conv1d_prefill):
+        with pytest.raises(ValueError, match="x must have the pool's dtype float32, got bfloat16"):
+            op(x.astype(jnp.bfloat16), pool, 0, weight, None, pack([2]), row, row, row)
+        with pytest.raises(ValueError, match="weight must be 2 to 5 wide, got 6"):
+            op(x, pool, 0, jnp.ones((CHANNELS, 6)), None, pack([2]), row, row, row)
+        with pytest.raises(ValueError, match="at least 4 window rows, got 3"):
+            op(x, pool, 0, jnp.ones((CHANNELS, 5)), None, pack([2]), row, row, row)
+        with pytest.raises(ValueError, match="pool must be Float"):
+            op(x[:, :8], pool, 0, weight[:8], None, pack([2]), row, row, row)
+        with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
+            op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
+        with pytest.raises(UnsupportedError, match="no Triton kernel"):
+            op(x, pool, 0, weight, None, pack([2]), row, row, row, implementation="triton")
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+        causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
+
+
+def test_prefill_differentiates(rng):
+    x, pool, weight, _ = make(rng, [6], 4, jnp.float32, extra_tokens=0)
+    row = jnp.array([3])
+    loss = lambda w: jnp.sum(causal_conv1d_prefill(x, pool, LAYER, w, None, pack([6]), row, row * 0, row, implementation="xla")[0] ** 2)
+    step = 1e-2 * jnp.ones_like(weight)
+    numeric = (loss(weight + step) - loss(weight - step)) / 2
+    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(weight), step), numeric, rtol=1e-3)

@@ -1,0 +1,352 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.oracle_gated_delta_rule import gated_delta_rule, gates
+
+from pallas_kernels import (
+    UnsupportedError,
+    gated_delta_rule_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_update,
+)
+from pallas_kernels.gated_delta_rule.config import Config
+
+LAYER, LAYERS, BLOCKS = 1, 2, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 32
+
+
+DIMS = {
+    "grouped": Dims(),
+    "equal heads": Dims(3, 3, 32, 16),
+    "96 x 192": Dims(1, 2, 96, 192),
+    "odd": Dims(1, 3, 24, 20),
+}
+
+
+def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5)):
+    tokens = sum(lengths) + extra_tokens
+
+    def draw(*shape):
+        x = rng.normal(size=(tokens, *shape)).astype(np.float32)
+        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        return jnp.asarray(x).astype(dtype)
+
+    channels = 2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
+    head = lambda: jnp.asarray(rng.normal(size=dims.value_heads), jnp.float32)
+    pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), state_dtype, clean)
+    return draw(channels), draw(dims.value_heads), draw(dims.value_heads), head(), head(), pool
+
+
+def unpack(qkv, dims):
+    qkv = np.asarray(qkv.astype(jnp.float32), np.float64)
+    keys = dims.key_heads * dims.key_dim
+    q, k, v = qkv[:, :keys], qkv[:, keys : 2 * keys], qkv[:, 2 * keys :]
+    return (
+        q.reshape(-1, dims.key_heads, dims.key_dim),
+        k.reshape(-1, dims.key_heads, dims.key_dim),
+        v.reshape(-1, dims.value_heads, dims.value_dim),
+    )
+
+
+def state_of(pool, block):
+    state = np.asarray(pool.astype(jnp.float32), np.float64)[LAYER, block]
+    return state if block else np.zeros_like(state)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dims", "dtype", "state_dtype", "l2norm"),
+    [
+        ("grouped", jnp.float32, jnp.float32, True),
+        ("grouped", jnp.float32, jnp.float32, False),
+        ("grouped", jnp.bfloat16, jnp.float32, True),
+        ("grouped", jnp.bfloat16, jnp.bfloat16, True),
+        ("grouped", jnp.float16, jnp.float16, True),
+        ("equal heads", jnp.float32, jnp.float32, True),
+        ("96 x 192", jnp.float32, jnp.float32, True),
+        ("odd", jnp.float32, jnp.float32, True),
+    ],
+)
+@pytest.mark.parametrize("window", [1, 4])
+def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window, implementation):
+    dims = DIMS[dims]
+    # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
+    lengths = [1, window, 0, 1, min(2, window), window]
+    read = [3, 4, 5, 0, 4, 5]
+    write = np.zeros((8, window), np.int32)
+    write[:6, 0] = [3, 6, 7, 8, 0, 9]
+    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
+    write[5, -1] = 5
+    write[6:] = 20
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype)
+    loc = pack(lengths, padding_rows=2)
+    out, after = gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, pool, LAYER, loc, jnp.array([*read, 5, 0]), jnp.asarray(write),
+        use_qk_l2norm=l2norm, scale=None if l2norm else 1 / dims.key_dim, **how(implementation),
+    )
+    q, k, v = unpack(qkv, dims)
+    g, beta = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
+    written = []
+    for r, n in enumerate(lengths):
+        tokens = slice(int(loc[r]), int(loc[r]) + n)
+        scale = dims.key_dim**-0.5 if l2norm else 1 / dims.key_dim
+        wanted, states = gated_delta_rule(
+            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], state_of(pool, read[r]), scale, l2norm
+        )
+        # A token's output sums key_dim products of a state that n steps of key_dim products each have made.
+        assert_close(out[tokens], wanted, dtype, 4 * (n + 1) * dims.key_dim, f"row {r}")
+        for t in range(n):
+            if write[r, t]:
+                written.append(write[r, t])
+                assert_close(state_of(after, write[r, t]), states[t], state_dtype, 4 * (n + 1) * dims.key_dim, f"state {r}, {t}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    assert_untouched(pool, after, written)
+    assert_untouched(pool[:LAYER], after[:LAYER], written=())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
+    """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
+    dims, lengths = DIMS["grouped"], [1, 3, 1, 2, 1]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, clean=(1, 2, 3, 4, 5))
+    loc = np.asarray(pack(lengths))
+    run = jax.jit(lambda qkv, a, b, loc, read, write: gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, pool, LAYER, loc, read, write, **how(implementation)
+    ))
+
+    def results(rows, window, padding):
+        tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
+        write = np.zeros((len(rows) + padding, window), np.int32)
+        for i in range(len(rows)):
+            write[i, :] = 6 + 3 * i + np.arange(window)
+        read = jnp.array([r + 1 for r in rows] + [0] * padding)
+        here = pack([lengths[r] for r in rows], padding)
+        out, after = run(qkv[tokens], a[tokens], b[tokens], here, read, jnp.asarray(write))
+        return {
+            r: (np.asarray(out[here[i] : here[i + 1]].astype(jnp.float32)), np.asarray(after[LAYER, write[i, lengths[r] - 1]]))
+            for i, r in enumerate(rows)
+        }
+
+    wanted = results([0, 1, 2, 3, 4], 3, 0)
+    for rows, window, padding in [([0], 1, 0), ([2, 0, 4], 1, 0), ([4, 3, 2, 1, 0], 3, 3), ([1], 3, 0), ([0], 3, 7)]:
+        for r, (out, state) in results(rows, window, padding).items():
+            np.testing.assert_array_equal(out, wanted[r][0])
+            np.testing.assert_array_equal(state, wanted[r][1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_verify_and_single_decodes_agree(rng, implementation):
+    dims = DIMS["grouped"]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [4], dims, extra_tokens=0)
+    verified, after = gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, pool, LAYER, pack([4]), jnp.array([3]), jnp.array([[6, 7, 8, 9]]), **how(implementation)
+    )
+    decoded = []
+    for t in range(4):
+        out, pool = gated_delta_rule_update(
+            qkv[t : t + 1], a[t : t + 1], b[t : t + 1], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([3]),
+            jnp.array([[3]]), **how(implementation),
+        )
+        decoded.append(out)
+    # A float32 state stored and loaded is the state: only the order of instructions may differ.
+    assert_close(verified, np.asarray(jnp.concatenate(decoded), np.float64), jnp.float32, dims.key_dim, "outputs")
+    assert_close(after[LAYER, 9], np.asarray(pool[LAYER, 3], np.float64), jnp.float32, dims.key_dim, "state")
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_every_config_computes_the_same_bits(rng, implementation):
+    dims = DIMS["odd"]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [1, 1], dims)
+    results = [
+        gated_delta_rule_update(
+            qkv, a, b, A_log, dt_bias, pool, LAYER, pack([1, 1]), jnp.array([3, 0]), jnp.array([[6], [7]]),
+            **how(implementation), config=Config(block_value=block, num_warps=1),
+        )
+        for block in (4, 8, 32)
+    ]
+    for out, after in results[1:]:
+        assert_close(out, np.asarray(results[0][0], np.float64), jnp.float32, dims.key_dim, "outputs")
+        assert_close(after[LAYER, 6], np.asarray(results[0][1][LAYER, 6], np.float64), jnp.float32, dims.key_dim, "state")
+
+
+@pytest.mark.gpu
+def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+    dims, blocks = Dims(4, 8, 128, 128), 16500
+    qkv, a, b, A_log, dt_bias, small = make(rng, [1], dims, extra_tokens=0)
+    pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
+    last = blocks - 1
+    wrapped = last - 2**31 // (8 * 128 * 128)
+    pool = jax.jit(lambda p: p.at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0), donate_argnums=0)(pool)
+    step = jax.jit(
+        lambda pool, read, write, way: gated_delta_rule_update(
+            qkv, a, b, A_log, dt_bias, pool, 0, pack([1]), read, write, implementation=way
+        ),
+        static_argnums=3, donate_argnums=0,
+    )
+    out, pool = step(pool, jnp.array([last]), jnp.array([[last]]), "triton")
+    wanted, after = gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]]), implementation="xla"
+    )
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
+    assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
+
+
+def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), **options):
+    q, k, v, g, beta = inputs
+    rows = lambda x: jnp.asarray(x, jnp.int32)
+    return gated_delta_rule_prefill(
+        q, k, v, g, beta, pool, LAYER, pack(lengths), rows(computed), rows(read), rows(write), *checkpoints, **options
+    )
+
+
+def make_prefill(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3):
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype, extra_tokens)
+    q, k, v = (jnp.asarray(x, jnp.float32).astype(dtype) for x in unpack(qkv, dims))
+    return (q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias)), pool
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "state_dtype"),
+    [
+        ("grouped", jnp.float32, jnp.float32),
+        ("grouped", jnp.bfloat16, jnp.bfloat16),
+        ("96 x 192", jnp.float32, jnp.float32),
+        ("odd", jnp.float32, jnp.float16),
+    ],
+)
+def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype):
+    dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
+    computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 5], [6, 3, 7, 8, 9, 10, 0]
+    inputs, pool = make_prefill(rng, lengths, dims, dtype, state_dtype)
+    offsets = jnp.zeros((7, 2), jnp.int32).at[4, 0].set(27).at[5].set(jnp.array([64, 128]))
+    blocks = jnp.zeros((7, 2), jnp.int32).at[4, 0].set(11).at[5].set(jnp.array([12, 13]))
+    out, after = prefill(inputs, pool, lengths, computed, read, write, (offsets, blocks))
+    q, k, v, g, beta = (np.asarray(x.astype(jnp.float32), np.float64) for x in inputs)
+    loc = np.asarray(pack(lengths))
+    for r, n in enumerate(lengths):
+        tokens = slice(loc[r], loc[r + 1])
+        wanted, states = gated_delta_rule(
+            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], state_of(pool, read[r]), dims.key_dim**-0.5
+        )
+        terms = 16 * (64 + dims.key_dim)
+        assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
+        kept = [(n, write[r])] + [(int(offsets[r, j]), int(blocks[r, j])) for j in range(2)]
+        for offset, block in kept:
+            if n and block:
+                assert_close(state_of(after, block), states[offset - 1], state_dtype, terms, f"state {r} after {offset}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    assert_untouched(pool, after, written=(3, 6, 8, 9, 10, 11, 12, 13))
+
+
+@pytest.mark.parametrize("split", [64, 128, 192])
+def test_prefill_split_on_the_grid_is_bit_identical(rng, split):
+    """Whole, split, resumed from a block, in another bucket and beside other rows."""
+    dims, start, total = DIMS["grouped"], 64, 200
+    inputs, pool = make_prefill(rng, [total], dims, extra_tokens=0)
+    whole, after = prefill(inputs, pool, [total], [start], [3], [6])
+    part = lambda a, b: tuple(x[a:b] for x in inputs)
+    first, pool = prefill(part(0, split), pool, [split], [start], [3], [7])
+    other = tuple(jnp.concatenate([y[:50], x, y[:14]]) for x, y in zip(part(split, total), inputs, strict=True))
+    second, pool = prefill(other, pool, [50, total - split, 0], [3, start + split, 0], [4, 7, 0], [9, 8, 0])
+    np.testing.assert_array_equal(jnp.concatenate([first, second[50 : 50 + total - split]]), whole)
+    np.testing.assert_array_equal(pool[LAYER, 8], after[LAYER, 6])
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_prefill_of_one_repeated_token(rng, beta):
+    """Identical normalised keys without decay: where inverses by doubling explode."""
+    dims, n = DIMS["grouped"], 192
+    (q, k, v, g, _), pool = make_prefill(rng, [n], dims, extra_tokens=0)
+    q, k, v = (jnp.broadcast_to(x[:1], x.shape) for x in (q, k, v))
+    g, beta = jnp.zeros_like(g), jnp.full_like(g, beta)
+    out, after = prefill((q, k, v, g, beta), pool, [n], [0], [3], [6])
+    arrays = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
+    wanted, states = gated_delta_rule(*arrays, state_of(pool, 3), dims.key_dim**-0.5)
+    # At beta 2 the correction flips sign at every token without shrinking: rounding errors of all n tokens add up.
+    assert_close(out, wanted, jnp.float32, n * n, "outputs")
+    assert_close(after[LAYER, 6], states[-1], jnp.float32, n * n, "state")
+
+
+@pytest.mark.parametrize("decay", [-1e4, -1e-7])
+def test_prefill_at_extreme_decays(rng, decay):
+    dims = DIMS["grouped"]
+    (q, k, v, g, beta), pool = make_prefill(rng, [130], dims, extra_tokens=0)
+    inputs = (q, k, v, jnp.full_like(g, decay), beta)
+    out, _ = prefill(inputs, pool, [130], [0], [3], [6])
+    wanted, _ = gated_delta_rule(*(np.asarray(x, np.float64) for x in inputs), state_of(pool, 3), dims.key_dim**-0.5)
+    assert_close(out, wanted, jnp.float32, 16 * (64 + dims.key_dim), "outputs")
+
+
+def test_prefill_then_update_continues_one_recurrence(rng):
+    """Both read the same layout of state: [value_dim, key_dim]."""
+    dims, n = DIMS["grouped"], 70
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [n], dims, extra_tokens=0)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in unpack(qkv, dims))
+    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+    whole, _ = prefill((q, k, v, g, beta), pool, [n], [0], [0], [6])
+    _, pool = prefill(tuple(x[: n - 1] for x in (q, k, v, g, beta)), pool, [n - 1], [0], [0], [7])
+    last, _ = gated_delta_rule_update(
+        qkv[-1:], a[-1:], b[-1:], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([7]), jnp.array([[7]])
+    )
+    assert_close(last, np.asarray(whole[-1:], np.float64), jnp.float32, 16 * (64 + dims.key_dim), "output")
+
+
+def test_prefill_differentiates(rng):
+    dims = DIMS["grouped"]
+    (q, k, v, g, beta), pool = make_prefill(rng, [70], dims, extra_tokens=0)
+    loss = lambda q, k, v, g, beta: jnp.sum(
+        prefill((q, k, v, g, beta), pool, [70], [0], [0], [0], implementation="xla")[0] ** 2
+    )
+    for n in range(5):
+        inputs = [q, k, v, g, beta]
+        gradient = jax.grad(loss, argnums=n)(*inputs)
+        assert np.isfinite(gradient).all()
+        step = 1e-2 * jnp.sign(gradient)
+        up, down = (loss(*inputs[:n], inputs[n] + s, *inputs[n + 1 :]) for s in (step, -step))
+        np.testing.assert_allclose(jnp.vdot(gradient, step), (up - down) / 2, rtol=2e-2)
+
+
+def test_empty_arrays_return_at_once(rng):
+    dims = DIMS["grouped"]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
+    none = jnp.zeros((0,), jnp.int32)
+    out, after = gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, 0, pack([]), none, none[:, None])
+    assert not out.any()
+    assert after is pool
+
+
+def test_bad_arguments_are_named(rng):
+    dims = DIMS["grouped"]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
+    row = jnp.array([1])
+    update = lambda qkv=qkv, a=a, write=row[None]: gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, pool, 0, pack([2]), row, write
+    )
+    with pytest.raises(ValueError, match="qkv must have 2 \\* key_heads \\* 16"):
+        update(qkv=qkv[:, :-8])
+    with pytest.raises(ValueError, match="b must be Float"):
+        update(a=a[:, :2])
+    with pytest.raises(ValueError, match="write_blocks must be Int32"):
+        update(write=row)
+    inputs, pool = make_prefill(rng, [2], dims)
+    with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):
+        k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
+        prefill((k, k, *inputs[2:]), pool, [2], [0], [0], [1])
+    with pytest.raises(ValueError, match="g must be Float32"):
+        prefill((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]), pool, [2], [0], [0], [1])
+    with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):
+        prefill(inputs, pool, [2], [0], [0], [1], chunk_size=0)
+    with pytest.raises(UnsupportedError, match="no Triton kernel"):
+        prefill(inputs, pool, [2], [0], [0], [1], implementation="triton")
