@@ -1,0 +1,105 @@
+"""HybridCache against the obvious: which prefixes have both their pages and a state."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.split import next_chunk_end
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+
+BLOCK, PAGE = 8, 4
+
+
+def make(num_blocks=20, num_pages=40, mode="align"):
+    return HybridCache(StateBlockManager(num_blocks, BLOCK, mode=mode), KVPageManager(num_pages, PAGE))
+
+
+def prefill(cache, name, tokens, budget=1000):
+    """Runs a prompt; returns how much of it was cached, or None if the pools are full."""
+    hit = cache.lookup(tokens)
+    start, here = hit.length, hit
+    while start < len(tokens):
+        end = next_chunk_end(start, start + budget, len(tokens), BLOCK, (hit.junction,))
+        if cache.allocate(name, start, start, end - start, hit=here) is None:
+            cache.free(name)
+            return None
+        cache.release(name)
+        cache.commit(name, tokens[:end])
+        start, here = end, None
+    return hit.length
+
+
+def test_an_identical_prompt_hits_on_its_second_sending():
+    cache, tokens = make(), list(range(30))
+    assert prefill(cache, "a", tokens) == 0
+    assert prefill(cache, "b", tokens) == 24
+    cache.free("a")
+    assert prefill(cache, "c", tokens) == 24
+    cache.check()
+
+
+def test_a_shared_prefix_hits_on_the_third_at_the_latest():
+    """The second finds its pages but no state, and stops at the junction; the third finds the state there."""
+    cache, shared = make(), list(range(100, 120))
+    assert prefill(cache, "a", shared + [1] * 20) == 0
+    assert cache.lookup(shared + [2] * 20).junction == 16
+    assert prefill(cache, "b", shared + [2] * 20) == 0
+    assert prefill(cache, "c", shared + [3] * 20) == 16
+
+
+def test_a_state_never_extends_a_hit_beyond_the_pages():
+    cache, tokens = make(num_pages=9), list(range(30))
+    prefill(cache, "a", tokens)
+    cache.free("a")
+    # Other tokens take the tail of a's pages: the state at 24 outlives them.
+    assert prefill(cache, "b", list(range(50, 59))) == 0
+    assert cache.states.lookup(tokens).length == 24
+    assert cache.lookup(tokens).length == 0
+    cache.check()
+
+
+def test_allocation_over_both_pools_is_all_or_nothing():
+    for cache in (make(num_blocks=3), make(num_pages=7)):
+        assert prefill(cache, "a", list(range(9))) == 0
+        assert prefill(cache, "a2", list(range(20, 29))) == 0
+        before = cache.states.pool.num_available, cache.kv.pool.num_available
+        assert cache.allocate("b", 0, 0, 9) is None
+        assert (cache.states.pool.num_available, cache.kv.pool.num_available) == before
+        cache.free("b")
+        cache.check()
+
+
+def test_mode_none_never_hits():
+    cache, tokens = make(mode="none"), list(range(30))
+    assert prefill(cache, "a", tokens) == 0
+    assert prefill(cache, "b", tokens) == 0
+
+
+def test_the_block_size_must_be_whole_pages():
+    with pytest.raises(ValueError, match="block_size must be a multiple of the page size 3, got 8"):
+        HybridCache(StateBlockManager(9, 8), KVPageManager(9, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2), st.integers(1, 40), st.integers(0, 5)), max_size=25))
+def test_hits_are_true_prefixes_and_blocks_are_conserved(arrivals):
+    """Requests over a few shared prefixes in small pools; one earlier request leaves whenever the pools are full."""
+    cache, running, sent = make(num_blocks=8, num_pages=24), {}, []
+    for number, (shared, family, suffix, budget) in enumerate(arrivals):
+        tokens = [family] * shared + [10 + number] * suffix
+        cached = prefill(cache, number, tokens, budget=1 + 4 * budget)
+        while cached is None and running:
+            cache.free(running.popitem()[0])
+            cached = prefill(cache, number, tokens, budget=1 + 4 * budget)
+        cache.check()
+        if cached is None:
+            continue
+        assert cached < len(tokens)
+        assert cached == 0 or any(tokens[:cached] == other[:cached] for other in sent)
+        running[number] = tokens
+        sent.append(tokens)
+    for name in list(running):
+        cache.free(name)
+    assert cache.states.pool.num_held == cache.kv.pool.num_held == 0

@@ -1,0 +1,199 @@
+"""StateBlockManager against a device that writes down, in each block, the tokens whose state it holds."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mamba_align_jax.cache.split import next_chunk_end
+from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
+
+
+class Request:
+    def __init__(self, tokens, computed, salt):
+        self.tokens, self.prompt, self.computed, self.salt = tokens, len(tokens), computed, salt
+        self.row, self.column, self.accepted = {}, None, 1
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests over a small alphabet, so that prefixes are shared, and a small pool, so that blocks are evicted."""
+
+    block_size, K, num_blocks = 4, 2, 14
+
+    def __init__(self):
+        super().__init__()
+        self.manager = StateBlockManager(self.num_blocks, self.block_size, self.K)
+        self.requests, self.contents, self.number = {}, {}, 0
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(sorted(self.requests)))
+
+    def run(self, name, q, drafts, accepted, hit=None):
+        """One step of one request, as the device does it."""
+        request, bs = self.requests[name], self.block_size
+        entries = self.manager.allocate(name, request.computed, request.computed, q, drafts, hit=hit)
+        if entries is None:
+            return False
+        before = dict(request.row)
+        assert not before.keys() & {c for c, _ in entries}, "an entry changed while its request lived"
+        request.row.update(entries)
+        held = set(self.manager.columns(name).values())
+        if request.computed:
+            if hit:
+                request.column = (hit.length - 1) // bs
+            block = request.row[request.column + request.accepted - 1]
+            assert block in held, "reads a block that was let go"
+            assert self.contents[block] == tuple(request.tokens[: request.computed])
+        current = -(-(request.computed + q) // bs) - 1
+        certain = request.computed + q - drafts
+        for t in range(1 + drafts):
+            assert request.row[current + t] in held
+            self.contents[request.row[current + t]] = tuple(request.tokens[: certain + t])
+        new = certain + accepted - 1
+        boundary = new // bs * bs
+        request.column, request.accepted = current, accepted
+        if boundary >= certain:
+            target = request.row[boundary // bs - 1]
+            assert target in held
+            self.contents[target] = self.contents[request.row[current + boundary - certain]]
+            if boundary // bs - 1 == current:
+                request.accepted = 1
+        self.manager.release(name)
+        request.computed = new
+        published = self.manager.commit(name, request.tokens[:new])
+        assert published in (0, boundary)
+        return True
+
+    @rule(data=st.data(), length=st.integers(1, 30), salt=st.sampled_from([b"", b"tenant"]))
+    def start(self, data, length, salt):
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+        if data.draw(st.booleans()):
+            tokens = [0] * (length // 2) + tokens[length // 2 :]
+        hit = self.manager.lookup(tokens, salt)
+        assert hit.length < len(tokens)
+        for column, block in hit.blocks:
+            assert column == hit.length // self.block_size - 1
+            assert self.contents[block] == tuple(tokens[: hit.length]), "the cached state is another prefix's"
+        name = self.number
+        self.number += 1
+        self.requests[name] = Request(tokens, hit.length, salt)
+        end = next_chunk_end(hit.length, hit.length + data.draw(st.integers(1, 16)), length, self.block_size)
+        before = self.manager.pool.num_available
+        if not self.run(name, end - hit.length, 0, 1, hit):
+            assert self.manager.pool.num_available == before, "a refused request changed the pool"
+            del self.requests[name]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), budget=st.integers(1, 16))
+    def step(self, data, budget):
+        name = self.pick(data)
+        request = self.requests[name]
+        if request.computed < request.prompt:
+            end = next_chunk_end(request.computed, request.computed + budget, request.prompt, self.block_size)
+            self.run(name, end - request.computed, 0, 1)
+            return
+        drafts = data.draw(st.integers(0, self.K))
+        accepted = data.draw(st.integers(1, drafts + 1))
+        known = len(request.tokens)
+        request.tokens = request.tokens + data.draw(
+            st.lists(st.integers(0, 1), min_size=request.computed + 1 + drafts - known, max_size=40 - known + 40)
+        )[: request.computed + 1 + drafts - known]
+        if not self.run(name, 1 + drafts, drafts, accepted):
+            return
+        request.tokens = request.tokens[: request.computed]
+        request.prompt = min(request.prompt, request.computed)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data):
+        name = self.pick(data)
+        self.manager.free(name)
+        del self.requests[name]
+
+    @invariant()
+    def conserved(self):
+        self.manager.pool.check()
+        rows = [block for name in self.requests for block in self.manager.columns(name).values()]
+        assert self.manager.pool.num_held == len(set(rows))
+        for name in self.requests:
+            assert len(self.manager.columns(name)) <= self.manager.blocks_needed() + 1
+
+
+class WithoutDrafts(Machine):
+    block_size, K, num_blocks = 3, 0, 8
+
+
+class OneBlockWindows(Machine):
+    block_size, K, num_blocks = 4, 3, 20
+
+
+for machine in (Machine, WithoutDrafts, OneBlockWindows):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStateBlocks = Machine.TestCase
+TestWithoutDrafts = WithoutDrafts.TestCase
+TestOneBlockWindows = OneBlockWindows.TestCase
+
+
+def test_a_prompt_is_found_again_up_to_its_last_boundary():
+    manager = StateBlockManager(10, 4)
+    tokens = list(range(11))
+    assert manager.lookup(tokens) == Hit(0)
+    assert manager.allocate("a", 0, 0, 8) == [(1, 1)]  # column 0 is jumped over and has no block
+    assert manager.commit("a", tokens[:8]) == 8
+    assert manager.allocate("a", 8, 8, 3) == [(2, 2)]
+    manager.release("a")
+    assert manager.commit("a", tokens) == 0
+    assert manager.columns("a") == {2: 2}
+    assert manager.lookup(tokens) == Hit(8, ((1, 1),))
+    assert manager.lookup(tokens[:8]).length == 0, "one token must be left to compute"
+    assert manager.lookup(tokens, b"other").length == 0
+    assert manager.lookup([0, *tokens]).length == 0
+    manager.free("a")
+    assert manager.lookup(tokens) == Hit(8, ((1, 1),))
+
+
+def test_boundaries_behind_a_stop_token_are_not_published():
+    manager = StateBlockManager(10, 4, 2)
+    manager.allocate("a", 0, 0, 7)
+    manager.commit("a", list(range(7)))
+    manager.allocate("a", 7, 7, 3, 2)
+    # The device accepted ten tokens, but the host stops at nine: 8 is published, nothing behind it.
+    assert manager.commit("a", list(range(9))) == 8
+
+
+def test_allocation_is_all_or_nothing():
+    manager = StateBlockManager(6, 4, 2)
+    assert len(manager.allocate("a", 0, 0, 4)) == 1
+    assert len(manager.allocate("a", 4, 4, 3, 2)) == 3
+    assert manager.pool.num_available == 1
+    assert manager.allocate("b", 0, 0, 4) is not None
+    assert manager.allocate("c", 0, 0, 4) is None
+    with pytest.raises(KeyError):
+        manager.columns("c")
+
+
+def test_mode_none_holds_one_window_and_caches_nothing():
+    manager = StateBlockManager(4, 4, 2, mode="none")
+    assert manager.allocate("a", 0, 0, 9) == [(0, 1), (1, 2), (2, 3)]
+    assert manager.commit("a", list(range(9))) == 0
+    manager.release("a")
+    assert manager.allocate("a", 9, 9, 3, 2) == []
+    manager.free("a")
+    assert manager.lookup(list(range(20))).length == 0
+    assert manager.pool.num_available == 3
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="block_size must be at least 4, got 3"):
+        StateBlockManager(10, 3, 3)
+    with pytest.raises(ValueError, match="num_blocks must be at least 3 for one request, got 2"):
+        StateBlockManager(2, 4)
+    with pytest.raises(ValueError, match="mode must be 'none' or 'align', got 'all'"):
+        StateBlockManager(10, 4, mode="all")
+    manager = StateBlockManager(10, 4)
+    manager.allocate("a", 0, 0, 3)
+    with pytest.raises(ValueError, match="'a' must have 3 to 3 computed tokens, got 2"):
+        manager.commit("a", [0, 1])
+    manager.commit("a", [0, 1, 2])
+    with pytest.raises(ValueError, match="no step in flight"):
+        manager.commit("a", [0, 1, 2])
