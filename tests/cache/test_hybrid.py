@@ -91,6 +91,7 @@ def test_hits_are_true_prefixes_and_blocks_are_conserved(arrivals):
         tokens = [family] * shared + [10 + number] * suffix
         cached = prefill(cache, number, tokens, budget=1 + 4 * budget)
         while cached is None and running:
+            sent.append(tokens)  # what a failed attempt had computed stays cached
             cache.free(running.popitem()[0])
             cached = prefill(cache, number, tokens, budget=1 + 4 * budget)
         cache.check()
