@@ -94,10 +94,8 @@ class Machine(RuleBasedStateMachine):
             return
         drafts = data.draw(st.integers(0, self.K))
         accepted = data.draw(st.integers(1, drafts + 1))
-        known = len(request.tokens)
-        request.tokens = request.tokens + data.draw(
-            st.lists(st.integers(0, 1), min_size=request.computed + 1 + drafts - known, max_size=40 - known + 40)
-        )[: request.computed + 1 + drafts - known]
+        missing = max(request.computed + 1 + drafts - len(request.tokens), 0)
+        request.tokens = request.tokens + data.draw(st.lists(st.integers(0, 1), min_size=missing, max_size=missing))
         if not self.run(name, 1 + drafts, drafts, accepted):
             return
         request.tokens = request.tokens[: request.computed]
