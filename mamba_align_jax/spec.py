@@ -138,13 +138,12 @@ class AlignConfig:
         """Blocks per group that a running request holds at most, prefix-cached ones aside."""
         return self.window if self.mode == "none" else self.window + 1 + steps_in_flight
 
-    def group_bytes_per_block(self, group: int) -> int:
-        """Bytes of one block of one group, all its layers and states together."""
-        spec = self.groups[group]
-        shapes = ((state.block_shape(self.num_speculative_tokens), state.dtype) for state in spec.states)
-        return spec.num_layers * sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in shapes)
+    def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:
+        """Bytes of one block of one state of one group, all layers together."""
+        shape = state.block_shape(self.num_speculative_tokens)
+        return self.groups[group].num_layers * math.prod(shape) * _itemsize(state.dtype)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in every group."""
-        return sum(self.group_bytes_per_block(group) for group in range(len(self.groups)))
+        return sum(self.state_bytes_per_block(g, s) for g, group in enumerate(self.groups) for s in group.states)

@@ -1,0 +1,110 @@
+"""Somebody else's server: its own loop, slots and block ids, one GDN layer, and this library's step in its jitted one.
+
+Request A is prefilled in chunks and decoded by verify steps of which parts are accepted. Request B shares A's first 32
+tokens and starts from the state that A left in a block. Both must produce what one uncached run over all tokens gives.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mamba_align_jax as ma
+import pallas_kernels as pk
+
+HEADS, DIM, WIDTH, BLOCK, K = 2, 16, 4, 16, 2
+STATES = (ma.ConvState(WIDTH, 3 * HEADS * DIM, "float32"), ma.RecurrentState((HEADS, DIM, DIM)))
+SPEC = ma.AlignConfig((ma.GroupSpec("gdn", 1, STATES),), BLOCK, K, max_num_reqs=3, max_model_len=96)
+
+
+def decode(weights, rows, x, conv, recurrent):
+    """Decode and verify rows: token by token, a state kept after each."""
+    loc, write = rows.query_start_loc, rows.write[0]
+    qkv, conv = pk.causal_conv1d_update(
+        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]
+    )
+    gates = x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"]
+    out, recurrent = pk.gated_delta_rule_update(qkv, *gates, recurrent, 0, loc, rows.recurrent_read[0], write)
+    return out, conv, recurrent
+
+
+def prefill(weights, rows, x, conv, recurrent):
+    """Prompt chunks: chunked on the grid of absolute positions, one state kept at the end."""
+    loc, write = rows.query_start_loc, rows.write[0, :, 0]
+    qkv, conv = pk.causal_conv1d_prefill(
+        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.conv_row, write
+    )
+    q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
+    g, beta = pk.gated_delta_rule_gates(x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"])
+    out, recurrent = pk.gated_delta_rule_prefill(
+        q, k, v, g, beta, recurrent, 0, loc, rows.num_computed_tokens, rows.recurrent_read[0], write
+    )
+    return out, conv, recurrent
+
+
+@functools.partial(jax.jit, static_argnames="decode_rows", donate_argnames=("pool", "state", "tables"))
+def step(weights, tokens, batch, updates, additions, accepted, pool, state, tables, decode_rows):
+    """The whole step in one program: nothing is copied, nothing synchronises with the host."""
+    tables = ma.update_block_tables(tables, updates)
+    state = ma.add_requests(state, additions)
+    state, indices = ma.begin_step(SPEC, state, batch, tables)
+    pool = ma.migrate(SPEC, pool, indices)
+    split = ma.split_rows(batch, indices, decode_rows)
+    layer = functools.partial(decode, weights), functools.partial(prefill, weights)
+    out, *arrays = split.apply(*layer, (weights["embed"][tokens],), pool.states[0], num_decode_tokens=1 + K)
+    state, pool = ma.finish_step(SPEC, state, pool.with_group(0, arrays), batch, indices, accepted, tables)
+    return out, pool, state, tables
+
+
+class Server:
+    """Their loop: one row per step, blocks handed out in order, and never a table entry changed."""
+
+    def __init__(self, weights):
+        self.weights, self.next_block, self.rows = weights, 1, {}
+        self.pool = ma.StatePool.create(SPEC, num_blocks=32)
+        self.state, self.tables = ma.AlignState.create(SPEC), ma.BlockTables.create(SPEC)
+
+    def run(self, slot, computed, tokens, accepted=None, resume=None):
+        """Runs `tokens`, from position `computed` on: a prompt chunk, or a verify row of which `accepted` stand."""
+        verify = accepted is not None
+        entries = dict(resume or {})
+        for column in range((computed + len(tokens) - 1) // BLOCK - verify, (computed + len(tokens) - 1) // BLOCK + 1 + K * verify):
+            if column >= 0 and column not in self.rows.setdefault(slot, {}) and column not in entries:
+                entries[column], self.next_block = self.next_block, self.next_block + 1
+        self.rows.setdefault(slot, {}).update(entries)
+        updates = ma.TableUpdates.from_host(SPEC, 8, [(0, slot, column, block) for column, block in entries.items()])
+        enters = [slot] if resume is not None else []
+        additions = ma.Additions.from_host(SPEC, 1, enters, [computed] * len(enters))
+        drafts = len(tokens) - 1 if verify else -1
+        batch = ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts], [not verify])
+        out, self.pool, self.state, self.tables = step(
+            self.weights, jnp.asarray(tokens), batch, updates, additions, jnp.int32(accepted or 0),
+            self.pool, self.state, self.tables, decode_rows=int(verify),
+        )
+        return np.asarray(out)[: accepted or len(tokens)]
+
+
+def main():
+    rng = np.random.default_rng(0)
+    shapes = dict(embed=(50, 32), qkv=(32, 3 * HEADS * DIM), conv=(3 * HEADS * DIM, WIDTH), a=(32, HEADS), b=(32, HEADS))
+    weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    weights |= {"A_log": jnp.zeros(HEADS), "dt_bias": jnp.zeros(HEADS)}
+    a, suffix = rng.integers(0, 50, 46, dtype=np.int32), rng.integers(0, 50, 9, dtype=np.int32)
+    b, junk = np.concatenate([a[:32], suffix]), np.zeros(2, np.int32)
+
+    server = Server(weights)
+    outs = [server.run(0, 0, a[:16], resume={}), server.run(0, 16, a[16:32]), server.run(0, 32, a[32:40])]
+    # Three tokens at a time, the rejected ones junk: 2, then 3 (onto token 45), then 1 are accepted.
+    outs += [server.run(0, 40, np.append(a[40:42], junk[:1]), accepted=2), server.run(0, 42, a[42:45], accepted=3)]
+    outs += [server.run(0, 45, np.append(a[45:46], junk), accepted=1)]
+    resumed = server.run(1, 32, suffix, resume={1: server.rows[0][1]})
+
+    for name, got, tokens in (("A", np.concatenate(outs), a), ("B", resumed, b)):
+        whole = Server(weights).run(2, 0, tokens, resume={})[-len(got) :]
+        np.testing.assert_allclose(got, whole, atol=2e-6)
+        print(f"request {name}: {len(got)} tokens right, largest difference {np.abs(got - whole).max():.1e}")
+
+
+if __name__ == "__main__":
+    main()

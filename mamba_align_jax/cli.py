@@ -1,0 +1,121 @@
+"""The command line: `mamba-align demo | generate | info`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from mamba_align_jax.data import BYTE_MODEL, decode, encode
+from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+
+_CONSOLE = Console()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from mamba_align_jax.engine import demo
+    from mamba_align_jax.engine.reference import Reference
+    from mamba_align_jax.models import load_model
+
+    # float32, so that rounding can't hide a wrong state; the bundled weights are bfloat16.
+    model = load_model(options.model, "float32")
+    reference = Reference(model)
+    runs, outputs = [], []
+    with Progress(console=_CONSOLE) as progress:
+        waves = 2 * demo.Workload(lambda prompts: []).num_waves
+        for mode in demo.MODES:
+            task = progress.add_task(mode, total=waves)
+            run, outputs = demo.run_mode(model, reference, mode, lambda task=task: progress.advance(task))
+            runs.append(run)
+    table = Table(title=f"{len(outputs)} requests, one after another's prefix, in every mode")
+    for heading in ("mode", "prompt\ntokens", "cached\ntokens", "prefill tokens\ncomputed", "mean\nTTFT", "mean\nTPOT",
+                    "state bytes\ncopied", "right / ties"):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for run in runs:
+        verdict = "right" if run.identical else "[bold red]WRONG[/]"
+        share = f"{run.cached_tokens} ({run.cached_tokens / run.prompt_tokens:.0%})"
+        table.add_row(
+            run.mode, str(run.prompt_tokens), share, str(run.prefill_tokens), f"{run.ttft_ms:.1f} ms",
+            f"{run.tpot_ms:.1f} ms", f"{run.state_bytes_copied:,}", f"{verdict} / {run.ties}",
+        )  # fmt: skip
+    _CONSOLE.print(table)
+    sample = outputs[-1]
+    _CONSOLE.print("A sample (the model's own text after the mark):")
+    _CONSOLE.print(decode(sample.prompt_token_ids[-120:]) + "▮" + decode(sample.token_ids), markup=False)
+    if options.json:
+        Path(options.json).write_text(demo.to_json(runs))
+    return 0 if all(run.identical for run in runs) else 1
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from mamba_align_jax.engine.engine import Engine
+
+    engine = Engine.from_pretrained(options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype)
+    if engine.model_config.vocab_size != 256:
+        raise ValueError("generate takes text for byte-level models only (vocab_size 256): use Engine.generate for ids")
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+    (output,) = engine.generate(encode(options.prompt), params)
+    _CONSOLE.print(options.prompt + decode(output.token_ids), markup=False, highlight=False)
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    from mamba_align_jax.engine.engine import Engine
+
+    config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
+    engine = Engine.from_pretrained(options.model, config)
+    spec, sizes = engine.spec, engine.sizes
+    kinds = [kind for kind in engine.model_config.layer_types]
+    table = Table(show_header=False)
+    for name, value in (
+        ("layers", ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))),
+        ("tokens per state block", spec.block_size),
+        ("state bytes per block", f"{spec.bytes_per_block:,}"),
+        ("blocks per running request", spec.blocks_per_request()),
+        ("state blocks that fit", f"{sizes.state_blocks - 1:,}"),
+        ("KV bytes per page", f"{sizes.kv_page_bytes:,} ({config.kv_page_size} tokens)"),
+        ("KV pages that fit", f"{sizes.kv_pages - 1:,}"),
+        ("longest sequence", spec.max_model_len),
+    ):
+        table.add_row(name, str(value))
+    _CONSOLE.print(table)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = dict(type=Path, default=BYTE_MODEL, metavar="DIR", help="Hugging Face directory; default: the bundled model")
+
+    demo = commands.add_parser("demo", help="serve a workload in every mode, check it, and compare")
+    demo.add_argument("--model", **model)
+    demo.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue a text")
+    generate.add_argument("--model", **model)
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    generate.set_defaults(run=_generate)
+
+    info = commands.add_parser("info", help="what a model's states cost and how many blocks fit")
+    info.add_argument("--model", **model)
+    info.add_argument("--block-size", type=int, default=64)
+    info.add_argument("--prefix-cache", default="align")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; bad input ends with status 2 and one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"mamba-align: {error}", file=sys.stderr)
+        return 2

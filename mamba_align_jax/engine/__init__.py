@@ -1,0 +1,1 @@
+"""A small serving engine around the align step: scheduler, step runner, sampling."""

@@ -1,0 +1,217 @@
+"""The engine: takes requests, steps them, hands out what they generated."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.request import Request, RequestOutput
+from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.scheduler import Plan, Scheduler
+from mamba_align_jax.engine.sizing import PoolSizes, pool_sizes
+from mamba_align_jax.kv import KVPages
+from mamba_align_jax.models import load_model
+from mamba_align_jax.spec import AlignConfig
+
+_MAX_PREFILL_ROWS = 4
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made.
+
+    `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
+    counts prompt tokens computed, after preemptions again.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    state_bytes_copied: int = 0
+    preemptions: int = 0
+    evicted_state_blocks: int = 0
+
+
+class Engine:
+    """Continuous batching over one model on one device, with a prefix cache over states and keys."""
+
+    def __init__(self, model: Any, config: EngineConfig | None = None) -> None:
+        """An engine over a loaded model.
+
+        Raises:
+            ValueError: a pool is too small for one request, or `max_model_len` exceeds the model's.
+        """
+        config = config or EngineConfig()
+        limit = model.config.max_position_embeddings
+        max_model_len = config.max_model_len or limit
+        if max_model_len > limit:
+            raise ValueError(f"max_model_len must be at most the model's {limit}, got {max_model_len}")
+        self.config = config
+        self.model_config = model.config
+        self.spec = AlignConfig(
+            groups=model.state_groups(config.state_dtype),
+            block_size=config.block_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            mode=config.prefix_cache,
+            policy=config.policy,
+        )
+        self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
+        self.cache = HybridCache(
+            StateBlockManager(
+                self.sizes.state_blocks, config.block_size, config.num_speculative_tokens, mode=config.prefix_cache
+            ),
+            KVPageManager(self.sizes.kv_pages, config.kv_page_size),
+        )
+        self.scheduler = Scheduler(self.cache, config.max_num_seqs, _MAX_PREFILL_ROWS, config.max_num_batched_tokens)
+        self.runner = StepRunner(
+            model,
+            self.spec,
+            KVPages.create(
+                model.num_attention_layers,
+                self.sizes.kv_pages,
+                config.kv_page_size,
+                model.num_kv_heads,
+                model.head_dim,
+                model.dtype,
+            ),
+            self.sizes.state_blocks,
+            _MAX_PREFILL_ROWS,
+            config.max_num_batched_tokens,
+        )
+        self._requests: dict[int, Request] = {}
+        self._ids = itertools.count()
+        self._steps = self._prompt_tokens = self._cached_tokens = self._prefill_tokens = 0
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, config: EngineConfig | None = None, *, dtype: str | None = None
+    ) -> "Engine":
+        """An engine over a Hugging Face directory (config.json and safetensors); `dtype` None keeps the checkpoint's.
+
+        Raises:
+            ValueError: the architecture is unsupported, or a tensor is missing or misshapen.
+        """
+        return cls(load_model(path, dtype), config)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return EngineStats(
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            prefill_tokens=self._prefill_tokens,
+            state_bytes_copied=self.runner.state_bytes_copied,
+            preemptions=self.scheduler.num_preemptions,
+            evicted_state_blocks=self.cache.states.pool.num_evictions,
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
+        """Queues a request and returns its id. One that can't run now waits.
+
+        Raises:
+            ValueError: it could never run: empty, too long for the model or the pools, or tokens outside the vocabulary.
+        """
+        params = params or SamplingParams()
+        prompt = tuple(int(t) for t in prompt_token_ids)
+        if not prompt:
+            raise ValueError("prompt_token_ids must not be empty")
+        vocab = self.model_config.vocab_size
+        outside = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab), None)
+        if outside is not None:
+            raise ValueError(f"prompt_token_ids and stop_token_ids must be in [0, {vocab}), got {outside}")
+        length = len(prompt) + params.max_tokens
+        if length > self.spec.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids and max_tokens must fit in max_model_len = {self.spec.max_model_len}, "
+                f"got {len(prompt)} + {params.max_tokens}"
+            )
+        pages = self.cache.kv.pages_for(length)
+        if pages > self.sizes.kv_pages - 1:
+            raise ValueError(
+                f"prompt_token_ids and max_tokens must fit in {self.sizes.kv_pages - 1} KV pages of "
+                f"{self.config.kv_page_size}, got {length} tokens"
+            )
+        request = Request(next(self._ids), prompt, params)
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+        return request.id
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """Ends a request at once and frees exactly its blocks; None if it is finished or unknown."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self.scheduler.remove(request)
+        return request.output("abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step and returns the requests that finished in it."""
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            return []
+        sampled = self.runner.dispatch(plan)
+        self.scheduler.dispatched(plan)
+        tokens = self.runner.read(sampled)
+        sampling = [row.request for row in plan.rows if row.samples]
+        self._count(plan)
+        self.scheduler.finished(plan, tokens)
+        outputs = []
+        for request in sampling:
+            reason = self._finish_reason(request)
+            if reason:
+                self.scheduler.remove(request)
+                del self._requests[request.id]
+                outputs.append(request.output(reason))
+        return outputs
+
+    def generate(
+        self, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Runs one prompt, or several, to their ends; outputs in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt could never run; none is then started.
+        """
+        several = len(prompt_token_ids) > 0 and isinstance(prompt_token_ids[0], Sequence)
+        prompts: Any = prompt_token_ids if several else [prompt_token_ids]
+        ids: list[int] = []
+        try:
+            for prompt in prompts:
+                ids.append(self.add_request(prompt, params))
+        except ValueError:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        outputs: dict[int, RequestOutput] = {}
+        while not outputs.keys() >= set(ids):
+            outputs |= {output.request_id: output for output in self.step()}
+        return [outputs[request_id] for request_id in ids]
+
+    def _count(self, plan: Plan) -> None:
+        self._steps += 1
+        self._prefill_tokens += sum(row.num_tokens for row in plan.prefill)
+        for row in plan.prefill:
+            if row.enters and not row.request.generated:
+                self._prompt_tokens += len(row.request.prompt)
+                self._cached_tokens += row.request.num_cached
+
+    def _finish_reason(self, request: Request) -> str | None:
+        token, params = request.tokens[-1], request.params
+        if token in params.stop_token_ids or (token == self.model_config.eos_token_id and not params.ignore_eos):
+            return "stop"
+        return "length" if len(request.generated) == params.max_tokens else None

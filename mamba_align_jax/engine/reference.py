@@ -1,0 +1,109 @@
+"""What "right" means end to end: every chosen token is the reference's best, up to rounding.
+
+The reference runs a whole sequence in one piece, uncached and unbatched, in float32.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.state import AlignState
+from mamba_align_jax.align.step import begin_step
+from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.kv import KVPages
+from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.pool import StatePool
+from mamba_align_jax.spec import AlignConfig
+
+_PAGE = 64
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "spec"))
+def _whole(params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.GraphDef, spec: AlignConfig) -> jax.Array:
+    model = nnx.merge(graph, params)
+    num_tokens = tokens.shape[0]
+    pages = num_tokens // _PAGE
+    kv = KVPages.create(
+        model.num_attention_layers, 1 + pages, _PAGE, model.num_kv_heads, model.head_dim, model.dtype
+    )
+    tables = BlockTables(blocks=jnp.ones((1, 1, spec.num_columns), jnp.int32))
+    _, indices = begin_step(spec, AlignState.create(spec), batch, tables)
+    step = step_inputs(
+        batch,
+        indices,
+        num_decode_rows=0,
+        num_decode_tokens=0,
+        page_tables=1 + jnp.arange(pages, dtype=jnp.int32)[None],
+        num_tokens=num_tokens,
+        page_size=_PAGE,
+        num_pages=1 + pages,
+    )
+    hidden, _, _ = model(tokens, step, StatePool.create(spec, 2), kv)
+    return model.logits(hidden)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one generated sequence: how many tokens lie outside tau, and how many are ties within it."""
+
+    num_tokens: int
+    wrong: int
+    ties: int
+    worst: float
+
+    @property
+    def right(self) -> bool:
+        """Whether every token is the reference's best up to rounding."""
+        return self.wrong == 0
+
+
+class Reference:
+    """Teacher-forces sequences through a float32 model."""
+
+    def __init__(self, model: Any) -> None:
+        if jnp.dtype(model.dtype) != jnp.float32:
+            raise ValueError(f"Reference: model must be float32, got {model.dtype}")
+        self._graph, self._params = nnx.split(model)
+        self._groups, self._config = model.state_groups("float32"), model.config
+        self._verdicts: dict[tuple[tuple[int, ...], int], Verdict] = {}
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """float32 [tokens, vocab]: row i is what the model says after token i."""
+        # Few lengths to compile; a power of two holds whole pages.
+        size = max(256, 1 << (len(tokens) - 1).bit_length())
+        spec = AlignConfig(groups=self._groups, block_size=size, max_num_reqs=1, max_model_len=size, mode="none")
+        batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1], [True])
+        padded = np.zeros(size, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(_whole(self._params, jnp.asarray(padded), batch, self._graph, spec))[: len(tokens)]
+
+    def tau(self, logits: np.ndarray) -> float:
+        """How far below the best a rightly chosen logit may lie: four times the error bound of the model's logits.
+
+        Every layer rounds a handful of sums of up to `widest` products, errors of one sum growing with the square root of
+        its length; the layers' errors add up in the residual stream, whose scale the logits have.
+        """
+        config = self._config
+        widest = max(config.hidden_size, config.intermediate_size)
+        bound = float(np.finfo(np.float32).eps) * math.sqrt(widest) * 6 * config.num_hidden_layers
+        return 4 * bound * max(1.0, float(logits.std()))
+
+    def judge(self, prompt: Sequence[int], generated: Sequence[int]) -> Verdict:
+        """Whether greedily generated tokens are right in the sense of the design's section 8."""
+        key = (*prompt, *generated), len(prompt)
+        if key not in self._verdicts:
+            logits = self.logits(key[0])[len(prompt) - 1 : -1]
+            chosen = logits[np.arange(len(generated)), np.asarray(generated, np.int64)]
+            behind = logits.max(axis=1) - chosen
+            wrong = behind > self.tau(logits)
+            ties = (behind > 0) & ~wrong
+            self._verdicts[key] = Verdict(len(behind), int(wrong.sum()), int(ties.sum()), float(behind.max(initial=0)))
+        return self._verdicts[key]

@@ -1,0 +1,85 @@
+"""A request on its way through the engine, and what its caller gets."""
+
+import time
+from dataclasses import dataclass, field
+
+from mamba_align_jax.engine.config import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        request_id: As `add_request` returned it.
+        prompt_token_ids: The prompt.
+        token_ids: The generated tokens, a stop token included.
+        num_cached_tokens: Prompt tokens whose states and keys came from the cache.
+        finish_reason: "stop", "length" or "abort".
+        ttft_s: Seconds from arrival to the first token; None if there is none.
+        tpot_s: Mean seconds per token after the first; None for fewer than two.
+        e2e_s: Seconds from arrival to the end.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finish_reason: str
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float
+
+
+@dataclass
+class Request:
+    """The host's view of a request. `num_computed` counts tokens whose states exist on the device."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int] = field(init=False)
+    slot: int = -1
+    num_computed: int = 0
+    # End of the tokens that must be run before the next one is sampled: the prompt, or all tokens after a preemption.
+    prefill_end: int = 0
+    junction: int = 0
+    num_cached: int = 0
+    arrival: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.prefill_end = len(self.prompt)
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """Tokens sampled so far."""
+        return tuple(self.tokens[len(self.prompt) :])
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens must be run before one can be sampled."""
+        return self.num_computed < self.prefill_end
+
+    def append(self, token: int) -> None:
+        """Takes in a sampled token."""
+        self.tokens.append(token)
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+
+    def output(self, reason: str) -> RequestOutput:
+        """What the caller gets."""
+        count = len(self.generated)
+        first, last = self.first_token, self.last_token
+        return RequestOutput(
+            request_id=self.id,
+            prompt_token_ids=self.prompt,
+            token_ids=self.generated,
+            num_cached_tokens=self.num_cached,
+            finish_reason=reason,
+            ttft_s=None if first is None else first - self.arrival,
+            tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
+            e2e_s=time.perf_counter() - self.arrival,
+        )

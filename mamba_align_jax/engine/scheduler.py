@@ -1,0 +1,156 @@
+"""Which requests run next and on what: continuous batching, chunked prefill, preemption. No JAX in here."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
+from mamba_align_jax.cache.split import next_chunk_end
+from mamba_align_jax.engine.request import Request
+
+
+@dataclass
+class Row:
+    """`num_tokens` tokens of one request from its computed position on. `enters`: its slot is seeded in this step."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    is_prefilling: bool
+    allocation: Allocation
+    enters: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row runs the request's last known token."""
+        return self.start + self.num_tokens == len(self.request.tokens)
+
+
+@dataclass
+class Plan:
+    """One step's rows."""
+
+    decode: list[Row] = field(default_factory=list)
+    prefill: list[Row] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, decode first."""
+        return self.decode + self.prefill
+
+
+class Scheduler:
+    """First come, first served. Running requests decode every step; prompt chunks fill the rest of the token budget.
+
+    When blocks run out the youngest running request is preempted: it gives everything back, waits at the head of the
+    queue, and resumes from what is still cached.
+    """
+
+    def __init__(
+        self, cache: HybridCache, max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens: int
+    ) -> None:
+        self.cache = cache
+        self.max_prefill_rows = max_prefill_rows
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        """Plans one step and allocates for it; an empty plan means that nothing is left to run."""
+        while True:
+            plan = Plan()
+            self._plan_decode(plan)
+            self._plan_prefill(plan)
+            if plan.rows or not self.running:
+                return plan
+            # Prompts that wait for each other's blocks: the youngest gives way.
+            self._preempt(self.running[-1])
+
+    def dispatched(self, plan: Plan) -> None:
+        """The plan's step is on its way: columns that no later step reads may go."""
+        for row in plan.rows:
+            self.cache.release(row.request.id)
+
+    def finished(self, plan: Plan, sampled: dict[int, int]) -> None:
+        """Takes in a step's result: `sampled` maps request ids to tokens."""
+        for row in plan.rows:
+            request = row.request
+            request.num_computed += row.num_tokens
+            self.cache.commit(request.id, request.tokens[: request.num_computed])
+            if row.samples:
+                request.append(sampled[request.id])
+
+    def remove(self, request: Request) -> None:
+        """A request finished or was aborted: frees exactly its blocks."""
+        if request in self.running:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+
+    def _leave(self, request: Request) -> None:
+        self.cache.free(request.id)
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        request.num_computed, request.prefill_end = 0, len(request.tokens)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _plan_decode(self, plan: Plan) -> None:
+        for request in list(self.running):
+            if request.slot < 0 or request.is_prefilling:
+                continue
+            computed = request.num_computed
+            while (allocation := self.cache.allocate(request.id, computed, computed, 1)) is None:
+                # Rows are planned from the oldest on, so the youngest is not in the plan unless it is this one.
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if allocation is not None:
+                plan.decode.append(Row(request, computed, 1, False, allocation))
+
+    def _plan_prefill(self, plan: Plan) -> None:
+        budget = self.max_num_batched_tokens
+        for request in self.running:
+            if request.is_prefilling:
+                budget -= self._plan_chunk(plan, request, budget, None)
+        while self.waiting and self._free_slots:
+            request = self.waiting[0]
+            hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode())
+            request.num_computed, request.junction = hit.length, hit.junction
+            used = self._plan_chunk(plan, request, budget, hit)
+            if used == 0:
+                # A request that can't run now waits, and keeps its place: nobody overtakes.
+                request.num_computed = 0
+                return
+            budget -= used
+            self.waiting.popleft()
+            self.running.append(request)
+            request.slot = self._free_slots.pop()
+            if not request.generated:
+                request.num_cached = hit.length
+
+    def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int:
+        """Adds a row if the budget and the pools allow; returns its tokens."""
+        if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
+            return 0
+        start = request.num_computed
+        end = next_chunk_end(
+            start, start + budget, request.prefill_end, self.cache.states.block_size, (request.junction,)
+        )
+        if end == 0:
+            return 0
+        allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit)
+        if allocation is None:
+            return 0
+        plan.prefill.append(Row(request, start, end - start, True, allocation, enters=hit is not None))
+        return end - start

@@ -1,0 +1,58 @@
+"""How many state blocks and KV pages fit."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from mamba_align_jax.engine.config import EngineConfig
+from mamba_align_jax.spec import AlignConfig
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Blocks and pages, the NULL ones included, and the bytes of each."""
+
+    state_blocks: int
+    kv_pages: int
+    state_block_bytes: int
+    kv_page_bytes: int
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Unused memory of a device; None where it doesn't say (a CPU)."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes:
+    """The configured sizes, or as many as fit: one state block for every `block_size` tokens of pages.
+
+    Raises:
+        ValueError: a pool is too small for one request.
+    """
+    page_bytes = (
+        2 * model.num_attention_layers * config.kv_page_size * model.num_kv_heads * model.head_dim
+    ) * np.dtype(model.dtype).itemsize
+    running = config.max_num_seqs * spec.blocks_per_request()
+    tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
+    pages_per_block = -(-tokens_per_block // config.kv_page_size)
+    available = free_bytes(jax.devices()[0])
+    if available is None:
+        columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
+    else:
+        budget = int(config.memory_fraction * available) - running * spec.bytes_per_block
+        columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
+    blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
+    pages = config.num_kv_pages or 1 + columns * pages_per_block
+    if blocks < 1 + spec.blocks_per_request():
+        raise ValueError(
+            f"num_state_blocks must be at least {1 + spec.blocks_per_request()} for one request, got {blocks}"
+        )
+    if pages < 2:
+        raise ValueError(f"num_kv_pages must be at least 2, got {pages}")
+    return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)
