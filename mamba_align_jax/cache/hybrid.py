@@ -1,9 +1,10 @@
 """One prefix cache over state blocks and KV pages: a hit is what both have, an allocation is both or neither."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 
 
@@ -54,6 +55,19 @@ class HybridCache:
             pages=tuple(pages[: state.length // self.kv.page_size]),
             junction=branch if branch > state.length else 0,
         )
+
+    def chunk_end(self, start: int, budget: int, most: int, prompt: int, stops: Iterable[int] = ()) -> int:
+        """`next_chunk_end` in this cache's mode, with `budget` of a step's `most` tokens left; 0 = wait for the next step.
+
+        A budget that others have eaten into never ends a chunk inside a block if a whole one would not: which boundaries
+        are kept must not depend on the load.
+        """
+        if self.states.mode == "none":
+            return min(start + budget, prompt) if budget > 0 else 0
+        size = self.states.block_size
+        end = next_chunk_end(start, start + budget, prompt, size, stops)
+        inside = end < prompt and end % size != 0
+        return 0 if inside and next_chunk_end(start, start + most, prompt, size, stops) != end else end
 
     def allocate(
         self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int = 0, *, hit: HybridHit | None = None

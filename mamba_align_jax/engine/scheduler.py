@@ -4,7 +4,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
-from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.engine.request import Request
 
 
@@ -144,9 +143,8 @@ class Scheduler:
         if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
             return 0
         start = request.num_computed
-        end = next_chunk_end(
-            start, start + budget, request.prefill_end, self.cache.states.block_size, (request.junction,)
-        )
+        stops = (request.junction,)
+        end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
         if end == 0:
             return 0
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit)

@@ -1,0 +1,190 @@
+"""The scheduler over real caches, with a stub for the device: every request gets every token computed exactly once."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.scheduler import Scheduler
+
+BLOCK, PAGE, SEQS = 8, 4, 3
+
+
+def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2):
+    cache = HybridCache(StateBlockManager(num_blocks, BLOCK, mode=mode), KVPageManager(num_pages, PAGE))
+    return Scheduler(cache, SEQS, prefill_rows, budget)
+
+
+def next_token(tokens):
+    """What the stub model says: a function of all tokens so far."""
+    return (sum(tokens) * 31 + len(tokens)) % 1000
+
+
+class Device:
+    """Writes down which tokens each state block and page stands for, and checks what rows read."""
+
+    def __init__(self, mode):
+        self.column = (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
+        self.rows, self.states, self.pages, self.entered = {}, {}, {}, []
+
+    def run(self, plan):
+        sampled, slots = {}, [row.request.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots)
+        for row in plan.rows:
+            request, end = row.request, row.start + row.num_tokens
+            if row.enters:
+                self.rows[request.slot] = {}, {}
+                self.entered.append(request.id)
+            columns, pages = self.rows[request.slot]
+            columns.update(row.allocation.columns)
+            pages.update(row.allocation.pages)
+            tokens = tuple(request.tokens)
+            if row.start:
+                assert self.states[columns[self.column(row.start)]] == tokens[: row.start]
+            for position in range(row.start):
+                assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
+            for position in range(row.start, end):
+                self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
+            self.states[columns[self.column(end)]] = tokens[:end]
+            if row.samples:
+                sampled[request.id] = next_token(tokens)
+        return sampled
+
+
+def serve(scheduler, requests, arrivals=None, aborts=(), device=None):
+    """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
+    device, done, step = device or Device(scheduler.cache.states.mode), [], 0
+    arrivals = arrivals or [0] * len(requests)
+    waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
+    gone = set()
+    while waiting or scheduler.waiting or scheduler.running:
+        while waiting and waiting[0][0] <= step:
+            scheduler.add(requests[waiting.pop(0)[1]])
+        for at, number in aborts:
+            request = requests[number]
+            if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
+                scheduler.remove(request)
+                gone.add(number)
+        plan = scheduler.schedule()
+        assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
+        assert len(plan.prefill) <= scheduler.max_prefill_rows
+        sampled = device.run(plan)
+        scheduler.dispatched(plan)
+        finished = [row.request for row in plan.rows if row.samples]
+        scheduler.finished(plan, sampled)
+        for request in finished:
+            if len(request.generated) == request.params.max_tokens:
+                scheduler.remove(request)
+                done.append(request.id)
+        scheduler.cache.check()
+        step += 1
+        assert step < 3000, "no progress"
+    assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
+    return done
+
+
+def request(number, prompt, max_tokens=6):
+    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens))
+
+
+def assert_complete(requests):
+    for r in requests:
+        tokens = list(r.prompt)
+        for _ in range(r.params.max_tokens):
+            tokens.append(next_token(tokens))
+        assert r.tokens == tokens
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_requests_run_together_and_finish(mode):
+    requests = [request(i, range(i, i + 5 * (i + 1))) for i in range(6)]
+    serve(make(mode=mode), requests)
+    assert_complete(requests)
+
+
+def test_a_conversation_finds_what_it_generated():
+    scheduler = make()
+    device = Device("align")
+    first = request(0, range(20), max_tokens=14)
+    serve(scheduler, [first], device=device)
+    second = request(1, [*first.tokens, 5, 6, 7])
+    serve(scheduler, [second], device=device)
+    assert second.num_cached == 32  # 33 of the first turn's 34 tokens were computed
+    assert_complete([first, second])
+
+
+def test_the_youngest_gives_way_when_pages_run_out():
+    scheduler = make(num_pages=14)
+    requests = [request(i, [i] * 12, max_tokens=20) for i in range(3)]
+    done = serve(scheduler, requests)
+    assert scheduler.num_preemptions > 0
+    assert done[0] == 0, "the oldest is never held up"
+    assert_complete(requests)
+
+
+def test_prompts_that_block_each_other_make_way():
+    scheduler = make(num_pages=12, budget=8, prefill_rows=3)
+    requests = [request(i, [i] * 36, max_tokens=2) for i in range(3)]
+    serve(scheduler, requests)
+    assert_complete(requests)
+
+
+def test_nobody_overtakes_a_request_that_waits():
+    scheduler, device = make(num_pages=12), Device("align")
+    requests = [request(0, [0] * 30, 8), request(1, [1] * 30, 2), request(2, [2] * 3, 1)]
+    serve(scheduler, requests, device=device)
+    assert device.entered[:3] == [0, 1, 2]
+
+
+def test_what_is_left_of_a_budget_is_not_spent_inside_a_block():
+    """Chunks end where states may be kept whatever else is running, so hits do not depend on load."""
+    scheduler = make(budget=20, prefill_rows=3)
+    for i in range(2):
+        scheduler.add(request(i, [i] * 40))
+    assert [(row.request.id, row.num_tokens) for row in scheduler.schedule().rows] == [(0, 16)]
+    scheduler = make(budget=5)
+    scheduler.add(request(0, [0] * 40))
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [5], "a budget below a block still makes progress"
+
+
+def test_aborting_frees_exactly_its_blocks():
+    scheduler = make()
+    a, b = request(0, range(20)), request(1, range(50, 70))
+    for r in (a, b):
+        scheduler.add(r)
+    plan = scheduler.schedule()
+    scheduler.dispatched(plan)
+    scheduler.finished(plan, dict.fromkeys((0, 1), 3))
+    held = scheduler.cache.states.columns(0)
+    scheduler.remove(b)
+    assert scheduler.cache.states.columns(0) == held
+    assert scheduler.cache.states.pool.num_held == len(held)
+    scheduler.remove(a)
+    assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_schedule_computes_every_token_once(data):
+    """Small pools, shared prefixes, late arrivals and aborts, preemption included."""
+    count = data.draw(st.integers(1, 9))
+    requests = []
+    for number in range(count):
+        shared = data.draw(st.integers(0, 25))
+        suffix = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
+        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12))))
+    scheduler = make(
+        num_blocks=data.draw(st.integers(3, 12)),
+        num_pages=data.draw(st.integers(14, 40)),
+        mode=data.draw(st.sampled_from(["align", "align", "none"])),
+        budget=data.draw(st.integers(1, 40)),
+        prefill_rows=data.draw(st.integers(1, 3)),
+    )
+    arrivals = [data.draw(st.integers(0, 20)) for _ in requests]
+    aborts = [(data.draw(st.integers(0, 15)), data.draw(st.integers(0, count - 1))) for _ in range(data.draw(st.integers(0, 2)))]
+    serve(scheduler, requests, arrivals, aborts)
+    assert_complete([r for r in requests if r.id not in {number for _, number in aborts}])
