@@ -1,0 +1,19 @@
+"""The gated feed-forward layer."""
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.linear import linear
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: object, rngs: nnx.Rngs) -> None:
+        self.gate_proj = linear(hidden_size, intermediate_size, dtype, rngs)
+        self.up_proj = linear(hidden_size, intermediate_size, dtype, rngs)
+        self.down_proj = linear(intermediate_size, hidden_size, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,70 @@
+"""Where each token stands and where its keys go: what a hybrid model needs of a step beside the state indices."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.step import StepIndices
+from mamba_align_jax.metadata.rows import RowSplit, split_rows
+from pallas_kernels._rows import token_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One step as a model takes it.
+
+    Attributes:
+        split: Rows by kind, with their state indices.
+        positions: Absolute position of each token. int32 [tokens].
+        kv_page: Page that takes each token's keys; out of range for padding tokens, so that scatters drop them.
+        kv_offset: Place in that page. int32 [tokens].
+        page_table: Pages of each row, by position. int32 [rows, pages].
+        num_decode_tokens: Static bound on the tokens of decode and verify rows.
+    """
+
+    split: RowSplit
+    positions: jax.Array
+    kv_page: jax.Array
+    kv_offset: jax.Array
+    page_table: jax.Array
+    num_decode_tokens: int = field(metadata=dict(static=True))
+
+
+def step_inputs(
+    batch: StepBatch,
+    indices: StepIndices,
+    *,
+    num_decode_rows: int,
+    num_decode_tokens: int,
+    page_tables: jax.Array,
+    num_tokens: int,
+    page_size: int,
+    num_pages: int,
+) -> StepInputs:
+    """Derives a step's inputs on the device.
+
+    Args:
+        batch: The rows, decode and verify rows first.
+        indices: What `begin_step` found.
+        num_decode_rows: How many rows, padding included, are decode or verify rows.
+        num_decode_tokens: Bound on their tokens.
+        page_tables: int32 [slots, pages].
+        num_tokens: Packed tokens, padding included.
+        page_size: Tokens of a page.
+        num_pages: Pages of the pool.
+    """
+    rows = token_rows(batch.query_start_loc, num_tokens)
+    page_table = page_tables[jnp.maximum(batch.idx_mapping, 0)]
+    positions = jnp.where(rows.valid, indices.num_computed_tokens[rows.row] + rows.offset, 0)
+    page = page_table[rows.row, positions // page_size]
+    return StepInputs(
+        split=split_rows(batch, indices, num_decode_rows),
+        positions=positions,
+        kv_page=jnp.where(rows.valid, page, num_pages),
+        kv_offset=positions % page_size,
+        page_table=page_table,
+        num_decode_tokens=num_decode_tokens,
+    )

@@ -1,0 +1,81 @@
+"""Hugging Face directories in and out: config.json and safetensors files, one tensor at a time."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+# Draft heads of published checkpoints: not part of the model itself.
+_IGNORED_PREFIXES = ("mtp.",)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The text model's configuration."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
+    config = json.loads(file.read_text())
+    return config.get("text_config", config)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every (name, slice) of the checkpoint; a slice is read when it is indexed."""
+    index = path / "model.safetensors.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    for name in names:
+        if not (path / name).is_file():
+            raise ValueError(f"model directory must hold {name}, got {str(path)!r}")
+        with safe_open(path / name, framework="np") as file:
+            for tensor in file.keys():  # noqa: SIM118 - no mapping
+                yield tensor, file.get_slice(tensor)
+
+
+def _flat(model: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
+    return {path: variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def read_weights(path: str | Path, architecture: Any, config: Any) -> Any:
+    """Builds the architecture's model with the directory's weights.
+
+    Raises:
+        ValueError: names the tensor that is missing, unknown or misshapen.
+    """
+    model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    places = {architecture.tensor_name(place): (place, variable) for place, variable in nnx.to_flat_state(state)}
+    loaded = {}
+    for name, tensor in _tensors(Path(path)):
+        name = name.replace("model.language_model.", "model.", 1)
+        if name.startswith(_IGNORED_PREFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        if name not in places:
+            raise ValueError(f"tensor {name!r} has no place in {config.model_type}")
+        place, variable = places[name]
+        array = architecture.from_checkpoint(name, tensor[:])
+        if array.shape != variable.shape:
+            wanted = architecture.to_checkpoint(name, np.empty(variable.shape, np.bool_)).shape
+            raise ValueError(f"tensor {name!r} must have shape {list(wanted)}, got {list(tensor.get_shape())}")
+        loaded[place] = variable.replace(jnp.asarray(array, variable.dtype))
+    missing = sorted(name for name, (place, _) in places.items() if place not in loaded)
+    if missing:
+        raise ValueError(f"tensor {missing[0]!r} is missing, {len(missing)} in all, in {str(path)!r}")
+    return nnx.merge(graph, nnx.from_flat_state(loaded.items()))
+
+
+def save_checkpoint(model: Any, architecture: Any, path: str | Path) -> None:
+    """Writes config.json and model.safetensors as Hugging Face lays them out."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
+    tensors = {}
+    for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        name = architecture.tensor_name(place)
+        tensors[name] = np.ascontiguousarray(architecture.to_checkpoint(name, np.asarray(jax.device_get(variable[...]))))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "np"})
