@@ -8,7 +8,8 @@ from typing import Any
 
 def choose(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where `condition`, else `no`, for integers of any kind."""
-    return no + (yes - no) * (condition * 1)
+    flag = int(condition) if isinstance(condition, bool) else condition.astype("int32")
+    return no + (yes - no) * flag
 
 
 def column_of(num_tokens: Any, block_size: int) -> Any:
