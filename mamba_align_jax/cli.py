@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -24,10 +25,14 @@ def _demo(options: argparse.Namespace) -> int:
     reference = Reference(model)
     runs, outputs = [], []
     with Progress(console=_CONSOLE) as progress:
-        waves = 2 * demo.Workload(lambda prompts: []).num_waves
         for mode in demo.MODES:
-            task = progress.add_task(mode, total=waves)
-            run, outputs = demo.run_mode(model, reference, mode, lambda task=task: progress.advance(task))
+            task = progress.add_task(mode)
+
+            def start(turns: int, task=task) -> Callable[[], None]:
+                progress.update(task, total=turns)
+                return lambda: progress.advance(task)
+
+            run, outputs = demo.run_mode(model, reference, mode, start)
             runs.append(run)
     table = Table(title=f"{len(outputs)} requests, one after another's prefix, in every mode")
     for heading in ("mode", "prompt\ntokens", "cached\ntokens", "prefill tokens\ncomputed", "mean\nTTFT", "mean\nTPOT",

@@ -62,7 +62,7 @@ class TableUpdates:
                 )
         padded = np.full((4, bucket), -1, np.int32)
         padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
-        return cls(**dict(zip(("group", "slot", "column", "block"), jnp.asarray(padded), strict=True)))
+        return jax.device_put(cls(**dict(zip(("group", "slot", "column", "block"), padded, strict=True))))
 
 
 def update_block_tables(tables: BlockTables, updates: TableUpdates) -> BlockTables:

@@ -7,6 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mamba_align_jax.data import encode
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
@@ -20,7 +21,6 @@ MODES = {
     "align/copy_free": dict(prefix_cache="align", policy="copy_free"),
 }
 CONFIG = dict(block_size=64, kv_page_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024)
-_WARM_UP = "warm-up"
 
 
 @dataclass(frozen=True)
@@ -74,34 +74,36 @@ class Workload:
             yield outputs
 
 
-def run_mode(model, reference: Reference, mode: str, advance: Callable[[], None]) -> tuple[Run, list[RequestOutput]]:
-    """Serves the workload twice, compiling in the first pass and measuring in the second.
+def run_mode(
+    model: Any, reference: Reference, mode: str, start: Callable[[int], Callable[[], None]]
+) -> tuple[Run, list[RequestOutput]]:
+    """Serves the workload in one mode, after compiling.
 
-    `advance` is called after every wave, for a progress bar.
+    Args:
+        model: In float32.
+        reference: Of the same weights.
+        mode: A name in `MODES`.
+        start: Takes the number of turns of a progress bar, and returns what to call after each.
     """
     engine = Engine(model, EngineConfig(**CONFIG, **MODES[mode]))
-
-    def passes(salt: str) -> list[RequestOutput]:
-        params = SamplingParams(max_tokens=24, ignore_eos=True, cache_salt=salt)
-        outputs = []
-        for wave in Workload(lambda prompts: engine.generate(prompts, params)).run():
-            outputs += wave
-            advance()
-        return outputs
-
-    passes(_WARM_UP)
-    before = engine.stats
-    outputs = passes("")
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    workload = Workload(lambda prompts: engine.generate(prompts, params))
+    advance = start(engine.num_programs + workload.num_waves)
+    engine.warmup(advance)
+    outputs = []
+    for wave in workload.run():
+        outputs += wave
+        advance()
     stats = engine.stats
     verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
     return Run(
         mode=mode,
-        prompt_tokens=stats.prompt_tokens - before.prompt_tokens,
-        cached_tokens=stats.cached_tokens - before.cached_tokens,
-        prefill_tokens=stats.prefill_tokens - before.prefill_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
+        prefill_tokens=stats.prefill_tokens,
         ttft_ms=1e3 * statistics.mean(output.ttft_s for output in outputs if output.ttft_s is not None),
         tpot_ms=1e3 * statistics.mean(output.tpot_s for output in outputs if output.tpot_s is not None),
-        state_bytes_copied=stats.state_bytes_copied - before.state_bytes_copied,
+        state_bytes_copied=stats.state_bytes_copied,
         identical=all(verdict.right for verdict in verdicts),
         ties=sum(verdict.ties for verdict in verdicts),
     ), outputs

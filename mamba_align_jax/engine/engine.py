@@ -1,7 +1,8 @@
 """The engine: takes requests, steps them, hands out what they generated."""
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,23 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._requests)
+
+    def warmup(self, advance: Callable[[], None] = lambda: None) -> float:
+        """Compiles every program that requests can need; `advance` is called after each, `num_programs` times in all.
+
+        Returns:
+            Seconds that it took.
+        """
+        begin = time.perf_counter()
+        for bucket in self.runner.buckets:
+            self.runner.warm(bucket)
+            advance()
+        return time.perf_counter() - begin
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that `warmup` compiles."""
+        return len(self.runner.buckets)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
         """Queues a request and returns its id. One that can't run now waits.

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +88,20 @@ def _step(
     return sampled, copies, pool, kv, state, tables
 
 
-def _bucket(count: int, most: int, least: int = 1) -> int:
-    """The smallest of least, 4 * least, 16 * least, ... and `most` that holds `count`: few programs to compile."""
-    size = least
-    while size < count:
-        size *= 4
-    return min(size, most)
+class Bucket(NamedTuple):
+    """Sizes of one compiled program: rows of each kind, and tokens of the prefill rows."""
+
+    decode_rows: int
+    prefill_rows: int
+    prefill_tokens: int
+
+
+def _sizes(most: int, least: int) -> list[int]:
+    """Falling sizes, each a quarter of the one before: few programs to compile, and little padding."""
+    sizes = [most]
+    while sizes[-1] // 4 >= least:
+        sizes.append(sizes[-1] // 4)
+    return sizes
 
 
 class StepRunner:
@@ -119,19 +128,36 @@ class StepRunner:
         self._graph, self._params = nnx.split(model)
         self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self.page_size)), np.int32)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Every program that a plan can need."""
+        # A mixed step always has room for every request: one program instead of one per count of decode rows.
+        prefill = [
+            Bucket(rows, self.max_prefill_rows, tokens)
+            for tokens in _sizes(self.max_num_batched_tokens, 128)
+            for rows in (0, self.spec.max_num_reqs)
+        ]
+        return prefill + [Bucket(rows, 0, 0) for rows in _sizes(self.spec.max_num_reqs, 1)]
+
+    def warm(self, bucket: Bucket) -> None:
+        """Compiles one program by running it on padding rows, which change nothing."""
+        jax.block_until_ready(self._run(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows)))
+
     def dispatch(self, plan: Plan) -> jax.Array:
         """Starts the plan's step; `read` waits for it. Nothing here synchronises with the device."""
-        most = self.spec.max_num_reqs
-        # A mixed step always has room for every request: one program instead of one per count of decode rows.
-        decode_rows = (most if plan.prefill else _bucket(len(plan.decode), most)) if plan.decode else 0
-        prefill_rows = self.max_prefill_rows if plan.prefill else 0
-        needed = sum(row.num_tokens for row in plan.prefill)
-        prefill_tokens = _bucket(needed, max(self.max_num_batched_tokens, needed), 64) if plan.prefill else 0
-        places: list[Row | None] = [
-            *plan.decode, *[None] * (decode_rows - len(plan.decode)),
-            *plan.prefill, *[None] * (prefill_rows - len(plan.prefill)),
-        ]  # fmt: skip
-        inputs = self._inputs(places, decode_rows * self.spec.window + prefill_tokens)
+        tokens = sum(row.num_tokens for row in plan.prefill)
+        bucket = min(
+            bucket
+            for bucket in self.buckets
+            if len(plan.decode) <= bucket.decode_rows
+            and len(plan.prefill) <= bucket.prefill_rows
+            and tokens <= bucket.prefill_tokens
+        )
+        pad = lambda rows, size: [*rows, *[None] * (size - len(rows))]
+        return self._run(bucket, pad(plan.decode, bucket.decode_rows) + pad(plan.prefill, bucket.prefill_rows))
+
+    def _run(self, bucket: Bucket, places: list[Row | None]) -> jax.Array:
+        inputs = self._inputs(places, bucket.decode_rows * self.spec.window + bucket.prefill_tokens)
         sampled, copies, self.pool, self.kv, self.state, self.tables = _step(
             self._params,
             inputs,
@@ -142,7 +168,7 @@ class StepRunner:
             graph=self._graph,
             spec=self.spec,
             page_size=self.page_size,
-            num_decode_rows=decode_rows,
+            num_decode_rows=bucket.decode_rows,
         )
         self._places, self._copies = places, copies
         return sampled
@@ -175,12 +201,12 @@ class StepRunner:
             for row in rows
             for column, block in row.allocation.columns
         ]
-        each = lambda value, padding, dtype: jnp.asarray(
-            [padding if row is None else value(row) for row in places], dtype=dtype
+        each = lambda value, padding, dtype: jax.device_put(
+            np.array([padding if row is None else value(row) for row in places], dtype)
         )
         lengths = [0 if row is None else row.num_tokens for row in places]
         return Inputs(
-            tokens=jnp.asarray(tokens),
+            tokens=jax.device_put(tokens),
             batch=StepBatch.from_host(
                 self.spec,
                 len(places),
@@ -199,11 +225,11 @@ class StepRunner:
                 [row.request.slot for row in entering],
                 [row.start for row in entering],
             ),
-            page_tables=jnp.array(self._page_tables),
-            samples=each(lambda row: row.samples, False, jnp.bool_),
-            temperature=each(lambda row: row.request.params.temperature, 0.0, jnp.float32),
-            top_k=each(lambda row: row.request.params.top_k, 0, jnp.int32),
-            top_p=each(lambda row: row.request.params.top_p, 1.0, jnp.float32),
-            seed=each(lambda row: row.request.params.seed, 0, jnp.int32),
-            position=each(lambda row: row.start + row.num_tokens, 0, jnp.int32),
+            page_tables=jax.device_put(self._page_tables.copy()),
+            samples=each(lambda row: row.samples, False, np.bool_),
+            temperature=each(lambda row: row.request.params.temperature, 0.0, np.float32),
+            top_k=each(lambda row: row.request.params.top_k, 0, np.int32),
+            top_p=each(lambda row: row.request.params.top_p, 1.0, np.float32),
+            seed=each(lambda row: row.request.params.seed, 0, np.int32),
+            position=each(lambda row: row.start + row.num_tokens, 0, np.int32),
         )

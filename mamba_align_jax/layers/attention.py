@@ -5,13 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import Precision
 
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
-from pallas_kernels._rows import chunk_of_token, chunk_rows, token_rows
+from mamba_align_jax.metadata.rows import Rows
+from pallas_kernels._rows import Chunks, chunk_of_token, chunk_rows, token_rows
 
 _CHUNK = 64
+# Gathered keys, values and scores of the chunks that run at once: 256 MiB of float32.
+_ELEMENTS = 1 << 26
 
 
 def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
@@ -25,18 +29,55 @@ def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) ->
     return rotated.astype(x.dtype)
 
 
-def _attend(
-    queries: jax.Array, positions: jax.Array, pages: jax.Array, keys: jax.Array, values: jax.Array, layer: jax.Array
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32."""
+    n, heads, dim = queries.shape
+    exact = queries.dtype == jnp.float32
+    product = functools.partial(
+        jnp.einsum,
+        precision=Precision.HIGHEST if exact else Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    grouped = queries.reshape(n, keys.shape[1], -1, dim)
+    scores = product("nhgd,lhd->hgnl", grouped, keys) * dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    out = product("hgnl,lhd->nhgd", weights.astype(values.dtype), values)
+    return out.reshape(n, heads, dim).astype(queries.dtype)
+
+
+def _attend_chunks(
+    queries: jax.Array,
+    rows: Rows,
+    chunks: Chunks,
+    place: tuple[jax.Array, jax.Array],
+    chunk_size: int,
+    page_table: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
 ) -> jax.Array:
-    """Queries [n, heads, dim] of one row at `positions` [n] (-1: padding) over that row's `pages`."""
-    take = lambda pool: pool[layer, pages].reshape(-1, *pool.shape[3:])
-    k, v = take(keys), take(values)
-    place = jnp.arange(k.shape[0], dtype=jnp.int32)
-    # Pages hold anything behind the row's end, and 0 * NaN is NaN.
-    filled = (place <= jnp.max(positions))[:, None, None]
-    k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
-    mask = place[None, :] <= jnp.maximum(positions, 0)[:, None]
-    return jax.nn.dot_product_attention(queries[None], k[None], v[None], mask=mask[None, None])[0]
+    """Attention of packed tokens, cut into `chunks` of one row each; `place` is each token's chunk and lane."""
+    num_tokens, heads, dim = queries.shape
+    lane = jnp.arange(chunk_size, dtype=jnp.int32)
+
+    def run(chunk: Chunks) -> jax.Array:
+        take = lambda pool: pool[layer, page_table[chunk.row]].reshape(-1, *pool.shape[3:])
+        k, v = take(keys), take(values)
+        position = jnp.arange(k.shape[0], dtype=jnp.int32)
+        first = rows.num_computed_tokens[chunk.row] + chunk.offset
+        # Pages hold anything behind the row's end, and 0 * NaN is NaN.
+        filled = (position < first + chunk.length)[:, None, None]
+        k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
+        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
+        return attend(queries[token], k, v, position <= first + lane[:, None])
+
+    length = page_table.shape[1] * keys.shape[2]
+    each = length * (2 * keys.shape[3] * dim + heads * chunk_size)
+    batch = max(1, _ELEMENTS // each)
+    number = chunks.row.shape[0]
+    out = jax.vmap(run)(chunks) if number <= batch else jax.lax.map(run, chunks, batch_size=batch)
+    valid = jnp.arange(num_tokens, dtype=jnp.int32) < rows.query_start_loc[-1]
+    return jnp.where(valid[:, None, None], out.at[place].get(mode="clip"), 0)
 
 
 def paged_attention(
@@ -46,33 +87,25 @@ def paged_attention(
 
     Plain XLA: full attention is here so that hybrid models run, not to be fast.
     """
+    num_decode_rows = step.split.decode.num_rows
 
-    def run(page_table, loc, computed, queries, chunk_size, batch_size):
-        num_tokens = queries.shape[0]
-        chunks = chunk_rows(loc, computed, chunk_size, num_tokens)
+    def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
+        # A decode row has one token, a verify row a few: a row is a chunk.
+        loc, tokens = rows.query_start_loc, token_rows(rows.query_start_loc, queries.shape[0])
+        row = jnp.arange(rows.num_rows, dtype=jnp.int32)
+        chunks = Chunks(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
+        place, window = (tokens.row, tokens.offset), rows.write.shape[2]
+        table = step.page_table[:num_decode_rows]
+        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer),)
 
-        def one(chunk):
-            lane = jnp.arange(chunk_size, dtype=jnp.int32)
-            token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-            position = jnp.where(lane < chunk.length, computed[chunk.row] + chunk.offset + lane, -1)
-            return _attend(queries[token], position, page_table[chunk.row], keys, values, layer)
+    def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
+        loc, computed, num_tokens = rows.query_start_loc, rows.num_computed_tokens, queries.shape[0]
+        chunks = chunk_rows(loc, computed, _CHUNK, num_tokens)
+        place = chunk_of_token(token_rows(loc, num_tokens), loc, computed, _CHUNK)
+        table = step.page_table[num_decode_rows:]
+        return (_attend_chunks(queries, rows, chunks, place, _CHUNK, table, keys, values, layer),)
 
-        out = jax.lax.map(one, chunks, batch_size=batch_size)
-        rows = token_rows(loc, num_tokens)
-        out = out.at[chunk_of_token(rows, loc, computed, chunk_size)].get(mode="clip")
-        return jnp.where(rows.valid[:, None, None], out, 0)
-
-    split, decode_rows = step.split, step.split.decode.num_rows
-
-    def decode(rows, queries):
-        # A decode row has one token, a verify row a few: as many chunks as tokens, all at once.
-        return (run(step.page_table[:decode_rows], rows.query_start_loc, rows.num_computed_tokens, queries, 1, 64),)
-
-    def prefill(rows, queries):
-        table = step.page_table[decode_rows:]
-        return (run(table, rows.query_start_loc, rows.num_computed_tokens, queries, _CHUNK, 1),)
-
-    return split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
+    return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
 
 
 class GatedAttention(nnx.Module):
@@ -92,7 +125,6 @@ class GatedAttention(nnx.Module):
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
-        self.exact = jnp.dtype(dtype) == jnp.float32
         self.q_proj = linear(hidden_size, 2 * heads * head_dim, dtype, rngs)
         self.k_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs)
         self.v_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs)
@@ -133,6 +165,4 @@ class GatedAttention(nnx.Module):
         q, k, v, gate = self.project(x, step.positions)
         put = lambda pool, new: pool.at[layer, step.kv_page, step.kv_offset].set(new.astype(pool.dtype), mode="drop")
         keys, values = put(keys, k), put(values, v)
-        with jax.default_matmul_precision("highest" if self.exact else "default"):
-            attended = paged_attention(q, step, keys, values, layer)
-        return self.output(attended, gate), keys, values
+        return self.output(paged_attention(q, step, keys, values, layer), gate), keys, values

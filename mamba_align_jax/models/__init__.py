@@ -17,8 +17,8 @@ def load_model(path: str | Path, dtype: str | None = None) -> Any:
         dtype: "float32", "bfloat16" or "float16"; None keeps the checkpoint's.
 
     Raises:
-        ValueError: the architecture or an option of it is unsupported, or a tensor is missing, unknown or misshapen.
-        OSError: a file is missing.
+        ValueError: the architecture or an option of it is unsupported, or a file or tensor is missing, or a tensor is
+            unknown or misshapen.
     """
     config = read_config(path)
     kind = config.get("model_type")

@@ -12,17 +12,21 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# Draft heads of published checkpoints: not part of the model itself.
-_IGNORED_PREFIXES = ("mtp.",)
+# Draft heads and vision towers of published checkpoints: not part of the text model.
+_IGNORED_PREFIXES = ("mtp.", "model.visual.")
+# What a configuration with a nested text model may hold outside of it.
+_SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The text model's configuration."""
+    """The text model's configuration; its own fields count before those of a configuration around it."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
     config = json.loads(file.read_text())
-    return config.get("text_config", config)
+    if "text_config" not in config:
+        return config
+    return {name: config[name] for name in _SHARED_FIELDS if name in config} | config["text_config"]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -62,7 +66,9 @@ def read_weights(path: str | Path, architecture: Any, config: Any) -> Any:
         if array.shape != variable.shape:
             wanted = architecture.to_checkpoint(name, np.empty(variable.shape, np.bool_)).shape
             raise ValueError(f"tensor {name!r} must have shape {list(wanted)}, got {list(tensor.get_shape())}")
-        loaded[place] = variable.replace(jnp.asarray(array, variable.dtype))
+        # Vectors (norms, decay rates) take part in float32 arithmetic only: no reason to round them.
+        dtype = variable.dtype if array.ndim > 1 else jnp.float32
+        loaded[place] = variable.replace(jnp.asarray(array, dtype))
     missing = sorted(name for name, (place, _) in places.items() if place not in loaded)
     if missing:
         raise ValueError(f"tensor {missing[0]!r} is missing, {len(missing)} in all, in {str(path)!r}")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.lax import Precision
 
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import GatedAttention
@@ -202,12 +203,11 @@ class Model(nnx.Module):
         return self.norm(x), pool.with_group(0, (conv, recurrent)), KVPages(keys=keys, values=values)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab] of hidden states [n, hidden]."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden).astype(jnp.float32)
+        """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""
+        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
         exact = jnp.dtype(self.dtype) == jnp.float32
-        with jax.default_matmul_precision("highest" if exact else "default"):
-            return self.embed_tokens.attend(hidden).astype(jnp.float32)
+        precision = Precision.HIGHEST if exact else Precision.DEFAULT
+        return jnp.matmul(hidden, weight, precision=precision, preferred_element_type=jnp.float32)
 
 
 _RENAMED = {"conv_weight": "conv1d.weight", "embedding": "weight", "kernel": "weight"}

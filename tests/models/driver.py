@@ -1,0 +1,122 @@
+"""The least that runs a model through the step functions: blocks and pages handed out one after another, never freed."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.state import Additions, AlignState, add_requests
+from mamba_align_jax.align.step import begin_step, finish_step, migrate
+from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
+from mamba_align_jax.kv import KVPages
+from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.pool import StatePool
+from mamba_align_jax.spec import AlignConfig
+
+PAGE_SIZE = 16
+DECODE_ROWS = PREFILL_ROWS = 2
+PREFILL_TOKENS = 160
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "spec", "num_decode_rows"), donate_argnames=("pool", "kv"))
+def _step(params, tokens, batch, num_sampled, page_tables, tables, state, pool, kv, *, graph, spec, num_decode_rows):
+    model = nnx.merge(graph, params)
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices)
+    step = step_inputs(
+        batch,
+        indices,
+        num_decode_rows=num_decode_rows,
+        num_decode_tokens=num_decode_rows * spec.window,
+        page_tables=page_tables,
+        num_tokens=tokens.shape[0],
+        page_size=PAGE_SIZE,
+        num_pages=kv.keys.shape[1],
+    )
+    hidden, pool, kv = model(tokens, step, pool, kv)
+    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    return model.logits(hidden), state, pool, kv
+
+
+class Driver:
+    """Slots fed with token lists. Pools start as NaN, so that nothing stale is ever read unnoticed."""
+
+    def __init__(self, model, policy="copy_free", num_speculative_tokens=2, slots=4):
+        self.spec = AlignConfig(
+            groups=model.state_groups(),
+            block_size=32,
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_reqs=slots,
+            max_model_len=256,
+            policy=policy,
+        )
+        garbage = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
+        self.pool = garbage(StatePool.create(self.spec, 64))
+        self.kv = garbage(
+            KVPages.create(model.num_attention_layers, 64, PAGE_SIZE, model.num_kv_heads, model.head_dim, model.dtype)
+        )
+        self.state, self.tables = AlignState.create(self.spec), BlockTables.create(self.spec)
+        self.pages = np.zeros((slots, 256 // PAGE_SIZE), np.int32)
+        self.computed = [0] * slots
+        self.graph, self.params = nnx.split(model)
+        self._blocks, self._pages = itertools.count(1), itertools.count(1)
+
+    def blocks(self, slot):
+        return np.asarray(self.tables.blocks)[0, slot]
+
+    def add(self, slot, computed=0, like=None):
+        """A request enters `slot`, resumed from the first `computed` tokens of the one in slot `like`."""
+        self.state = add_requests(self.state, Additions.from_host(self.spec, 1, [slot], [computed]))
+        self.computed[slot] = computed
+        self.pages[slot] = 0
+        if computed:
+            column = computed // 32 - 1
+            self._set([(slot, column, self.blocks(like)[column])])
+            self.pages[slot, : computed // PAGE_SIZE] = self.pages[like, : computed // PAGE_SIZE]
+
+    def _set(self, entries):
+        updates = TableUpdates.from_host(self.spec, 8, [(0, *map(int, entry)) for entry in entries])
+        self.tables = update_block_tables(self.tables, updates)
+
+    def _allocate(self, slot, length):
+        end = self.computed[slot] + length
+        running, held = -(-end // 32) - 1, self.blocks(slot)
+        columns = range(running, min(running + self.spec.window, len(held)))
+        self._set([(slot, column, next(self._blocks)) for column in columns if not held[column]])
+        for page in range(self.computed[slot] // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            self.pages[slot, page] = self.pages[slot, page] or next(self._pages)
+
+    def step(self, decode=None, prefill=None, accepted=None):
+        """Runs token lists by slot, decode rows of several tokens being verify rows; returns logits by slot.
+
+        `accepted` says how many of a verify row's tokens stand.
+        """
+        decode, prefill, accepted = decode or {}, prefill or {}, accepted or {}
+        rows = [*decode.items(), *[(-1, [])] * (DECODE_ROWS - len(decode))] * bool(decode)
+        num_decode_rows = len(rows)
+        rows += [*prefill.items(), *[(-1, [])] * (PREFILL_ROWS - len(prefill))] * bool(prefill)
+        for slot, tokens in rows:
+            if slot >= 0:
+                self._allocate(slot, len(tokens))
+        loc = np.cumsum([0, *(len(tokens) for _, tokens in rows)])
+        drafts = [len(decode[slot]) - 1 if len(decode.get(slot, ())) > 1 else -1 for slot, _ in rows]
+        batch = StepBatch.from_host(
+            self.spec, len(rows), [slot for slot, _ in rows], loc, drafts, [slot in prefill for slot, _ in rows]
+        )
+        packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * bool(prefill), np.int32)
+        packed[: loc[-1]] = np.concatenate([tokens for _, tokens in rows])
+        sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)
+        logits, self.state, self.pool, self.kv = _step(
+            self.params, packed, batch, sampled, self.pages, self.tables, self.state, self.pool, self.kv,
+            graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows,
+        )  # fmt: skip
+        logits = np.asarray(logits)
+        assert np.isfinite(logits).all(), "padding included"
+        for (slot, tokens), n in zip(rows, drafts, strict=True):
+            if slot >= 0:
+                self.computed[slot] += len(tokens) - max(n, 0) + accepted.get(slot, 1) - 1
+        return {slot: logits[a:b] for (slot, _), a, b in zip(rows, loc, loc[1:], strict=False) if slot >= 0}

@@ -1,0 +1,173 @@
+"""Hugging Face directories in and out: what is accepted, and what each refusal says."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from models.test_qwen3_5 import CHECKPOINT
+from safetensors.numpy import load_file, save_file
+
+from mamba_align_jax.models import load_model, qwen3_5
+from mamba_align_jax.models.checkpoint import save_checkpoint
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.linear_attn.norm.weight"
+CONV = "model.layers.0.linear_attn.conv1d.weight"
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return load_file(CHECKPOINT / "model.safetensors")
+
+
+@pytest.fixture
+def write(tmp_path, tensors):
+    """Writes the checkpoint with some fields of its configuration and some tensors changed; None takes one away."""
+
+    def write(config=None, change=None, nest=False, rename=None):
+        fields = json.loads((CHECKPOINT / "config.json").read_text()) | (config or {})
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if nest:
+            fields = {"model_type": "qwen3_5", "text_config": fields, "vision_config": {}}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        changed = {name: value for name, value in (tensors | (change or {})).items() if value is not None}
+        save_file({(rename or str)(name): value for name, value in changed.items()}, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+def same(model, other):
+    a, b = (jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, other))
+    return len(a) == len(b) and all(x.dtype == y.dtype and jnp.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(CHECKPOINT)
+
+
+def test_config(model):
+    assert (model.dtype, model.num_attention_layers, model.num_kv_heads, model.head_dim) == ("float32", 1, 2, 32)
+    assert (model.config.eos_token_id, model.config.max_position_embeddings, model.config.vocab_size) == (2, 1024, 256)
+    (group,) = model.state_groups("bfloat16")
+    conv, recurrent = group.states
+    assert (group.name, group.num_layers) == ("gdn", 3)
+    assert (conv.width, conv.channels, conv.dtype) == (4, 192, "float32")
+    assert (recurrent.shape, recurrent.dtype) == ((4, 32, 16), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({NORM: None}, f"tensor '{NORM}' is missing, 1 in all"),
+        ({NORM: np.zeros(31, np.float32)}, f"tensor '{NORM}' must have shape [32], got [31]"),
+        ({CONV: np.zeros((191, 1, 4), np.float32)}, f"tensor '{CONV}' must have shape [192, 1, 4], got [191, 1, 4]"),
+        ({EMBEDDING: np.zeros((256, 65), np.float32)}, f"tensor '{EMBEDDING}' must have shape [256, 64], got [256, 65]"),
+        ({"model.layers.4.mlp.up_proj.weight": np.zeros(2, np.float32)}, "'model.layers.4.mlp.up_proj.weight' has no place"),
+    ],
+)
+def test_tensors_that_do_not_fit(write, change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_model(write(change=change))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "qwen9"}, "model_type must be one of ['qwen3_5', 'qwen3_5_text'], got 'qwen9'"),
+        ({"model_type": None}, "got None"),
+        ({"hidden_size": None}, "config.json must have 'hidden_size'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of ('silu',), got 'gelu'"),
+        ({"attention_bias": True}, "attention_bias must be one of (False,), got True"),
+        ({"num_experts": 8}, "num_experts must be one of (0,), got 8"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of ('default',), got 'yarn'"),
+        ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types must have a 'linear_attention' layer"),
+        ({"dtype": "float64"}, "dtype must be one of ('float32', 'bfloat16', 'float16'), got 'float64'"),
+    ],
+)
+def test_configurations_that_are_not_supported(write, config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_model(write(config))
+
+
+def test_files_that_are_not_there(tmp_path, write):
+    with pytest.raises(ValueError, match=re.escape("must hold a config.json")):
+        load_model(tmp_path / "nowhere")
+    (write() / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=re.escape("must hold model.safetensors")):
+        load_model(tmp_path)
+
+
+def test_published_names(model, write):
+    """As the hub has it: text model nested, prefix `model.language_model.`, draft head and vision tower beside it."""
+    extra = {"mtp.norm.weight": np.ones(3, np.float32), "model.visual.pos_embed.weight": np.ones(3, np.float32)}
+    outside = ("lm_head.", *extra)
+    rename = lambda name: name if name.startswith(outside) else name.replace("model.", "model.language_model.", 1)
+    path = write(change=extra, nest=True, rename=rename)
+    assert same(load_model(path), model)
+
+
+def test_nested_configuration_shares_the_outer_fields(tensors, write):
+    path = write({"eos_token_id": None, "tie_word_embeddings": None}, {"lm_head.weight": None}, nest=True)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True, "eos_token_id": [9, 10]}))
+    tied = load_model(path)
+    assert tied.lm_head is None
+    assert tied.config.eos_token_id == 9
+    hidden = jnp.eye(2, 64)
+    np.testing.assert_allclose(tied.logits(hidden), tensors[EMBEDDING].T[:2], rtol=1e-6)
+
+
+def test_tied_embeddings_ignore_a_head(write):
+    assert load_model(write({"tie_word_embeddings": True})).lm_head is None
+
+
+def test_shards(model, tensors, tmp_path):
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(load_model(tmp_path), model)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="must hold model-00002-of-00002"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("stored", "asked", "got"), [("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"),
+                                                      ("bfloat16", "float32", "float32")])  # fmt: skip
+def test_dtype(tensors, write, stored, asked, got):
+    change = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()} if stored == "bfloat16" else {}
+    model = load_model(write({"dtype": stored}, change), dtype=asked)
+    assert model.dtype == got
+    assert model.embed_tokens.embedding[...].dtype == got
+    assert model.layers[0].linear_attn.in_proj_qkv.kernel[...].dtype == got
+    rounded = tensors[EMBEDDING].astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert np.array_equal(np.asarray(model.embed_tokens.embedding[...], np.float32), rounded)
+    # Vectors take part in float32 arithmetic only.
+    assert model.layers[0].linear_attn.A_log[...].dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip(tmp_path, tensors, dtype):
+    model = load_model(CHECKPOINT, dtype)
+    save_checkpoint(model, qwen3_5, tmp_path)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    assert same(again, model)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {name: v.shape for name, v in tensors.items()}
+    if dtype == "float32":
+        assert all(np.array_equal(saved[name], tensors[name]) for name in tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5_text"
+    assert config["rope_parameters"]["rope_theta"] == 1e7
