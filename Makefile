@@ -15,7 +15,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses 2 $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(TEST_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ block == write block) over blocks that rotate past five times the L2, as a serve
 import argparse
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +45,7 @@ def time_state_copy(case: state_copy_cases.Case) -> dict:
         return jax.lax.fori_loop(0, turns, step, random_pool((case.layers, blocks, *case.state), case.dtype))
 
     small = jax.jit(lambda: (run(2, "triton") != run(2, "xla")).sum())
-    moved = case.layers * case.crossing * state_bytes * (
-        (case.state[0] - 1) / case.state[0] if case.shift else 1
-    )
+    moved = case.layers * case.crossing * state_bytes * ((case.state[0] - 1) / case.state[0] if case.shift else 1)
     name = "state_copy_shift" if case.shift else "state_copy"
     return {
         "max_error": float(small()),
@@ -76,7 +75,9 @@ def time_update(case: gated_delta_rule_cases.Case) -> dict:
             )
             return pool, out
 
-        pool = random_pool((1, 1 + sets * rows * window, case.value_heads, case.value_dim, case.key_dim), case.state_dtype)
+        pool = random_pool(
+            (1, 1 + sets * rows * window, case.value_heads, case.value_dim, case.key_dim), case.state_dtype
+        )
         out = jnp.zeros((tokens, case.value_heads, case.value_dim), case.dtype)
         return jax.lax.fori_loop(0, turns, step, (pool, out))
 
@@ -93,7 +94,7 @@ def time_update(case: gated_delta_rule_cases.Case) -> dict:
     }
 
 
-OPS = {
+OPS: dict[str, tuple[Any, Any, Any]] = {
     "state_copy": (state_copy_cases.CASES, time_state_copy, lambda case: 0.0),
     # Products of unit-scale numbers in another order, rounded to the narrowest type on the way.
     "gated_delta_rule_update": (
@@ -115,13 +116,15 @@ def main() -> None:
     for op in options.op or OPS:
         cases, measure, limit = OPS[op]
         for case in cases:
-            row = {"case": case.name, "implementation": "triton", **measure(case)}
+            row: dict[str, Any] = {"case": case.name, "implementation": "triton", **measure(case)}
             if not row["max_error"] <= limit(case):
                 print(f"{case.name:40} WRONG: max error {row['max_error']}, limit {limit(case)}")
                 continue
             row |= {"bandwidth_fraction": round(row["bytes"] / row["us"] / rate, 4), "copy_bandwidth_tb_s": rate / 1e6}
             row |= header
-            print(f"{case.name:40} {row['us']:9.2f} us {row['bandwidth_fraction']:6.2f} of the copy bandwidth", flush=True)
+            print(
+                f"{case.name:40} {row['us']:9.2f} us {row['bandwidth_fraction']:6.2f} of the copy bandwidth", flush=True
+            )
             if options.json:
                 with open(options.json, "a") as file:
                     file.write(json.dumps(row) + "\n")

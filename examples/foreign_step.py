@@ -69,7 +69,9 @@ class Server:
         """Runs `tokens`, from position `computed` on: a prompt chunk, or a verify row of which `accepted` stand."""
         verify = accepted is not None
         entries = dict(resume or {})
-        for column in range((computed + len(tokens) - 1) // BLOCK - verify, (computed + len(tokens) - 1) // BLOCK + 1 + K * verify):
+        for column in range(
+            (computed + len(tokens) - 1) // BLOCK - verify, (computed + len(tokens) - 1) // BLOCK + 1 + K * verify
+        ):
             if column >= 0 and column not in self.rows.setdefault(slot, {}) and column not in entries:
                 entries[column], self.next_block = self.next_block, self.next_block + 1
         self.rows.setdefault(slot, {}).update(entries)
@@ -79,15 +81,25 @@ class Server:
         drafts = len(tokens) - 1 if verify else -1
         batch = ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts], [not verify])
         out, self.pool, self.state, self.tables = step(
-            self.weights, jnp.asarray(tokens), batch, updates, additions, jnp.int32(accepted or 0),
-            self.pool, self.state, self.tables, decode_rows=int(verify),
+            self.weights,
+            jnp.asarray(tokens),
+            batch,
+            updates,
+            additions,
+            jnp.int32(accepted or 0),
+            self.pool,
+            self.state,
+            self.tables,
+            decode_rows=int(verify),
         )
         return np.asarray(out)[: accepted or len(tokens)]
 
 
 def main():
     rng = np.random.default_rng(0)
-    shapes = dict(embed=(50, 32), qkv=(32, 3 * HEADS * DIM), conv=(3 * HEADS * DIM, WIDTH), a=(32, HEADS), b=(32, HEADS))
+    shapes = dict(
+        embed=(50, 32), qkv=(32, 3 * HEADS * DIM), conv=(3 * HEADS * DIM, WIDTH), a=(32, HEADS), b=(32, HEADS)
+    )
     weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     weights |= {"A_log": jnp.zeros(HEADS), "dt_bias": jnp.zeros(HEADS)}
     a, suffix = rng.integers(0, 50, 46, dtype=np.int32), rng.integers(0, 50, 9, dtype=np.int32)

@@ -4,8 +4,9 @@
     python examples/train_byte_model.py --corpus corpus.npz --minutes 7 --out DIR
 
 Documentation (docstrings, the language reference of `pydoc_data.topics`) and source code, as bytes; byte 0 separates
-documents. Every tenth topic is held out for measuring and another tenth for choosing the best step. The text is CPython's,
-under the Python Software Foundation License. The second command wants a GPU and takes its minutes plus compilation.
+documents. Every tenth topic is held out for measuring and another tenth for choosing the best step. The text is
+CPython's, under the Python Software Foundation License. The second command wants a GPU and takes its minutes plus
+compilation.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mamba_align_jax.layers.attention import attend
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
@@ -41,8 +43,8 @@ TINY = dataclasses.replace(
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_num_value_heads=2, linear_key_head_dim=16,
     linear_value_head_dim=16,
 )  # fmt: skip
-LICENSE = """The weights in this directory were trained on the documentation and source code of CPython's standard library,
-copyright the Python Software Foundation and others, which is distributed under the Python Software Foundation
+LICENSE = """The weights in this directory were trained on the documentation and source code of CPython's standard
+library, copyright the Python Software Foundation and others, which is distributed under the Python Software Foundation
 License Version 2 (https://docs.python.org/3/license.html). The weights are under this project's Apache-2.0 licence.
 """
 
@@ -56,13 +58,13 @@ def topics(stdlib: Path) -> dict[str, str]:
 
 def docstrings(source: str) -> list[str]:
     """Docstrings of a module, its classes and functions, each behind the line that it documents."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     lines, found = source.splitlines(), []
     for node in ast.walk(ast.parse(source)):
-        text = ast.get_docstring(node) if isinstance(node, kinds) else None
-        if text and len(text) > 60:
-            head = "" if isinstance(node, ast.Module) else lines[node.lineno - 1].strip() + "\n"
-            found.append(f'{head}"""{text}\n"""\n')
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and len(text) > 60:
+                head = "" if isinstance(node, ast.Module) else lines[node.lineno - 1].strip() + "\n"
+                found.append(f'{head}"""{text}\n"""\n')
     return found
 
 
@@ -133,14 +135,15 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
         else:
             mixer = layer.self_attn
             q, k, v, gate = jax.vmap(mixer.project, (0, None))(normed, positions)
-            out = jax.vmap(mixer.output)(jax.nn.dot_product_attention(q, k, v, is_causal=True), gate)
+            attended = jax.vmap(attend, (0, 0, 0, None))(q, k, v, positions[:, None] >= positions)
+            out = jax.vmap(mixer.output)(attended, gate)
         x = x + out
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.logits(model.norm(x))
 
 
 def bits(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Mean bits per byte of predicting each byte from those before it; weights rounded to bfloat16 as they are served."""
+    """Mean bits per byte of predicting each byte from those before; weights rounded to bfloat16 as they are served."""
     served = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     logits = forward(nnx.merge(graph, served), tokens[:, :-1])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])) / math.log(2)
@@ -176,7 +179,10 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
             params, moments = carry
             first, second = jax.random.split(key)
             tokens = jnp.concatenate(
-                [windows(docs, first, batch * 5 // 8, length + 1), windows(code, second, batch - batch * 5 // 8, length + 1)]
+                [
+                    windows(docs, first, batch * 5 // 8, length + 1),
+                    windows(code, second, batch - batch * 5 // 8, length + 1),
+                ]
             )
             loss, gradient = jax.value_and_grad(lambda p: bits(graph, p, tokens))(params)
             updates, moments = optimizer.update(gradient, moments, params)
@@ -201,7 +207,10 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
         call += 1
         if call % 10 == 0 or done > 0.97:
             validation = evaluate(measure, params, corpus["validation"], length)
-            print(f"{call * calls:6d} steps {done:4.0%}  train {loss:.3f}  validation {validation:.3f} bits/byte", flush=True)
+            print(
+                f"{call * calls:6d} steps {done:4.0%}  train {loss:.3f}  validation {validation:.3f} bits/byte",
+                flush=True,
+            )
             if validation < best:
                 best, chosen = validation, jax.tree.map(jnp.copy, params)
     print(f"held-out documentation: {evaluate(measure, chosen, corpus['heldout'], length):.3f} bits/byte", flush=True)
@@ -223,7 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.prepare:
         corpus = prepare(options.stdlib)
-        np.savez_compressed(options.prepare, **corpus)
+        np.savez_compressed(options.prepare, allow_pickle=False, **corpus)
         print({name: f"{len(text):,} bytes" for name, text in corpus.items()})
         if options.heldout:
             Path(options.heldout).write_bytes(corpus["heldout"].tobytes())

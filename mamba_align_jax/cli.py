@@ -92,7 +92,9 @@ def _info(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    model = dict(type=Path, default=BYTE_MODEL, metavar="DIR", help="Hugging Face directory; default: the bundled model")
+    model = dict(
+        type=Path, default=BYTE_MODEL, metavar="DIR", help="Hugging Face directory; default: the bundled model"
+    )
 
     demo = commands.add_parser("demo", help="serve a workload in every mode, check it, and compare")
     demo.add_argument("--model", **model)

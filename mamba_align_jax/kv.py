@@ -16,7 +16,7 @@ class KVPages:
 
     @classmethod
     def create(
-        cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: object
+        cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str
     ) -> "KVPages":
         """Pages of zeros."""
         zeros = lambda: jnp.zeros((num_layers, num_pages, page_size, num_kv_heads, head_dim), dtype)

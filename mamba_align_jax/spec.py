@@ -2,13 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from mamba_align_jax.align.policy import POLICIES
-
-Mode = Literal["none", "align"]
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -22,9 +20,9 @@ def _itemsize(dtype: str) -> int:
     return sizes[dtype]
 
 
-def dtype_name(dtype: object) -> str:
+def dtype_name(dtype: Any) -> str:
     """The name of a dtype given as a name, a NumPy dtype or a JAX scalar type."""
-    return dtype if isinstance(dtype, str) else np.dtype(dtype).name  # pyrefly: ignore[bad-argument-type]
+    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ class ConvState:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         _itemsize(self.dtype)
         if not 2 <= self.width <= 5 or self.channels < 1:
-            raise ValueError(f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}")
+            raise ValueError(
+                f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
+            )
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
         """[window, channels] of one layer's block."""
@@ -99,7 +99,7 @@ class AlignConfig:
     num_speculative_tokens: int = 0
     max_num_reqs: int = 8
     max_model_len: int = 4096
-    mode: Mode = "align"
+    mode: str = "align"
     policy: str = "copy_free"
     state_block_size: int = field(init=False, repr=False)
 
@@ -107,7 +107,12 @@ class AlignConfig:
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise ValueError("AlignConfig: groups must not be empty")
-        for name, least in (("block_size", 1), ("num_speculative_tokens", 0), ("max_num_reqs", 1), ("max_model_len", 1)):
+        for name, least in (
+            ("block_size", 1),
+            ("num_speculative_tokens", 0),
+            ("max_num_reqs", 1),
+            ("max_model_len", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"AlignConfig: {name} must be at least {least}, got {getattr(self, name)}")
         if self.mode not in ("none", "align"):

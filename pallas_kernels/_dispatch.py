@@ -35,9 +35,10 @@ def dispatch(
     """
     if triton is None:
         unsupported = "this op has no Triton kernel"
-    if implementation == "xla" or (implementation is None and unsupported):
+    if implementation == "xla" or (implementation is None and (unsupported or triton is None)):
         return xla(*operands)
     if implementation is None:
+        assert triton is not None
         return jax.lax.platform_dependent(*operands, cuda=triton, default=xla)
     if implementation != "triton":
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")

@@ -48,9 +48,7 @@ def _last_chunk(query_start_loc: jax.Array, lead: jax.Array, chunk_size: int) ->
     return jnp.cumsum(jnp.where(length > 0, (lead + length + chunk_size - 1) // chunk_size, 0), dtype=jnp.int32)
 
 
-def chunk_rows(
-    query_start_loc: jax.Array, num_computed_tokens: jax.Array, chunk_size: int, num_tokens: int
-) -> Chunks:
+def chunk_rows(query_start_loc: jax.Array, num_computed_tokens: jax.Array, chunk_size: int, num_tokens: int) -> Chunks:
     """Cuts packed rows, the first new token of each at position `num_computed_tokens[row]`, into chunks."""
     num_rows = num_computed_tokens.shape[0]
     lead = num_computed_tokens % chunk_size

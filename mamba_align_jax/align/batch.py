@@ -77,15 +77,16 @@ class StepBatch:
                 raise ValueError(f"StepBatch: row {row}: {problem}")
             if slot >= 0:
                 seen[slot] = row
-        pad = lambda values, fill, dtype: np.concatenate([values, np.full(bucket - rows, fill)]).astype(dtype)
+
+        def pad(values: Sequence[int], fill: int, dtype: type) -> jax.Array:
+            return jax.device_put(np.concatenate([values, np.full(bucket - rows, fill)]).astype(dtype))
+
         end = query_start_loc[-1] if len(query_start_loc) else 0
-        return jax.device_put(
-            cls(
-                idx_mapping=pad(idx_mapping, -1, np.int32),
-                query_start_loc=pad(query_start_loc, end, np.int32),
-                num_drafts=pad(num_drafts, -1, np.int32),
-                is_prefilling=pad(is_prefilling, False, np.bool_),
-            )
+        return cls(
+            idx_mapping=pad(idx_mapping, -1, np.int32),
+            query_start_loc=pad(query_start_loc, end, np.int32),
+            num_drafts=pad(num_drafts, -1, np.int32),
+            is_prefilling=pad(is_prefilling, False, np.bool_),
         )
 
     @property

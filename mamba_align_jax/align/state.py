@@ -75,7 +75,8 @@ class Additions:
         padded = np.full((3, bucket), -1, np.int32)
         computed = np.asarray(num_computed_tokens, np.int32)
         padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)
-        return jax.device_put(cls(**dict(zip(("slot", "num_computed_tokens", "state_idx"), padded, strict=True))))
+        slot, computed, column = map(jax.device_put, padded)
+        return cls(slot=slot, num_computed_tokens=computed, state_idx=column)
 
 
 def add_requests(state: AlignState, additions: Additions) -> AlignState:

@@ -43,9 +43,7 @@ class TableUpdates:
     block: jax.Array
 
     @classmethod
-    def from_host(
-        cls, spec: AlignConfig, bucket: int, entries: Sequence[tuple[int, int, int, int]]
-    ) -> "TableUpdates":
+    def from_host(cls, spec: AlignConfig, bucket: int, entries: Sequence[tuple[int, int, int, int]]) -> "TableUpdates":
         """Pads (group, slot, column, block) entries to `bucket`.
 
         Raises:
@@ -62,7 +60,8 @@ class TableUpdates:
                 )
         padded = np.full((4, bucket), -1, np.int32)
         padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
-        return jax.device_put(cls(**dict(zip(("group", "slot", "column", "block"), padded, strict=True))))
+        group, slot, column, block = map(jax.device_put, padded)
+        return cls(group=group, slot=slot, column=column, block=block)
 
 
 def update_block_tables(tables: BlockTables, updates: TableUpdates) -> BlockTables:

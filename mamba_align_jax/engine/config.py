@@ -55,7 +55,12 @@ class EngineConfig:
         K = self.num_speculative_tokens
         _require(K >= 0, "num_speculative_tokens", "at least 0", K)
         if self.prefix_cache != "none":
-            _require(self.block_size >= K + 1, "block_size", f"at least num_speculative_tokens + 1 = {K + 1}", self.block_size)
+            _require(
+                self.block_size >= K + 1,
+                "block_size",
+                f"at least num_speculative_tokens + 1 = {K + 1}",
+                self.block_size,
+            )
             _require(
                 self.block_size % self.kv_page_size == 0,
                 "block_size",

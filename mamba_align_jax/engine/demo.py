@@ -15,12 +15,14 @@ from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.request import RequestOutput
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "none": dict(prefix_cache="none"),
     "align/pre_copy": dict(prefix_cache="align", policy="pre_copy"),
     "align/copy_free": dict(prefix_cache="align", policy="copy_free"),
 }
-CONFIG = dict(block_size=64, kv_page_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024)
+CONFIG: dict[str, Any] = dict(
+    block_size=64, kv_page_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,15 @@ def _preamble() -> str:
     return "\n".join(textwrap.dedent(doc or "") for doc in docs)[:448]
 
 
-_QUESTIONS = ("def read(path):\n", "class Node:\n", "import os\n", "def main():\n", "# Returns the", "def parse(", "if name")
+_QUESTIONS = (
+    "def read(path):\n",
+    "class Node:\n",
+    "import os\n",
+    "def main():\n",
+    "# Returns the",
+    "def parse(",
+    "if name",
+)
 _TURNS = (
     'def parse(text):\n    """Parse a configuration file and return ',
     '\n\ndef write(text, path):\n    """Write the text to ',
@@ -66,7 +76,10 @@ class Workload:
         # Only what has been computed can be shared: the first request of a prefix runs alone.
         yield self._serve([preamble + encode(_QUESTIONS[0])])
         yield self._serve([preamble + encode(question) for question in _QUESTIONS[1:]])
-        talks = [encode(f"# Module {name}.\n" + _preamble()[start : start + 160]) for name, start in zip("abc", (0, 90, 180), strict=True)]
+        talks = [
+            encode(f"# Module {name}.\n" + _preamble()[start : start + 160])
+            for name, start in zip("abc", (0, 90, 180), strict=True)
+        ]
         for turn in _TURNS:
             talks = [talk + encode(turn) for talk in talks]
             outputs = self._serve(talks)

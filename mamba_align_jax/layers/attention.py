@@ -120,7 +120,7 @@ class GatedAttention(nnx.Module):
         rotary_dim: int,
         rope_theta: float,
         epsilon: float,
-        dtype: object,
+        dtype: str,
         rngs: nnx.Rngs,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -135,9 +135,7 @@ class GatedAttention(nnx.Module):
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Queries, keys, values [tokens, heads, head_dim], normed and rotated, and the gates [tokens, heads * dim]."""
         tokens = x.shape[0]
-        rotate = functools.partial(
-            rotary, positions=positions, rotary_dim=self.rotary_dim, theta=self.rope_theta
-        )
+        rotate = functools.partial(rotary, positions=positions, rotary_dim=self.rotary_dim, theta=self.rope_theta)
         q, gate = jnp.split(self.q_proj(x).reshape(tokens, self.heads, 2 * self.head_dim), 2, axis=-1)
         k = self.k_proj(x).reshape(tokens, self.kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(tokens, self.kv_heads, self.head_dim)

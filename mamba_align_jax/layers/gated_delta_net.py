@@ -30,7 +30,7 @@ class GatedDeltaNet(nnx.Module):
         value_dim: int,
         width: int,
         epsilon: float,
-        dtype: object,
+        dtype: str,
         rngs: nnx.Rngs,
     ) -> None:
         self.key_heads, self.value_heads = key_heads, value_heads

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.lax import Precision
 
 
-def linear(in_features: int, out_features: int, dtype: object, rngs: nnx.Rngs) -> nnx.Linear:
+def linear(in_features: int, out_features: int, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:
     """A product without bias. float32 models take HIGHEST: a GPU would round to TF32 otherwise."""
     exact = jnp.dtype(dtype) == jnp.float32
     return nnx.Linear(

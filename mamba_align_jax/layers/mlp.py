@@ -9,7 +9,7 @@ from mamba_align_jax.layers.linear import linear
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: object, rngs: nnx.Rngs) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: str, rngs: nnx.Rngs) -> None:
         self.gate_proj = linear(hidden_size, intermediate_size, dtype, rngs)
         self.up_proj = linear(hidden_size, intermediate_size, dtype, rngs)
         self.down_proj = linear(intermediate_size, hidden_size, dtype, rngs)

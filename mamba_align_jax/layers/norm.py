@@ -13,7 +13,7 @@ def _rms(x: jax.Array, epsilon: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """x / rms(x) * (1 + weight): Qwen stores its norms as offsets from one."""
 
-    def __init__(self, size: int, epsilon: float, dtype: object) -> None:
+    def __init__(self, size: int, epsilon: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros(size, dtype))
         self.epsilon = epsilon
 
@@ -26,7 +26,7 @@ class RMSNorm(nnx.Module):
 class GatedRMSNorm(nnx.Module):
     """x / rms(x) * weight * silu(gate): norm first, gate second, and the plain weight."""
 
-    def __init__(self, size: int, epsilon: float, dtype: object) -> None:
+    def __init__(self, size: int, epsilon: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.epsilon = epsilon
 

@@ -76,9 +76,7 @@ class RowSplit:
             return prefill(self.prefill, *tokens, *carry)
         out, *carry_ = decode(self.decode, *(x[:num_decode_tokens] for x in tokens), *carry)
         begin = self.first_prefill_token
-        rest = [
-            jax.lax.dynamic_slice_in_dim(x, begin, num_tokens - num_decode_tokens) for x in tokens
-        ]
+        rest = [jax.lax.dynamic_slice_in_dim(x, begin, num_tokens - num_decode_tokens) for x in tokens]
         tail, *carry_ = prefill(self.prefill, *rest, *carry_)
         out = jnp.pad(out, ((0, num_tokens - num_decode_tokens), *((0, 0) for _ in out.shape[1:])))
         return jax.lax.dynamic_update_slice_in_dim(out, tail, begin, axis=0), *carry_

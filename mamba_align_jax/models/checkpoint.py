@@ -32,7 +32,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
     """Every (name, slice) of the checkpoint; a slice is read when it is indexed."""
     index = path / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    )
     for name in names:
         if not (path / name).is_file():
             raise ValueError(f"model directory must hold {name}, got {str(path)!r}")
@@ -83,5 +85,7 @@ def save_checkpoint(model: Any, architecture: Any, path: str | Path) -> None:
     tensors = {}
     for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = architecture.tensor_name(place)
-        tensors[name] = np.ascontiguousarray(architecture.to_checkpoint(name, np.asarray(jax.device_get(variable[...]))))
+        tensors[name] = np.ascontiguousarray(
+            architecture.to_checkpoint(name, np.asarray(jax.device_get(variable[...])))
+        )
     save_file(tensors, path / "model.safetensors", metadata={"format": "np"})

@@ -87,7 +87,9 @@ class Config:
         if len(result.layer_types) != layers or not set(result.layer_types) <= {LINEAR, FULL}:
             raise ValueError(f"config.json: layer_types must name {layers} layers, each {LINEAR!r} or {FULL!r}")
         if LINEAR not in result.layer_types:
-            raise ValueError(f"config.json: layer_types must have a {LINEAR!r} layer: there is no state to keep otherwise")
+            raise ValueError(
+                f"config.json: layer_types must have a {LINEAR!r} layer: there is no state to keep otherwise"
+            )
         return result
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,9 +17,7 @@ Activation = Literal["silu"] | None
 def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation) -> None:
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
     require(2 <= width <= 5, f"{name}: weight must be 2 to 5 wide, got {width}")
-    require(
-        pool.shape[2] >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {pool.shape[2]}"
-    )
+    require(pool.shape[2] >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {pool.shape[2]}")
     require(activation in ("silu", None), f"{name}: activation must be 'silu' or None, got {activation!r}")
 
 
@@ -127,7 +125,9 @@ def causal_conv1d_prefill(
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    return _prefill(*operands, checkpoint_offset, checkpoint_block, activation=activation, implementation=implementation)
+    return _prefill(
+        *operands, checkpoint_offset, checkpoint_block, activation=activation, implementation=implementation
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))

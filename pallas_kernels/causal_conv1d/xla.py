@@ -7,9 +7,7 @@ from pallas_kernels._pool import NULL_BLOCK, per_row, write_blocks
 from pallas_kernels._rows import token_rows
 
 
-def _history(
-    pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int
-) -> jax.Array:
+def _history(pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int) -> jax.Array:
     """The width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
     window_row = read_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
     history = pool.at[layer, read_block[:, None], window_row].get(mode="clip")
@@ -84,7 +82,7 @@ def causal_conv1d_prefill(
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     # The final window is the checkpoint at the row's end.
     offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None:
+    if checkpoint_offset is not None and checkpoint_block is not None:
         offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
         block = jnp.concatenate([checkpoint_block, block], axis=1)
     for n in range(offset.shape[1]):

@@ -171,23 +171,17 @@ def gated_delta_rule_prefill(
         return jnp.zeros_like(v), pool
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, num_computed_tokens, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
-    return _prefill(
-        operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, chunk_size, implementation
-    )
+    return _prefill(operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, chunk_size, implementation)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation", "config", "interpret"))
 def _update(operands, scale, use_qk_l2norm, implementation, config, interpret):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
-        triton=functools.partial(
-            pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret
-        ),
+        triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret),
     )
 
 

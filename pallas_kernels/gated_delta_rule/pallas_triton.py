@@ -59,7 +59,9 @@ def _update_kernel(
         decay_rate = -jnp.exp(A_log_ref[head].astype(jnp.float32))
         dt_bias = dt_bias_ref[head].astype(jnp.float32)
         at = lambda block: pool_ref.at[layer, block, head, value[:, None], key[None, :]]
-        take = lambda token, channel, mask: pt.load(qkv_ref.at[token, channel], mask=mask, other=0.0).astype(jnp.float32)
+        take = lambda token, channel, mask: pt.load(qkv_ref.at[token, channel], mask=mask, other=0.0).astype(
+            jnp.float32
+        )
 
         def normalise(x):
             return x * jax.lax.rsqrt(jnp.sum(x * x) + L2_EPSILON) if use_qk_l2norm else x
@@ -105,9 +107,7 @@ def gated_delta_rule_update(
     """See api.py."""
     _, _, value_heads, value_dim, key_dim = pool.shape
     config = config or default_config(value_dim, key_dim)
-    kernel = functools.partial(
-        _update_kernel, block_value=config.block_value, scale=scale, use_qk_l2norm=use_qk_l2norm
-    )
+    kernel = functools.partial(_update_kernel, block_value=config.block_value, scale=scale, use_qk_l2norm=use_qk_l2norm)
     out = jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)
     return tuple(
         pt.call(

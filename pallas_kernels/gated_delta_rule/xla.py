@@ -119,7 +119,7 @@ def gated_delta_rule_prefill(
 
     # The final state is the checkpoint at the row's end.
     offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None:
+    if checkpoint_offset is not None and checkpoint_block is not None:
         offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
         block = jnp.concatenate([checkpoint_block, block], axis=1)
 

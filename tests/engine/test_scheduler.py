@@ -185,6 +185,9 @@ def test_any_schedule_computes_every_token_once(data):
         prefill_rows=data.draw(st.integers(1, 3)),
     )
     arrivals = [data.draw(st.integers(0, 20)) for _ in requests]
-    aborts = [(data.draw(st.integers(0, 15)), data.draw(st.integers(0, count - 1))) for _ in range(data.draw(st.integers(0, 2)))]
+    aborts = [
+        (data.draw(st.integers(0, 15)), data.draw(st.integers(0, count - 1)))
+        for _ in range(data.draw(st.integers(0, 2)))
+    ]
     serve(scheduler, requests, arrivals, aborts)
     assert_complete([r for r in requests if r.id not in {number for _, number in aborts}])

@@ -42,7 +42,9 @@ def assert_close(actual, wanted, dtype, terms, what):
     limit = tolerance(dtype, terms) * max(1.0, float(np.abs(wanted).max(initial=0.0)))
     assert np.isfinite(actual).all(), f"{what}: not finite"
     error = np.abs(actual - wanted)
-    assert error.max(initial=0.0) <= limit, f"{what}: {error.max()} > {limit} at {np.argwhere(error > limit)[:4].tolist()}"
+    assert error.max(initial=0.0) <= limit, (
+        f"{what}: {error.max()} > {limit} at {np.argwhere(error > limit)[:4].tolist()}"
+    )
 
 
 def assert_untouched(before, after, written):

@@ -16,7 +16,12 @@ def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_
     x[sum(lengths) :] = np.nan  # padding tokens hold anything
     pool = dirty_pool(rng, (LAYERS, BLOCKS, width - 1 + K, CHANNELS), dtype, clean=blocks_to_read)
     weight = jnp.asarray(rng.normal(size=(CHANNELS, width)), jnp.float32)
-    return jnp.asarray(x).astype(dtype), pool, weight, jnp.asarray(rng.normal(size=CHANNELS), jnp.float32) if bias else None
+    return (
+        jnp.asarray(x).astype(dtype),
+        pool,
+        weight,
+        jnp.asarray(rng.normal(size=CHANNELS), jnp.float32) if bias else None,
+    )
 
 
 def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
@@ -29,7 +34,8 @@ def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("width", "K", "bias", "activation"), [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 2, True, None), (5, 7, True, "silu")]
+    ("width", "K", "bias", "activation"),
+    [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 2, True, None), (5, 7, True, "silu")],
 )
 def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
     # Decode and verify rows, an empty row, a skipped write, read block == write block, a fresh row, a padding row.
@@ -53,7 +59,10 @@ def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("width", "K", "bias", "activation"), [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (5, 1, True, "silu")])
+@pytest.mark.parametrize(
+    ("width", "K", "bias", "activation"),
+    [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (5, 1, True, "silu")],
+)
 def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype):
     lengths = [7, 1, 0, 64, 2, 3]
     read, row, write = [3, 0, 4, 5, 4, 0], [0, 0, 0, K, K, 0], [3, 6, 7, 8, 9, 10]
@@ -135,7 +144,9 @@ def test_bad_arguments_are_named(rng):
 def test_prefill_differentiates(rng):
     x, pool, weight, _ = make(rng, [6], 4, jnp.float32, extra_tokens=0)
     row = jnp.array([3])
-    loss = lambda w: jnp.sum(causal_conv1d_prefill(x, pool, LAYER, w, None, pack([6]), row, row * 0, row, implementation="xla")[0] ** 2)
+    loss = lambda w: jnp.sum(
+        causal_conv1d_prefill(x, pool, LAYER, w, None, pack([6]), row, row * 0, row, implementation="xla")[0] ** 2
+    )
     step = 1e-2 * jnp.ones_like(weight)
     numeric = (loss(weight + step) - loss(weight - step)) / 2
     np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(weight), step), numeric, rtol=1e-3)

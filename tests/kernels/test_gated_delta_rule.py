@@ -92,8 +92,19 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window,
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype)
     loc = pack(lengths, padding_rows=2)
     out, after = gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, LAYER, loc, jnp.array([*read, 5, 0]), jnp.asarray(write),
-        use_qk_l2norm=l2norm, scale=None if l2norm else 1 / dims.key_dim, **how(implementation),
+        qkv,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        pool,
+        LAYER,
+        loc,
+        jnp.array([*read, 5, 0]),
+        jnp.asarray(write),
+        use_qk_l2norm=l2norm,
+        scale=None if l2norm else 1 / dims.key_dim,
+        **how(implementation),
     )
     q, k, v = unpack(qkv, dims)
     g, beta = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
@@ -109,7 +120,9 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window,
         for t in range(n):
             if write[r, t]:
                 written.append(write[r, t])
-                assert_close(state_of(after, write[r, t]), states[t], state_dtype, 4 * (n + 1) * dims.key_dim, f"state {r}, {t}")
+                assert_close(
+                    state_of(after, write[r, t]), states[t], state_dtype, 4 * (n + 1) * dims.key_dim, f"state {r}, {t}"
+                )
     assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
     assert_untouched(pool, after, written)
     assert_untouched(pool[:LAYER], after[:LAYER], written=())
@@ -121,9 +134,11 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
     dims, lengths = DIMS["grouped"], [1, 3, 1, 2, 1]
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, clean=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
-    run = jax.jit(lambda qkv, a, b, loc, read, write: gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, LAYER, loc, read, write, **how(implementation)
-    ))
+    run = jax.jit(
+        lambda qkv, a, b, loc, read, write: gated_delta_rule_update(
+            qkv, a, b, A_log, dt_bias, pool, LAYER, loc, read, write, **how(implementation)
+        )
+    )
 
     def results(rows, window, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
@@ -134,7 +149,10 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
         here = pack([lengths[r] for r in rows], padding)
         out, after = run(qkv[tokens], a[tokens], b[tokens], here, read, jnp.asarray(write))
         return {
-            r: (np.asarray(out[here[i] : here[i + 1]].astype(jnp.float32)), np.asarray(after[LAYER, write[i, lengths[r] - 1]]))
+            r: (
+                np.asarray(out[here[i] : here[i + 1]].astype(jnp.float32)),
+                np.asarray(after[LAYER, write[i, lengths[r] - 1]]),
+            )
             for i, r in enumerate(rows)
         }
 
@@ -150,13 +168,32 @@ def test_verify_and_single_decodes_agree(rng, implementation):
     dims = DIMS["grouped"]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [4], dims, extra_tokens=0)
     verified, after = gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, LAYER, pack([4]), jnp.array([3]), jnp.array([[6, 7, 8, 9]]), **how(implementation)
+        qkv,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        pool,
+        LAYER,
+        pack([4]),
+        jnp.array([3]),
+        jnp.array([[6, 7, 8, 9]]),
+        **how(implementation),
     )
     decoded = []
     for t in range(4):
         out, pool = gated_delta_rule_update(
-            qkv[t : t + 1], a[t : t + 1], b[t : t + 1], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([3]),
-            jnp.array([[3]]), **how(implementation),
+            qkv[t : t + 1],
+            a[t : t + 1],
+            b[t : t + 1],
+            A_log,
+            dt_bias,
+            pool,
+            LAYER,
+            pack([1]),
+            jnp.array([3]),
+            jnp.array([[3]]),
+            **how(implementation),
         )
         decoded.append(out)
     # A float32 state stored and loaded is the state: only the order of instructions may differ.
@@ -170,14 +207,26 @@ def test_every_config_computes_the_same_bits(rng, implementation):
     qkv, a, b, A_log, dt_bias, pool = make(rng, [1, 1], dims)
     results = [
         gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, pool, LAYER, pack([1, 1]), jnp.array([3, 0]), jnp.array([[6], [7]]),
-            **how(implementation), config=Config(block_value=block, num_warps=1),
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            pool,
+            LAYER,
+            pack([1, 1]),
+            jnp.array([3, 0]),
+            jnp.array([[6], [7]]),
+            **how(implementation),
+            config=Config(block_value=block, num_warps=1),
         )
         for block in (4, 8, 32)
     ]
     for out, after in results[1:]:
         assert_close(out, np.asarray(results[0][0], np.float64), jnp.float32, dims.key_dim, "outputs")
-        assert_close(after[LAYER, 6], np.asarray(results[0][1][LAYER, 6], np.float64), jnp.float32, dims.key_dim, "state")
+        assert_close(
+            after[LAYER, 6], np.asarray(results[0][1][LAYER, 6], np.float64), jnp.float32, dims.key_dim, "state"
+        )
 
 
 @pytest.mark.gpu
@@ -192,7 +241,8 @@ def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
         lambda pool, read, write, way: gated_delta_rule_update(
             qkv, a, b, A_log, dt_bias, pool, 0, pack([1]), read, write, implementation=way
         ),
-        static_argnums=3, donate_argnums=0,
+        static_argnums=3,
+        donate_argnums=0,
     )
     out, pool = step(pool, jnp.array([last]), jnp.array([[last]]), "triton")
     wanted, after = gated_delta_rule_update(
@@ -245,7 +295,9 @@ def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype):
         kept = [(n, write[r])] + [(int(offsets[r, j]), int(blocks[r, j])) for j in range(2)]
         for offset, block in kept:
             if n and block:
-                assert_close(state_of(after, block), states[offset - 1], state_dtype, terms, f"state {r} after {offset}")
+                assert_close(
+                    state_of(after, block), states[offset - 1], state_dtype, terms, f"state {r} after {offset}"
+                )
     assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
     assert_untouched(pool, after, written=(3, 6, 8, 9, 10, 11, 12, 13))
 
@@ -341,8 +393,8 @@ def test_bad_arguments_are_named(rng):
     with pytest.raises(ValueError, match="write_blocks must be Int32"):
         update(write=row)
     inputs, pool = make_prefill(rng, [2], dims)
+    k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
     with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):
-        k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
         prefill((k, k, *inputs[2:]), pool, [2], [0], [0], [1])
     with pytest.raises(ValueError, match="g must be Float32"):
         prefill((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]), pool, [2], [0], [0], [1])

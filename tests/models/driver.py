@@ -1,4 +1,4 @@
-"""The least that runs a model through the step functions: blocks and pages handed out one after another, never freed."""
+"""The least that runs a model through the step functions: blocks and pages handed out in order, never freed."""
 
 import functools
 import itertools

@@ -68,8 +68,14 @@ def test_config(model):
         ({NORM: None}, f"tensor '{NORM}' is missing, 1 in all"),
         ({NORM: np.zeros(31, np.float32)}, f"tensor '{NORM}' must have shape [32], got [31]"),
         ({CONV: np.zeros((191, 1, 4), np.float32)}, f"tensor '{CONV}' must have shape [192, 1, 4], got [191, 1, 4]"),
-        ({EMBEDDING: np.zeros((256, 65), np.float32)}, f"tensor '{EMBEDDING}' must have shape [256, 64], got [256, 65]"),
-        ({"model.layers.4.mlp.up_proj.weight": np.zeros(2, np.float32)}, "'model.layers.4.mlp.up_proj.weight' has no place"),
+        (
+            {EMBEDDING: np.zeros((256, 65), np.float32)},
+            f"tensor '{EMBEDDING}' must have shape [256, 64], got [256, 65]",
+        ),
+        (
+            {"model.layers.4.mlp.up_proj.weight": np.zeros(2, np.float32)},
+            "'model.layers.4.mlp.up_proj.weight' has no place",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(write, change, message):

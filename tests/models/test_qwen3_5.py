@@ -81,7 +81,7 @@ def test_greedy_tokens(model, reference, tokens, policy, drafted):
         wrong = [(token + 1) % 256 for token in tokens[37 + len(out) + accepted - 1 :][: 3 - accepted].tolist()]
         row = [out[-1], *right, *wrong] if drafted and len(out) < 29 else [out[-1]]
         logits.extend(driver.step(decode={1: row}, accepted={1: accepted})[1][:accepted])
-        out += right + [int(logits[-1].argmax())]
+        out += [*right, int(logits[-1].argmax())]
     assert out == tokens[37:].tolist()
     np.testing.assert_allclose(np.stack(logits), reference["gen_logits"][: len(logits)], atol=ATOL, rtol=0)
 

@@ -1,0 +1,190 @@
+"""A donated step is one program that updates its pools in place: nothing pool-sized is allocated or copied."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    GroupSpec,
+    RecurrentState,
+    StatePool,
+    StepBatch,
+    TableUpdates,
+    add_requests,
+    begin_step,
+    finish_step,
+    migrate,
+    split_rows,
+    update_block_tables,
+)
+from pallas_kernels import (
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    gated_delta_rule_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_update,
+)
+
+HEADS, DIM, WIDTH, ROWS = 2, 16, 4, 4
+CHANNELS = 3 * HEADS * DIM
+# Large against everything else in the program.
+BLOCKS = 2048
+HOW = [
+    *(("xla", "float32"), ("xla", "float16")),
+    # JAX 0.10's CPU compiler widens bfloat16 scatters to float32.
+    pytest.param(
+        *("xla", "bfloat16"),
+        marks=pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 widens bfloat16 scatters on a CPU"),
+    ),
+    *(pytest.param("triton", dtype, marks=pytest.mark.gpu) for dtype in ("float32", "bfloat16")),
+]
+
+
+def make_spec(policy, K, dtype, num_layers=3):
+    states = ConvState(WIDTH, CHANNELS, dtype), RecurrentState((HEADS, DIM, DIM), dtype)
+    group = GroupSpec("gdn", num_layers, states)
+    return AlignConfig((group,), 64, K, max_num_reqs=ROWS, max_model_len=1024, policy=policy)
+
+
+def make_step(spec, num_decode_rows, implementation, conv_implementation):
+    """The step of a model with nothing but GDN layers; weights are constants of no interest."""
+
+    def weights(dtype):
+        return jnp.full((CHANNELS, WIDTH), 0.1, dtype), jnp.zeros(HEADS), jnp.zeros(HEADS)
+
+    def decode(rows, layer, x, gate, conv, recurrent):
+        taps, A_log, dt_bias = weights(x.dtype)
+        loc, write = rows.query_start_loc, rows.write[0]
+        qkv, conv = causal_conv1d_update(
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]),
+            implementation=conv_implementation,
+        )
+        out, recurrent = gated_delta_rule_update(
+            *(qkv, gate, gate, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[0], write),
+            implementation=implementation,
+        )
+        return out, conv, recurrent
+
+    def prefill(rows, layer, x, gate, conv, recurrent):
+        taps, A_log, dt_bias = weights(x.dtype)
+        loc, write = rows.query_start_loc, rows.write[0, :, 0]
+        qkv, conv = causal_conv1d_prefill(
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, write),
+            implementation=conv_implementation,
+        )
+        q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
+        g, beta = gated_delta_rule_gates(gate, gate, A_log, dt_bias)
+        out, recurrent = gated_delta_rule_prefill(
+            *(q, k, v, g, beta, recurrent, layer, loc, rows.num_computed_tokens, rows.recurrent_read[0], write),
+            implementation="xla",
+        )
+        return out, conv, recurrent
+
+    def step(pool, state, tables, updates, additions, batch, tokens, num_sampled):
+        tables = update_block_tables(tables, updates)
+        state = add_requests(state, additions)
+        state, indices = begin_step(spec, state, batch, tables)
+        pool = migrate(spec, pool, indices, implementation=implementation)
+        split = split_rows(batch, indices, num_decode_rows)
+        conv, recurrent = pool.states[0]
+        x = tokens
+        for layer in range(spec.groups[0].num_layers):
+            gate = x[:, :HEADS]
+            run = lambda f, layer=jnp.int32(layer): lambda rows, *arrays: f(rows, layer, *arrays)
+            out, conv, recurrent = split.apply(
+                *(run(decode), run(prefill), (x, gate), (conv, recurrent)),
+                num_decode_tokens=num_decode_rows * (1 + spec.num_speculative_tokens),
+            )
+            x = jnp.tile(out.reshape(x.shape[0], -1), 3)
+        pool = pool.with_group(0, (conv, recurrent))
+        state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables, implementation=implementation)
+        return x, pool, state, tables
+
+    return jax.jit(step, donate_argnums=(0, 1, 2))
+
+
+def arguments(spec, num_tokens, dtype):
+    """Shapes of everything that a step takes; the first three are donated."""
+    batch = StepBatch.from_host(spec, ROWS, [], [0], [], [])
+    return jax.eval_shape(
+        lambda: (
+            StatePool.create(spec, BLOCKS),
+            AlignState.create(spec),
+            BlockTables.create(spec),
+            TableUpdates.from_host(spec, 8, []),
+            Additions.from_host(spec, 2, [], []),
+            batch,
+            jnp.zeros((num_tokens, CHANNELS), dtype),
+            jnp.zeros(ROWS, jnp.int32),
+        )
+    )
+
+
+def size(array):
+    return array.size * array.dtype.itemsize
+
+
+def pool_copies(compiled, donated):
+    """How a compiled step holds a pool twice; donated[0] holds the pools."""
+    pools, text, memory = jax.tree.leaves(donated[0]), compiled.as_text(), compiled.memory_analysis()
+    found = []
+    if memory.alias_size_in_bytes < sum(map(size, jax.tree.leaves(donated))):
+        found.append("not aliased")
+    if memory.temp_size_in_bytes >= min(map(size, pools)):
+        found.append("temporary")
+    for shape in {",".join(map(str, pool.shape)) for pool in pools}:
+        # `%copy.1 = f32[3,2048,2,16,16]{...} copy(%p)`; a convert is what a compiler that widens the pool writes.
+        found += re.findall(rf"= \w+\[{shape}\]\S* (copy|copy-start|convert)\(", text)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), HOW)
+@pytest.mark.parametrize(
+    ("decode_rows", "num_tokens", "policy", "K"),
+    [
+        *((ROWS, ROWS, "copy_free", 0), (ROWS, 3 * ROWS, "copy_free", 2)),
+        *((ROWS, ROWS, "pre_copy", 0), (ROWS, 3 * ROWS, "pre_copy", 2)),
+        *((0, 128, "copy_free", 0), (0, 128, "pre_copy", 2)),
+        *((2, 128, "pre_copy", 0), (2, 128, "copy_free", 2)),
+    ],
+    ids=lambda x: str(x),
+)
+def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, implementation, dtype):
+    spec = make_spec(policy, K, dtype)
+    given = arguments(spec, num_tokens, dtype)
+    # The convolution's kernel is whatever this platform has.
+    step = make_step(spec, decode_rows, implementation, "xla" if implementation == "xla" else None)
+    assert pool_copies(step.lower(*given).compile(), given[:3]) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "donate", "found"),
+    [
+        (lambda pool, block: pool.at[0, 1].set(block), (0,), []),
+        (lambda pool, block: pool.at[0, 1].set(block), (), ["copy", "not aliased"]),
+        # Read once more after it was overwritten.
+        (lambda pool, block: pool.at[0, 1].set(block).at[0, 2].set(pool[0, 1]), (0,), ["copy", "temporary"]),
+    ],
+    ids=["in place", "not donated", "needed twice"],
+)
+def test_a_copied_pool_is_seen(step, donate, found):
+    given = jax.ShapeDtypeStruct((3, BLOCKS, 8, 16), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert pool_copies(jax.jit(step, donate_argnums=donate).lower(*given).compile(), given[:1]) == found
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_layers_share_one_function_of_each_op(kind):
+    spec = make_spec("copy_free", 2, "float32", num_layers=24)
+    decode_rows, num_tokens = (ROWS, 3 * ROWS) if kind == "decode" else (0, 128)
+    text = make_step(spec, decode_rows, "xla", "xla").lower(*arguments(spec, num_tokens, "float32")).as_text()
+    name = "_update" if kind == "decode" else "_prefill"
+    # One of the convolution, one of the recurrence; `_update_7` would be a second one of either.
+    assert len(re.findall(rf"func\.func private @{name}(?:_\d+)?\(", text)) == 2
+    assert len(re.findall(rf"call @{name}(?:_\d+)?\(", text)) == 2 * 24

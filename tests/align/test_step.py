@@ -1,0 +1,410 @@
+"""One step at a time: idle rows, absent copies, padding, refused arguments, sizes by hand."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    CopyPlan,
+    GroupSpec,
+    RecurrentState,
+    StatePool,
+    StepBatch,
+    TableUpdates,
+    add_requests,
+    begin_step,
+    finish_step,
+    migrate,
+    update_block_tables,
+)
+from mamba_align_jax.align.columns import choose, column_of, last_boundary
+from pallas_kernels import NULL_BLOCK
+
+POLICIES = ["copy_free", "pre_copy"]
+CONV, RECURRENT = ConvState(4, 6, "float32"), RecurrentState((2, 4, 8))
+GROUPS = (GroupSpec("a", 3, (CONV, RECURRENT)), GroupSpec("b", 2, (RECURRENT,)))
+
+
+def make_spec(**changes):
+    fields = dict(groups=GROUPS, block_size=4, num_speculative_tokens=2, max_num_reqs=4, max_model_len=24)
+    return AlignConfig(**fields | changes)
+
+
+def running(spec, num_blocks=64):
+    """A state in the middle of things, and tables with a block of its own in every column."""
+    entries = lambda *values: jnp.array(values[: spec.max_num_reqs], jnp.int32)
+    state = AlignState(
+        num_computed_tokens=entries(6, 7, 13, 0),
+        num_accepted_tokens=entries(1, 2, 1 + spec.num_speculative_tokens, 1),
+        state_idx=entries(1, 1, 2, -1),
+    )
+    shape = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+    blocks = 1 + jnp.arange(np.prod(shape[1:]), dtype=jnp.int32).reshape(shape[1:])
+    assert int(blocks.max()) < num_blocks
+    return state, BlockTables(blocks=jnp.broadcast_to(blocks, shape))
+
+
+def fill_pool(spec, rng, num_blocks=64):
+    """Random bits with NaNs among them."""
+    pool = StatePool.create(spec, num_blocks)
+    dirty = lambda x: np.where(rng.random(x.shape) < 0.2, np.nan, rng.normal(size=x.shape)).astype(np.float32)
+    return jax.tree.map(lambda x: jnp.asarray(dirty(x)), pool)
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def run(spec, state, pool, batch, num_sampled, tables):
+    """A step whose model does nothing."""
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices)
+    return finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+
+
+# Idle rows.
+
+
+@pytest.mark.parametrize("K", [0, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", [[], [-1, -1], [2, 0, -1, 1, 3]], ids=["empty", "padding", "no tokens"])
+def test_idle_rows_leave_state_and_pool_as_they_were(rng, slots, policy, K):
+    spec = make_spec(policy=policy, num_speculative_tokens=K)
+    state, tables = running(spec)
+    pool = fill_pool(spec, rng)
+    # Rows without tokens may be chunks, decode or verify rows, and sample anything.
+    drafts = [min(r - 1, K) if slot >= 0 else -1 for r, slot in enumerate(slots)]
+    batch = StepBatch.from_host(spec, 6, slots, [0] * (1 + len(slots)), drafts, [False] * len(slots))
+    step = jax.jit(functools.partial(run, spec))
+    after = step(state, pool, batch, jnp.arange(6, dtype=jnp.int32), tables)
+    assert bits(after) == bits((state, pool))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
+    spec = make_spec(policy=policy)
+    state, tables = running(spec)
+    pool = fill_pool(spec, rng)
+    # Slot 2 was at 13 with 3 accepted in window 2 .. 4. A verify row of 3 crosses to column 3, and reaches 16.
+    batch = StepBatch.from_host(spec, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1], [True, False, False])
+    after, moved = run(spec, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
+    np.testing.assert_array_equal(after.num_computed_tokens, [6, 7, 16, 0])
+    np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
+    np.testing.assert_array_equal(after.state_idx, [1, 1, 3, -1])
+    column = np.asarray(tables.blocks[0, 2])
+    for before, now in zip(jax.tree.leaves(pool), jax.tree.leaves(moved), strict=True):
+        changed = {b for b in range(64) if np.asarray(before[:, b]).tobytes() != np.asarray(now[:, b]).tobytes()}
+        assert changed == {column[3]}
+
+
+# What is not copied is not there.
+
+
+def lowered(function, *arguments):
+    return jax.jit(function, donate_argnums=0).lower(*arguments).as_text()
+
+
+def moves_states(text):
+    return any(word in text for word in ("while", "dynamic_update_slice", "dynamic_slice", "custom_call"))
+
+
+def step_parts(spec, rng):
+    state, tables = running(spec)
+    batch = StepBatch.from_host(spec, 2, [0, 1], [0, 1, 2], [0, 0], [False, False])
+    state, indices = begin_step(spec, state, batch, tables)
+    return state, fill_pool(spec, rng), batch, indices, tables
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("changes", "num_sampled", "copies"),
+    [
+        (dict(num_speculative_tokens=0), 1, False),
+        (dict(num_speculative_tokens=2), 1, True),
+        (dict(num_speculative_tokens=2), None, False),
+        (dict(num_speculative_tokens=2, mode="none"), 1, False),
+    ],
+    ids=["K = 0", "K = 2", "nothing sampled", "mode none"],
+)
+def test_finish_step_copies_only_where_a_boundary_can_be_passed(rng, changes, num_sampled, copies, policy):
+    spec = make_spec(policy=policy, **changes)
+    state, pool, batch, indices, tables = step_parts(spec, rng)
+    assert (finish_step(spec, state, pool, batch, indices, num_sampled, tables)[1] is pool) == (not copies)
+    finish = lambda pool, state, indices: finish_step(spec, state, pool, batch, indices, num_sampled, tables)
+    assert moves_states(lowered(finish, pool, state, indices)) == copies
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("K", [0, 2])
+def test_only_pre_copy_migrates(rng, K, policy):
+    spec = make_spec(policy=policy, num_speculative_tokens=K)
+    _, pool, _, indices, _ = step_parts(spec, rng)
+    copies = policy == "pre_copy"
+    assert (migrate(spec, pool, indices) is pool) == (not copies)
+    assert moves_states(lowered(functools.partial(migrate, spec), pool, indices)) == copies
+
+
+def test_num_copies_counts_what_moves():
+    plan = CopyPlan(
+        recurrent_source=jnp.array([[3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]),
+        conv_source=jnp.array([[3, 4, 5, 2, 7], [3, 4, 5, 6, 7]]),
+        conv_row=jnp.array([0, 1, 0, 2, 0]),
+        # A copy onto itself, one that only shifts, two moves, a skip; all skipped but the last.
+        destination=jnp.array([[3, 4, 6, 2, 0], [0, 0, 0, 0, 8]]),
+    )
+    recurrent, conv = plan.num_copies()
+    assert (recurrent.tolist(), conv.tolist()) == ([2, 1], [3, 1])
+
+
+# What was sampled.
+
+
+@pytest.mark.parametrize("scalar", [0, 1, jnp.int32(2)], ids=["0", "1", "int32"])
+def test_one_number_of_samples_stands_for_all_rows(rng, scalar):
+    spec = make_spec()
+    state, tables = running(spec)
+    pool = fill_pool(spec, rng)
+    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2], [False, False])
+    one = run(spec, state, pool, batch, scalar, tables)
+    assert bits(one) == bits(run(spec, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
+
+
+def test_a_stage_that_samples_nothing_goes_on_from_its_last_token(rng):
+    spec = make_spec()
+    state, tables = running(spec)
+    pool = fill_pool(spec, rng)
+    batch = StepBatch.from_host(spec, 2, [0, 3], [0, 2, 10], [-1, -1], [True, True])
+    after, same = run(spec, state, pool, batch, None, tables)
+    np.testing.assert_array_equal(after.num_computed_tokens, [8, 7, 13, 8])
+    np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 3, 1])
+    assert same is pool
+
+
+# Slots and tables.
+
+
+def test_add_requests_seeds_its_slots_and_skips_padding():
+    spec = make_spec()
+    state, _ = running(spec)
+    after = add_requests(state, Additions.from_host(spec, 4, [2, 0], [8, 0]))
+    np.testing.assert_array_equal(after.num_computed_tokens, [0, 7, 8, 0])
+    np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
+    np.testing.assert_array_equal(after.state_idx, [-1, 1, 1, -1])
+    assert bits(add_requests(state, Additions.from_host(spec, 4, [], []))) == bits(state)
+
+
+def test_update_block_tables_sets_its_entries_and_skips_padding():
+    spec = make_spec()
+    tables = BlockTables.create(spec)
+    assert tables.blocks.shape == (2, 4, 8)
+    entries = [(0, 1, 2, 11), (1, 3, 7, 12), (1, 0, 0, 13)]
+    wanted = np.zeros((2, 4, 8), np.int32)
+    for *place, block in entries:
+        wanted[tuple(place)] = block
+    after = update_block_tables(tables, TableUpdates.from_host(spec, 8, entries))
+    np.testing.assert_array_equal(after.blocks, wanted)
+    assert bits(update_block_tables(after, TableUpdates.from_host(spec, 8, []))) == bits(after)
+
+
+def test_columns_outside_the_row_have_no_block():
+    _, tables = running(spec := make_spec())
+    columns = jnp.array([-(2**31), -2, -1, 0, spec.num_columns - 1, spec.num_columns, 2**31 - 1])
+    found = tables.lookup(jnp.full(7, 3), columns)
+    first, last = tables.blocks[:, 3, 0], tables.blocks[:, 3, -1]
+    wanted = [[NULL_BLOCK] * 3 + [a, b] + [NULL_BLOCK] * 2 for a, b in zip(first, last, strict=True)]
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [int, np.int32, jnp.int32])
+def test_columns_count_from_the_left_of_nothing(kind):
+    # (tokens, column, boundary) for blocks of 4
+    for tokens, column, boundary in [(0, -1, 0), (1, 0, 0), (4, 0, 4), (5, 1, 4), (8, 1, 8)]:
+        assert (column_of(kind(tokens), 4), last_boundary(kind(tokens), 4)) == (column, boundary)
+    assert choose(kind(1) > 0, kind(5), kind(7)) == 5
+    assert choose(kind(1) < 0, kind(5), kind(7)) == 7
+
+
+# Refused arguments.
+
+
+def batch_of(**changes):
+    rows = dict(
+        bucket=4, idx_mapping=[0, 1], query_start_loc=[0, 3, 5], num_drafts=[2, -1], is_prefilling=[False, True]
+    )
+    return StepBatch.from_host(make_spec(), **rows | changes)
+
+
+BAD_BATCHES = {
+    "query_start_loc must describe 2 rows, got 1": dict(query_start_loc=[0, 3]),
+    "num_drafts must describe 2 rows, got 3": dict(num_drafts=[2, -1, -1]),
+    "is_prefilling must describe 2 rows, got 0": dict(is_prefilling=[]),
+    "bucket must be at least 2 rows, got 1": dict(bucket=1),
+    "query_start_loc must start at 0, got 1": dict(query_start_loc=[1, 4, 5]),
+    "row 1: idx_mapping must be in [-1, 4), got 4": dict(idx_mapping=[0, 4]),
+    "row 0: idx_mapping must be in [-1, 4), got -2": dict(idx_mapping=[-2, 1]),
+    "row 1: idx_mapping repeats slot 3 of row 0": dict(idx_mapping=[3, 3]),
+    "row 1: query_start_loc must not fall, got 3 then 2": dict(query_start_loc=[0, 3, 2]),
+    "row 1: a padding row must have no tokens, got 2": dict(idx_mapping=[0, -1]),
+    "row 1: num_drafts must be in [-1, 2], got 3": dict(num_drafts=[2, 3]),
+    "row 0: num_drafts must be in [-1, 2], got -2": dict(num_drafts=[-2, -1]),
+    "row 0: a verify row can't be prefilling": dict(is_prefilling=[True, True]),
+    "row 0: a verify row with 1 drafts must have 2 tokens, got 3": dict(num_drafts=[1, -1]),
+    "row 1: must have at most max_model_len = 24 tokens, got 25": dict(query_start_loc=[0, 3, 28]),
+}
+BAD_ADDITIONS = {
+    "equally many slots and counts, at most 3, got 2 and 1": ([0, 1], [0]),
+    "at most 3, got 4 and 4": ([0, 1, 2, 3], [0] * 4),
+    "slots must be distinct, got [1, 1]": ([1, 1], [0, 0]),
+    "slot of entry 1 must be in [0, 4), got 4": ([0, 4], [0, 0]),
+    "slot of entry 0 must be in [0, 4), got -1": ([-1], [0]),
+    "num_computed_tokens of entry 1 must be a multiple of 4 below 24, got 6": ([0, 1], [4, 6]),
+    "num_computed_tokens of entry 0 must be a multiple of 4 below 24, got 24": ([0], [24]),
+    "num_computed_tokens of entry 0 must be a multiple of 4 below 24, got -4": ([0], [-4]),
+}
+BAD_UPDATES = {
+    "at most 3 entries, got 4": [(0, 0, c, 1) for c in range(4)],
+    "entry 1 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (2, 0, 0, 1)": [
+        (0,) * 4,
+        (2, 0, 0, 1),
+    ],
+    "entry 0 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (0, 4, 0, 1)": [(0, 4, 0, 1)],
+    "entry 0 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (0, -1, 0, 1)": [(0, -1, 0, 1)],
+    "entry 0 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (0, 0, 8, 1)": [(0, 0, 8, 1)],
+    "entry 0 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (0, 0, 0, -1)": [(0, 0, 0, -1)],
+}
+BAD_SPECS = {
+    "groups must not be empty": lambda: make_spec(groups=()),
+    "block_size must be at least 1, got 0": lambda: make_spec(block_size=0, num_speculative_tokens=0),
+    "num_speculative_tokens must be at least 0, got -1": lambda: make_spec(num_speculative_tokens=-1),
+    "max_num_reqs must be at least 1, got 0": lambda: make_spec(max_num_reqs=0),
+    "max_model_len must be at least 1, got 0": lambda: make_spec(max_model_len=0),
+    "mode must be 'none' or 'align', got 'sometimes'": lambda: make_spec(mode="sometimes"),
+    "policy must be one of ['copy_free', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),
+    "block_size must be at least num_speculative_tokens + 1 = 5, got 4": lambda: make_spec(num_speculative_tokens=4),
+    "dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int8'": lambda: ConvState(4, 8, "int8"),
+    "got 'float64'": lambda: RecurrentState((2, 2), np.float64),
+    "width must be 2 to 5 and channels positive, got 6, 8": lambda: ConvState(6, 8),
+    "width must be 2 to 5 and channels positive, got 1, 8": lambda: ConvState(1, 8),
+    "width must be 2 to 5 and channels positive, got 4, 0": lambda: ConvState(4, 0),
+    "two axes or more, all positive, got (8,)": lambda: RecurrentState((8,)),
+    "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
+    "GroupSpec 'x': needs at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),
+    "GroupSpec 'y': needs at least one layer and one state": lambda: GroupSpec("y", 1, ()),
+}
+
+
+def raises(message):
+    return pytest.raises(ValueError, match=re.escape(message))
+
+
+def test_the_batch_that_others_are_changed_from_is_right():
+    batch = batch_of()
+    np.testing.assert_array_equal(batch.idx_mapping, [0, 1, -1, -1])
+    np.testing.assert_array_equal(batch.query_start_loc, [0, 3, 5, 5, 5])
+    np.testing.assert_array_equal(batch.num_drafts, [2, -1, -1, -1])
+    np.testing.assert_array_equal(batch.is_prefilling, [False, True, False, False])
+    np.testing.assert_array_equal(batch.num_tokens, [3, 2, 0, 0])
+
+
+@pytest.mark.parametrize("message", BAD_BATCHES)
+def test_bad_batches_are_refused(message):
+    with raises(message):
+        batch_of(**BAD_BATCHES[message])
+
+
+@pytest.mark.parametrize("message", BAD_ADDITIONS)
+def test_bad_additions_are_refused(message):
+    with raises(message):
+        Additions.from_host(make_spec(), 3, *BAD_ADDITIONS[message])
+
+
+@pytest.mark.parametrize("message", BAD_UPDATES)
+def test_bad_table_updates_are_refused(message):
+    with raises(message):
+        TableUpdates.from_host(make_spec(), 3, BAD_UPDATES[message])
+
+
+@pytest.mark.parametrize("message", BAD_SPECS)
+def test_bad_specs_are_refused(message):
+    with raises(message):
+        BAD_SPECS[message]()
+
+
+# Sizes.
+
+
+def test_sizes_by_hand():
+    spec = make_spec()
+    # Conv: 3 layers of 3 + 2 rows of 6; recurrent: 2 * 4 * 8 in 3 layers and in 2.
+    assert spec.state_bytes_per_block(0, CONV) == 3 * 5 * 6 * 4 == 360
+    assert spec.bytes_per_block == 360 + 3 * 64 * 4 + 2 * 64 * 4 == 1640
+    assert spec.num_columns == 24 // 4 + 2 == 8
+    assert make_spec(max_model_len=25).num_columns == 9
+    assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 4, 5)
+    plain = make_spec(num_speculative_tokens=0)
+    assert (plain.num_columns, plain.blocks_per_request()) == (6, 2)
+    none = make_spec(mode="none", block_size=1)
+    assert (none.num_columns, none.blocks_per_request(), none.blocks_per_request(1)) == (3, 3, 3)
+    # Qwen3.5-35B-A3B: 30 layers of GDN, convolutions in bfloat16, states in float32.
+    gdn = GroupSpec("gdn", 30, (ConvState(4, 8192), RecurrentState((32, 128, 128))))
+    assert AlignConfig((gdn,), 64).bytes_per_block == 30 * (3 * 8192 * 2 + 32 * 128 * 128 * 4) == 64_389_120
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16")], ids=["name", "jax", "numpy"])
+def test_dtypes_are_names_however_they_come(dtype):
+    assert ConvState(4, 8, dtype) == ConvState(4, 8) and hash(ConvState(4, 8, dtype)) == hash(ConvState(4, 8))
+
+
+def test_pools_have_the_shapes_that_the_spec_says():
+    pool = StatePool.create(make_spec(), 5)
+    assert [[x.shape for x in group] for group in pool.states] == [[(3, 5, 5, 6), (3, 5, 2, 4, 8)], [(2, 5, 2, 4, 8)]]
+    assert pool.num_blocks == 5
+    with raises("num_blocks must be at least 5 for one request, got 4"):
+        StatePool.create(make_spec(), 4)
+
+
+def test_pools_of_the_callers_own_arrays():
+    spec = make_spec()
+    conv, recurrent, other = jnp.zeros((3, 9, 5, 6)), jnp.zeros((3, 9, 2, 4, 8)), jnp.zeros((2, 7, 2, 4, 8))
+    pool = StatePool.from_arrays(spec, [[conv, recurrent], [other]])
+    assert pool.num_blocks == 7
+    assert pool.states[0][1] is recurrent
+    with raises("wanted [2, 1] arrays per group, got [1, 2]"):
+        StatePool.from_arrays(spec, [[conv], [recurrent, other]])
+    with raises("group 'b' wants float32[2, 7, 2, 4, 8], got float32[2, 7, 2, 8, 4]"):
+        StatePool.from_arrays(spec, [[conv, recurrent], [other.swapaxes(3, 4)]])
+    with raises("group 'a' wants float32[3, 9, 5, 6], got float16[3, 9, 5, 6]"):
+        StatePool.from_arrays(spec, [[conv.astype(jnp.float16), recurrent], [other]])
+    with raises("group 'a' wants float32[3, 9, 2, 4, 8], got float32[3, 8, 2, 4, 8]"):
+        StatePool.from_arrays(spec, [[conv, recurrent[:, 1:]], [other]])
+
+
+# 64-bit mode.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_stays_int32_in_64_bit_mode(rng, policy):
+    with jax.enable_x64(True):
+        spec = make_spec(policy=policy)
+        state, tables = AlignState.create(spec), BlockTables.create(spec)
+        entries = [(g, 1, c, 1 + c) for g, c in itertools.product(range(2), range(4))]
+        tables = update_block_tables(tables, TableUpdates.from_host(spec, 8, entries))
+        state = add_requests(state, Additions.from_host(spec, 2, [1], [4]))
+        batch = StepBatch.from_host(spec, 2, [1], [0, 3], [2], [False])
+        step, indices = begin_step(spec, state, batch, tables)
+        pool = StatePool.create(spec, 8)
+        for num_sampled in (2, None, jnp.array([2, 0], jnp.int32)):
+            after, same = finish_step(spec, step, migrate(spec, pool, indices), batch, indices, num_sampled, tables)
+            integers = jax.tree.leaves((tables, state, batch, step, indices, after))
+            assert {x.dtype.name for x in integers} == {"int32", "bool"}
+            assert {x.dtype.name for x in jax.tree.leaves(same)} == {"float32"}

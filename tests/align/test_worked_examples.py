@@ -1,0 +1,204 @@
+"""Sequences of steps worked out by hand: block_size 4, K = 2, width 4. Everything is in columns, not in block ids."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from align.model import to_numpy
+
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    GroupSpec,
+    RecurrentState,
+    StepBatch,
+    add_requests,
+    begin_step,
+)
+from mamba_align_jax.align.step import plan_finish
+
+GROUP = GroupSpec("layers", 1, (ConvState(4, 1), RecurrentState((1, 1))))
+# The block of column c is FIRST + c, so that ids tell their column.
+FIRST = 10
+
+
+class Copy(NamedTuple):
+    """Columns: recurrent source, conv source, first window row, destination."""
+
+    recurrent: int
+    conv: int
+    row: int
+    to: int
+
+
+class Read(NamedTuple):
+    """Columns: recurrent state, conv window; first window row."""
+
+    recurrent: int
+    conv: int
+    row: int
+
+
+class Step(NamedTuple):
+    """`accepted` 0 is a prefill chunk. `read` is where copy_free reads, None for nothing; `before` what pre_copy copies."""
+
+    nc: int
+    q: int
+    accepted: int
+    column: int
+    read: Read | None
+    before: Copy | None = None
+    after: Copy | None = None
+    # Accepted tokens that the slot remembers: a state saved onto its own column counts as fully accepted.
+    left: int | None = None
+
+
+class Enter(NamedTuple):
+    """A request enters the slot with `nc` computed tokens; `column` is its running column then."""
+
+    nc: int
+    column: int
+
+
+PROMPT_6 = (
+    Enter(0, -1),
+    Step(0, 4, 0, 0, None),
+    Step(4, 2, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+)
+
+EXAMPLES = {
+    "a: fresh prompt of 7, its first decode step ends on a boundary": (
+        Enter(0, -1),
+        Step(0, 4, 0, 0, None),
+        Step(4, 3, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+        Step(7, 3, 1, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(2, 2, 0, 1)),
+        Step(8, 3, 2, 2, Read(2, 2, 0)),
+        Step(10, 3, 1, 3, Read(3, 2, 1), Copy(3, 2, 1, 3)),
+    ),
+    "b: a prompt of exactly two blocks": (
+        Enter(0, -1),
+        Step(0, 4, 0, 0, None),
+        Step(4, 4, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+        Step(8, 3, 1, 2, Read(1, 1, 0), Copy(1, 1, 0, 2)),
+    ),
+    "c: chunks of two blocks skip columns": (
+        Enter(0, -1),
+        Step(0, 8, 0, 1, None),
+        Step(8, 8, 0, 3, Read(1, 1, 0), Copy(1, 1, 0, 3)),
+        Step(16, 2, 0, 4, Read(3, 3, 0), Copy(3, 3, 0, 4)),
+        Step(18, 3, 1, 5, Read(4, 4, 0), Copy(4, 4, 0, 5)),
+    ),
+    "e, g: the second accepted token ends on a boundary of the column before": (
+        *PROMPT_6,
+        Step(6, 3, 2, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(3, 2, 1, 1), left=2),
+        # The boundary's block is not read back.
+        Step(8, 3, 2, 2, Read(3, 2, 1)),
+        # No recurrent state moves, but its window does.
+        Step(10, 3, 1, 3, Read(3, 2, 1), Copy(3, 2, 1, 3)),
+        Step(11, 3, 3, 3, Read(3, 3, 0), None, Copy(3, 3, 0, 2), left=3),
+    ),
+    "f: the last accepted token ends on the running column's own boundary": (
+        Enter(0, -1),
+        Step(0, 4, 0, 0, None),
+        Step(4, 1, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+        Step(5, 3, 3, 1, Read(1, 1, 0), None, Copy(3, 1, 2, 1), left=1),
+        Step(8, 3, 1, 2, Read(1, 1, 0), Copy(1, 1, 0, 2)),
+    ),
+    "h: everything is accepted, again and again": (
+        Enter(0, -1),
+        Step(0, 4, 0, 0, None),
+        Step(4, 3, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+        Step(7, 3, 3, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(2, 2, 0, 1), left=3),
+        Step(10, 3, 3, 3, Read(4, 2, 2), Copy(4, 2, 2, 3), Copy(4, 3, 1, 2), left=3),
+        Step(13, 3, 3, 3, Read(5, 3, 2), None, Copy(5, 3, 2, 3), left=1),
+        Step(16, 3, 1, 4, Read(3, 3, 0), Copy(3, 3, 0, 4)),
+    ),
+    "i: a prompt of 11 of which 8 tokens are cached": (
+        Enter(8, 1),
+        Step(8, 3, 0, 2, Read(1, 1, 0), Copy(1, 1, 0, 2)),
+        Step(11, 3, 1, 3, Read(2, 2, 0), Copy(2, 2, 0, 3), Copy(3, 3, 0, 2)),
+    ),
+    "j: preempted after 10 tokens, resumed from 4, and once more from none": (
+        *PROMPT_6,
+        Step(6, 3, 2, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(3, 2, 1, 1)),
+        Step(8, 3, 2, 2, Read(3, 2, 1)),
+        Enter(4, 0),
+        Step(4, 4, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+        Step(8, 3, 0, 2, Read(1, 1, 0), Copy(1, 1, 0, 2)),
+        Step(11, 3, 2, 3, Read(2, 2, 0), Copy(2, 2, 0, 3), Copy(3, 3, 0, 2)),
+        Enter(0, -1),
+        Step(0, 4, 0, 0, None),
+    ),
+}
+# d: with K = 0 nothing is ever saved, and a boundary's column stays as it is once the next one is running.
+PLAIN_DECODE = (
+    Enter(0, -1),
+    Step(0, 4, 0, 0, None),
+    Step(4, 1, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
+    Step(5, 1, 1, 1, Read(1, 1, 0)),
+    Step(6, 1, 1, 1, Read(1, 1, 0)),
+    Step(7, 1, 1, 1, Read(1, 1, 0)),
+    Step(8, 1, 1, 2, Read(1, 1, 0), Copy(1, 1, 0, 2)),
+)
+
+
+def the_copy(plan):
+    """The plan's only row in columns; None if no bytes move."""
+    if plan is None or plan.destination[0, 0] == 0:
+        return None
+    recurrent, conv, to = (int(x[0, 0]) - FIRST for x in (plan.recurrent_source, plan.conv_source, plan.destination))
+    row = int(plan.conv_row[0])
+    return None if recurrent == conv == to and row == 0 else Copy(recurrent, conv, row, to)
+
+
+def slot_of(state, slot):
+    return tuple(int(x[slot]) for x in (state.num_computed_tokens, state.num_accepted_tokens, state.state_idx))
+
+
+def walk(policy, K, steps):
+    spec = AlignConfig((GROUP,), 4, K, max_num_reqs=2, max_model_len=40, policy=policy)
+    state = AlignState.create(spec)
+    columns = jnp.arange(FIRST, FIRST + spec.num_columns, dtype=jnp.int32)
+    tables = BlockTables(blocks=jnp.broadcast_to(columns, (1, 2, spec.num_columns)))
+    for number, step in enumerate(steps):
+        where = f"step {number}"
+        if isinstance(step, Enter):
+            state = add_requests(state, Additions.from_host(spec, 2, [1], [step.nc]))
+            assert slot_of(state, 1) == (step.nc, 1, step.column), where
+            continue
+        drafts = -1 if step.accepted == 0 else step.q - 1
+        batch = StepBatch.from_host(spec, 1, [1], [0, step.q], [drafts], [drafts < 0])
+        state, indices = begin_step(spec, state, batch, tables)
+        state, plan = plan_finish(spec, state, batch, indices, jnp.array([step.accepted]), tables)
+        at, plan = to_numpy(indices), to_numpy(plan)
+
+        assert at.num_computed_tokens[0] == step.nc, where
+        assert at.column[0] == step.column, where
+        np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
+        assert the_copy(at.migration) == (step.before if policy == "pre_copy" else None), where
+        read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.conv_row[0]))
+        if step.read is None:
+            assert not at.has_initial_state[0], where
+            assert at.recurrent_read[0, 0] == at.conv_read[0, 0] == at.conv_row[0] == 0, where
+        else:
+            moved = policy == "pre_copy" and step.before is not None
+            assert read == (Read(step.column, step.column, 0) if moved else step.read), where
+        assert the_copy(plan) == step.after, where
+        if step.left is not None:
+            assert state.num_accepted_tokens[1] == step.left, where
+    assert slot_of(state, 0) == (0, 1, -1)
+
+
+@pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example, policy):
+    walk(policy, 2, EXAMPLES[example])
+
+
+@pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
+def test_example_d_plain_decode(policy):
+    walk(policy, 0, PLAIN_DECODE)

@@ -1,0 +1,92 @@
+"""The command line, over a tiny random model, and the bundled one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mamba_align_jax.cli import main
+from mamba_align_jax.data import BYTE_MODEL, encode
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.models import load_model
+
+DATA = Path(__file__).parents[1] / "data"
+TINY = str(DATA / "qwen3_5_text")
+
+
+def test_demo_serves_checks_and_compares(tmp_path, capsys):
+    file = tmp_path / "demo.json"
+    assert main(["demo", "--model", TINY, "--json", str(file)]) == 0
+    runs = {run["mode"]: run for run in json.loads(file.read_text())["runs"]}
+    assert list(runs) == ["none", "align/pre_copy", "align/copy_free"]
+    assert all(run["identical"] is True for run in runs.values())
+    assert runs["none"]["cached_tokens"] == 0
+    for mode in ("align/pre_copy", "align/copy_free"):
+        assert runs[mode]["cached_tokens"] >= 0.6 * runs[mode]["prompt_tokens"]
+        assert runs[mode]["prefill_tokens"] + runs[mode]["cached_tokens"] == runs[mode]["prompt_tokens"]
+    assert runs["align/copy_free"]["state_bytes_copied"] < runs["align/pre_copy"]["state_bytes_copied"]
+    assert "align/copy" in capsys.readouterr().out
+
+
+def test_demo_fails_on_a_wrong_token(monkeypatch):
+    monkeypatch.setattr(Reference, "tau", lambda self, logits: -1e9)
+    assert main(["demo", "--model", TINY]) == 1
+
+
+def test_generate_continues_a_text(capsys):
+    assert main(["generate", "--prompt", "def ", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_info_says_what_fits(capsys):
+    assert main(["info", "--model", TINY]) == 0
+    out = capsys.readouterr().out
+    # Three layers of 3 x 192 float32 window and 4 x 32 x 16 float32 state.
+    assert "31,488" in out
+    assert "3 linear_attention, 1 full_attention" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--prompt", "x", "--model", "/nowhere"],
+        ["generate", "--prompt", ""],
+        ["generate", "--prompt", "x", "--max-tokens", "0"],
+        ["info", "--block-size", "3"],
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mamba-align: ")
+    assert error.count("\n") == 1
+
+
+def test_the_bundled_model_predicts_held_out_documentation():
+    """At most 2.2 bits per byte on sections of the language reference that it was not trained on."""
+    assert sum(file.stat().st_size for file in BYTE_MODEL.iterdir()) <= 10e6
+    reference = Reference(load_model(BYTE_MODEL, "float32"))
+    text = (DATA / "heldout_docs.txt").read_bytes()
+    bits = []
+    for start in range(0, len(text) - 1024, 1024):
+        tokens = np.frombuffer(text[start : start + 1024], np.uint8).astype(int)
+        logits = reference.logits(tokens.tolist()).astype(np.float64)[:-1]
+        log_total = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+        bits.append((log_total - logits[np.arange(1023), tokens[1:]]) / np.log(2))
+    assert np.mean(bits) <= 2.2
+
+
+def test_the_bundled_model_writes_words():
+    """Most of what it says behind the start of a docstring are words of Python's own text."""
+    from mamba_align_jax import Engine, EngineConfig, SamplingParams
+    from mamba_align_jax.data import decode
+
+    engine = Engine.from_pretrained(BYTE_MODEL, EngineConfig(max_num_seqs=1, max_model_len=512), dtype="float32")
+    prompt = 'def parse(text):\n    """Parse a configuration file and return '
+    (output,) = engine.generate(encode(prompt), SamplingParams(max_tokens=160, ignore_eos=True))
+    words = [word.strip(".,:;()\"'`") for word in decode(output.token_ids).split()[:-1]]
+    known = set((DATA / "heldout_docs.txt").read_text().replace("(", " ").replace(")", " ").split())
+    spoken = [word for word in words if word.isalpha()]
+    assert len(spoken) >= 10
+    assert sum(word in known for word in spoken) >= 0.7 * len(spoken)

@@ -1,0 +1,226 @@
+"""The engine over a tiny random model in float32: whatever shares, waits, is preempted or cached, every token is right."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.models import load_model
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
+# One set of sizes, so that the programs of a mode are compiled once for all tests.
+SIZES = dict(block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=160)
+SIZES |= dict(num_state_blocks=60, num_kv_pages=90)
+MODES = {
+    "none": dict(prefix_cache="none"),
+    "pre_copy": dict(policy="pre_copy"),
+    "copy_free": dict(policy="copy_free"),
+}
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request):
+    return request.param
+
+
+def make(model, mode="copy_free", **overrides):
+    return Engine(model, EngineConfig(**{**SIZES, **MODES[mode], **overrides}))
+
+
+def prompts(rng, shared, suffixes):
+    prefix = rng.integers(1, 256, shared).tolist()
+    return [prefix + rng.integers(1, 256, n).tolist() for n in suffixes]
+
+
+def assert_right(reference, outputs):
+    verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
+    assert all(verdict.right for verdict in verdicts), verdicts
+    # Ties are counted, and rare: at most one per thousand tokens.
+    assert sum(verdict.ties for verdict in verdicts) <= max(1, sum(v.num_tokens for v in verdicts) / 1000)
+
+
+def assert_everything_is_returned(engine):
+    engine.cache.check()
+    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
+
+
+def test_greedy_tokens_are_those_of_transformers(model, mode):
+    data = np.load(CHECKPOINT / "reference.npz")
+    tokens = data["tokens"][0].tolist()
+    (output,) = make(model, mode).generate(tokens[:37], SamplingParams(max_tokens=32, ignore_eos=True))
+    assert list(output.token_ids) == tokens[37:]
+    assert output.finish_reason == "length"
+    assert output.ttft_s < output.e2e_s
+
+
+def test_shared_prefixes_and_conversations(rng, model, reference, mode):
+    engine = make(model, mode)
+    first = engine.generate(prompts(rng, 40, [9]), GREEDY)
+    talk = [*first[0].prompt_token_ids, *first[0].token_ids, 5, 6]
+    shared = list(first[0].prompt_token_ids[:40])
+    # More requests than slots, some on the first one's prefix, one continuing it, one alone.
+    second = engine.generate([talk, [*shared, 7, 8, 9], shared + [1] * 30, [3, 1, 2], [*shared, 4], [9] * 70], GREEDY)
+    assert_right(reference, first + second)
+    cached = [output.num_cached_tokens for output in second]
+    if mode == "none":
+        assert cached == [0] * 6
+    else:
+        # The talk goes on from what decode left behind. The first sibling finds the shared keys but no state inside the
+        # first one's chunk, and leaves one at token 32 for those that follow.
+        assert cached == [64, 0, 32, 0, 32, 0]
+    stats = engine.stats
+    assert stats.cached_tokens == sum(cached)
+    assert stats.prompt_tokens == stats.cached_tokens + stats.prefill_tokens
+    assert (stats.state_bytes_copied > 0) == (mode == "pre_copy")
+    assert_everything_is_returned(engine)
+
+
+def test_preempted_requests_are_right(rng, model, reference):
+    engine = make(model, num_kv_pages=24, num_state_blocks=9)
+    outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
+    assert engine.stats.preemptions > 0
+    assert_right(reference, outputs)
+    assert_everything_is_returned(engine)
+
+
+def test_evicted_prefixes_are_computed_again(rng, model, reference):
+    engine = make(model, num_state_blocks=6)
+    batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
+    outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
+    assert engine.stats.evicted_state_blocks > 0
+    assert_right(reference, outputs)
+
+
+def test_sub_block_chunks(rng, model, reference):
+    """A token budget below the block size: chunks end inside blocks."""
+    engine = make(model, block_size=64, max_num_batched_tokens=48)
+    batch = prompts(rng, 70, [10])
+    outputs = [*engine.generate(batch, GREEDY), *engine.generate(batch, GREEDY)]
+    assert_right(reference, outputs)
+    assert outputs[1].num_cached_tokens == 64
+
+
+def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
+    engine = make(model)
+    batch = prompts(rng, 20, [5, 30, 1, 12, 40, 3])
+    ids, outputs = [], []
+    for number, prompt in enumerate(batch):
+        ids.append(engine.add_request(prompt, GREEDY))
+        outputs += engine.step()
+        if number == 3:
+            aborted = engine.abort(ids[1])
+            assert aborted.finish_reason == "abort"
+            assert engine.abort(ids[1]) is None
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert sorted(output.request_id for output in outputs) == sorted(set(ids) - {ids[1]})
+    assert_right(reference, [*outputs, aborted] if aborted.token_ids else outputs)
+    assert_everything_is_returned(engine)
+    assert engine.step() == []
+
+
+def test_stop_tokens_end_a_request(model):
+    engine = make(model)
+    (free,) = engine.generate([1, 2, 3], GREEDY)
+    stop = free.token_ids[4]
+    end = free.token_ids.index(stop)
+    (stopped,) = engine.generate([1, 2, 3], dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: end + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_salts_keep_tenants_apart(rng, model):
+    engine = make(model)
+    (prompt,) = prompts(rng, 40, [5])
+    cached = lambda salt: engine.generate(prompt, dataclasses.replace(GREEDY, cache_salt=salt))[0].num_cached_tokens
+    assert [cached("a"), cached("b"), cached("a"), cached("")] == [0, 0, 32, 0]
+
+
+def test_sampling_is_a_function_of_the_request_alone(rng, model):
+    engine = make(model)
+    params = [
+        SamplingParams(max_tokens=12, temperature=1.0, top_k=k, top_p=p, seed=7)
+        for k, p in ((0, 1.0), (5, 0.9), (1, 1.0))
+    ]
+    (prompt,) = prompts(rng, 0, [20])
+    alone = [engine.generate(prompt, p)[0].token_ids for p in params]
+    ids = [engine.add_request(prompt, p) for p in params]
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output.token_ids for output in engine.step()}
+    assert [outputs[i] for i in ids] == alone
+    greedy = engine.generate(prompt, SamplingParams(max_tokens=12))[0].token_ids
+    assert alone[2] == greedy, "the most likely token alone is greedy"
+    assert alone[0] != greedy
+    assert engine.generate(prompt, dataclasses.replace(params[0], seed=8))[0].token_ids != alone[0]
+
+
+def test_no_program_is_compiled_after_the_warm_up(rng, model):
+    engine = make(model)
+    count = 0
+
+    def advance():
+        nonlocal count
+        count += 1
+
+    assert engine.warmup(advance) >= 0
+    assert count == engine.num_programs
+    before, pool = _step._cache_size(), engine.runner.pool
+    engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
+    assert _step._cache_size() == before
+    assert pool.states[0][0].is_deleted(), "the pools were donated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (dict(policy="eager"), "policy must be one of .* got 'eager'"),
+        (dict(prefix_cache="some"), "prefix_cache must be one of .* got 'some'"),
+        (dict(prefix_cache="all"), "prefix_cache='all' is not available yet"),
+        (dict(num_speculative_tokens=2), "num_speculative_tokens=2 is not available"),
+        (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
+        (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
+        (dict(num_state_blocks=2), "num_state_blocks must be at least 3 for one request, got 2"),
+        (dict(num_kv_pages=1), "num_kv_pages must be at least 2, got 1"),
+        (dict(max_model_len=2000), "max_model_len must be at most the model's 1024, got 2000"),
+        (dict(state_dtype="int8"), "state_dtype must be .* got 'int8'"),
+        (dict(memory_fraction=1.5), "memory_fraction must be in"),
+        (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+    ],
+)
+def test_bad_configurations_are_named(model, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        make(model, **overrides)
+
+
+def test_bad_requests_are_named_and_change_nothing(model):
+    engine = make(model, num_kv_pages=10)
+    for prompt, params, message in (
+        ([], GREEDY, "prompt_token_ids must not be empty"),
+        ([1, 256], GREEDY, r"must be in \[0, 256\), got 256"),
+        ([1, -1], GREEDY, r"must be in \[0, 256\), got -1"),
+        ([1] * 150, GREEDY, "must fit in max_model_len = 160, got 150 . 20"),
+        ([1] * 60, GREEDY, "must fit in 9 KV pages of 8, got 80 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([[1, 2, 3], prompt], params)
+        assert not engine.has_unfinished
+    for bad in (dict(max_tokens=0), dict(temperature=-1), dict(top_p=0.0), dict(top_k=-1), dict(seed=-1)):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            SamplingParams(**bad)
+    assert_everything_is_returned(engine)

@@ -1,0 +1,56 @@
+"""The training script: its forward is the served model's, its corpus holds out what it says, its loss falls."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models.test_qwen3_5 import ATOL, CHECKPOINT
+
+from mamba_align_jax.models import load_model
+
+pytest.importorskip("optax")
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = Path(__file__).parents[2] / "examples" / "train_byte_model.py"
+    spec = importlib.util.spec_from_file_location("train_byte_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_forward_is_the_served_model(script):
+    reference = np.load(CHECKPOINT / "reference.npz")
+    tokens = jnp.asarray(reference["tokens"], jnp.int32)
+    logits = script.forward(load_model(CHECKPOINT), jnp.concatenate([tokens, tokens[:, ::-1]]))
+    np.testing.assert_allclose(logits[0], reference["logits"], atol=ATOL, rtol=0)
+
+
+def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):
+    shared = "A paragraph that two topics have in common, word for word."
+    texts = {f"topic{n:02}": f"What topic {n} alone says, at some length.\n\n{shared}" for n in range(12)}
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data" / "topics.py").write_text(f"topics = {texts!r}\n")
+    (tmp_path / "module.py").write_text(f'def function():\n    """{"Documented here. " * 5}"""\n')
+    corpus = {name: text.tobytes().decode() for name, text in script.prepare(tmp_path).items()}
+    assert corpus["heldout"] == "\0".join([texts["topic00"], texts["topic10"]])
+    assert corpus["validation"] == texts["topic05"]
+    assert "What topic 1 alone" in corpus["docs"]
+    assert shared not in corpus["docs"]
+    assert "Documented here." in corpus["docs"]
+    assert "def function" in corpus["code"]
+
+
+def test_loss_falls(script):
+    text = np.frombuffer(b"All work and no play makes Jack a dull boy. " * 40, np.uint8)
+    corpus = dict.fromkeys(("docs", "code", "validation", "heldout"), text)
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        model = script.train(corpus, script.TINY, minutes=0.02, batch=4, length=32, calls=10)
+        loss = script.bits(*nnx.split(model), jnp.asarray(text[None, :64], jnp.int32))
+    assert model.dtype == "bfloat16"
+    assert float(loss) < 5

@@ -1,0 +1,40 @@
+"""What the README shows runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def run(*arguments):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment
+    ).stdout
+
+
+def test_the_engine_in_ten_lines():
+    lines = run("-c", BLOCKS[0]).splitlines()
+    cached = [int(line.split()[0]) for line in lines if "prompt tokens were cached" in line]
+    assert cached[0] == 0
+    assert all(count > 0 for count in cached[1:])
+
+
+def test_the_foreign_step_is_the_example_and_the_example_runs():
+    example = ROOT / "examples" / "foreign_step.py"
+    assert BLOCKS[1] in example.read_text()
+    assert run(example).count("tokens right") == 2
+
+
+def test_the_foreign_step_imports_neither_engine_nor_flax():
+    example = str(ROOT / "examples" / "foreign_step.py")
+    out = run(
+        "-c",
+        f"import runpy, sys; runpy.run_path({example!r}, run_name='__main__');"
+        "print([name for name in sys.modules if name.startswith(('flax', 'mamba_align_jax.engine'))])",
+    )
+    assert out.splitlines()[-1] == "[]"
