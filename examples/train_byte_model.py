@@ -1,7 +1,7 @@
 """Trains the bundled byte-level model on text that ships with CPython, through the model's own layers.
 
     python examples/train_byte_model.py --prepare corpus.npz          # reads a standard library's text
-    python examples/train_byte_model.py --corpus corpus.npz --minutes 7 --out DIR
+    python examples/train_byte_model.py --corpus corpus.npz --minutes 3 --out DIR
 
 Documentation (docstrings, the language reference of `pydoc_data.topics`) and source code, as bytes; byte 0 separates
 documents. Every tenth topic is held out for measuring and another tenth for choosing the best step. The text is
@@ -180,8 +180,8 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
             first, second = jax.random.split(key)
             tokens = jnp.concatenate(
                 [
-                    windows(docs, first, batch * 5 // 8, length + 1),
-                    windows(code, second, batch - batch * 5 // 8, length + 1),
+                    windows(docs, first, batch // 2, length + 1),
+                    windows(code, second, batch - batch // 2, length + 1),
                 ]
             )
             loss, gradient = jax.value_and_grad(lambda p: bits(graph, p, tokens))(params)
@@ -194,16 +194,14 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
 
     measure = jax.jit(lambda params, tokens: bits(graph, params, tokens))
     moments, key = optimizer.init(params), jax.random.key(0)
-    best, chosen, call, begin = math.inf, params, 0, None
-    while True:
-        done = 0.0 if begin is None else (time.monotonic() - begin) / (60 * minutes)
-        if done >= 1:
-            break
+    best, chosen, call, begin, done = math.inf, params, 0, None, 0.0
+    while done < 1:
         rate = 2e-3 * min(1.0, (call + 1) * calls / 200) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
         key, now = jax.random.split(key)
         params, moments, losses = steps(params, moments, now, rate)
         loss = float(jnp.mean(losses))
         begin = begin or time.monotonic()  # compilation is not training
+        done = (time.monotonic() - begin) / (60 * minutes)
         call += 1
         if call % 10 == 0 or done > 0.97:
             validation = evaluate(measure, params, corpus["validation"], length)
@@ -223,7 +221,7 @@ def main() -> None:
     parser.add_argument("--prepare", metavar="FILE", help="write the corpus to FILE and stop")
     parser.add_argument("--heldout", metavar="FILE", help="with --prepare: write the held-out text to FILE")
     parser.add_argument("--corpus", metavar="FILE", help="a prepared corpus; default: prepare one now")
-    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=20, help="steps per call of the compiled program")

@@ -19,7 +19,12 @@ sys.meta_path.insert(0, Blocked())
 """
 ALL_OF = "import importlib, pkgutil, {0}\nfor m in pkgutil.walk_packages({0}.__path__, '{0}.'): importlib.import_module(m.name)\n"
 EXTRAS = {"flax", "safetensors", "rich"}
-HOST = ["mamba_align_jax.cache", "mamba_align_jax.align.columns", "mamba_align_jax.align.policy", "mamba_align_jax.spec"]
+HOST = [
+    "mamba_align_jax.cache",
+    "mamba_align_jax.align.columns",
+    "mamba_align_jax.align.policy",
+    "mamba_align_jax.spec",
+]
 CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "pallas_kernels"]
 
 

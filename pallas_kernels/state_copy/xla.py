@@ -11,14 +11,14 @@ def state_copy(
 ) -> jax.Array:
     """See api.py. Loops over the rows that do copy, so that an idle call costs nothing and no pool-sized temporary."""
     copies = (destination != NULL_BLOCK) & ((source != destination) | (False if row_offset is None else row_offset > 0))
-    copying_first = jnp.argsort(~copies, stable=True)
+    copying_first = jnp.argsort(~copies, stable=True).astype(jnp.int32)
 
     def copy_row(i: jax.Array, pool: jax.Array) -> jax.Array:
         row = copying_first[i]
         block = jax.lax.dynamic_index_in_dim(pool, source[row], axis=1, keepdims=True)
         block = jnp.where(source[row] == NULL_BLOCK, jnp.zeros_like(block), block)
         if row_offset is not None:
-            window = jnp.arange(pool.shape[2])[:, None]
+            window = jnp.arange(pool.shape[2], dtype=jnp.int32)[:, None]
             kept = jax.lax.dynamic_index_in_dim(pool, destination[row], axis=1, keepdims=True)
             shifted = jnp.roll(block, -row_offset[row], axis=2)
             block = jnp.where(window + row_offset[row] < pool.shape[2], shifted, kept)

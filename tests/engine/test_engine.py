@@ -90,6 +90,12 @@ def test_shared_prefixes_and_conversations(rng, model, reference, mode):
     assert_everything_is_returned(engine)
 
 
+@pytest.mark.gpu
+def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
+    test_greedy_tokens_are_those_of_transformers(model, mode)
+    test_shared_prefixes_and_conversations(rng, model, reference, mode)
+
+
 def test_preempted_requests_are_right(rng, model, reference):
     engine = make(model, num_kv_pages=24, num_state_blocks=9)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))

@@ -1,0 +1,64 @@
+"""A user's global settings change nothing: 64-bit mode and matmul precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    gated_delta_rule_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_update,
+    state_copy,
+)
+
+HEADS, DIM = 2, 16
+CHANNELS = 3 * HEADS * DIM
+
+
+def run(draw, implementation):
+    """Every op once, on the same numbers."""
+    array = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
+    ints = lambda *values: jnp.asarray(values, jnp.int32)
+    x, weight, loc = array(6, CHANNELS), array(CHANNELS, 4), ints(0, 1, 6)
+    conv, recurrent = array(1, 6, 5, CHANNELS), array(1, 6, HEADS, DIM, DIM)
+    a, b, A_log, dt_bias = array(6, HEADS), array(6, HEADS), array(HEADS), array(HEADS)
+    rows = 0, weight, None, loc, ints(1, 0), ints(1, 0), ints(2, 3)
+    how = dict(implementation="triton", interpret=True) if implementation == "interpret" else dict(implementation="xla")
+    qkv, after = causal_conv1d_prefill(x, conv, *rows)
+    _, updated = causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:])
+    q, k, v = jnp.split(qkv.reshape(6, 3 * HEADS, DIM), 3, axis=1)
+    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+    return (
+        state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
+        state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
+        (qkv, after, updated),
+        gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, ints(3, 0), ints(1, 0), ints(2, 3)),
+        gated_delta_rule_update(
+            x,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            recurrent,
+            0,
+            loc,
+            ints(1, 0),
+            jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4))),
+            **how,
+        ),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("setting", ["x64", "precision"])
+def test_results_are_the_same_to_the_bit(implementation, setting):
+    wanted = run(np.random.default_rng(0), implementation)
+    context = jax.enable_x64(True) if setting == "x64" else jax.default_matmul_precision("bfloat16")
+    with context:
+        actual = run(np.random.default_rng(0), implementation)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
