@@ -58,62 +58,54 @@ def step(weights, tokens, batch, updates, additions, accepted, pool, state, tabl
 
 
 class Server:
-    """Their loop: one row per step, blocks handed out in order, and never a table entry changed."""
+    """Their loop: one row per step. A slot owns as many blocks as it has columns, and may borrow those of a prefix."""
 
     def __init__(self, weights):
-        self.weights, self.next_block, self.rows = weights, 1, {}
-        self.pool = ma.StatePool.create(SPEC, num_blocks=32)
+        self.weights = weights
+        self.pool = ma.StatePool.create(SPEC, 1 + SPEC.max_num_reqs * SPEC.num_columns)
         self.state, self.tables = ma.AlignState.create(SPEC), ma.BlockTables.create(SPEC)
 
-    def run(self, slot, computed, tokens, accepted=None, resume=None):
-        """Runs `tokens`, from position `computed` on: a prompt chunk, or a verify row of which `accepted` stand."""
-        verify = accepted is not None
-        entries = dict(resume or {})
-        for column in range(
-            (computed + len(tokens) - 1) // BLOCK - verify, (computed + len(tokens) - 1) // BLOCK + 1 + K * verify
-        ):
-            if column >= 0 and column not in self.rows.setdefault(slot, {}) and column not in entries:
-                entries[column], self.next_block = self.next_block, self.next_block + 1
-        self.rows.setdefault(slot, {}).update(entries)
-        updates = ma.TableUpdates.from_host(SPEC, 8, [(0, slot, column, block) for column, block in entries.items()])
-        enters = [slot] if resume is not None else []
-        additions = ma.Additions.from_host(SPEC, 1, enters, [computed] * len(enters))
+    def block(self, slot, column):
+        return 1 + slot * SPEC.num_columns + column
+
+    def run(self, slot, start, tokens, accepted=None, enters=False, borrowed=None):
+        """Runs `tokens` from position `start` on: a prompt chunk, or a verify row of which `accepted` stand."""
+        verify, columns = accepted is not None, range(SPEC.num_columns) if enters else ()
+        row = {column: self.block(slot, column) for column in columns} | (borrowed or {})
+        updates = [(0, slot, column, block) for column, block in row.items()]
+        entering = ([slot], [start]) if enters else ([], [])
         drafts = len(tokens) - 1 if verify else -1
-        batch = ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts], [not verify])
         out, self.pool, self.state, self.tables = step(
             self.weights,
             jnp.asarray(tokens),
-            batch,
-            updates,
-            additions,
+            ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts], [not verify]),
+            ma.TableUpdates.from_host(SPEC, SPEC.num_columns, updates),
+            ma.Additions.from_host(SPEC, 1, *entering),
             jnp.int32(accepted or 0),
-            self.pool,
-            self.state,
-            self.tables,
+            *(self.pool, self.state, self.tables),
             decode_rows=int(verify),
         )
         return np.asarray(out)[: accepted or len(tokens)]
 
 
 def main():
-    rng = np.random.default_rng(0)
-    shapes = dict(
-        embed=(50, 32), qkv=(32, 3 * HEADS * DIM), conv=(3 * HEADS * DIM, WIDTH), a=(32, HEADS), b=(32, HEADS)
-    )
+    rng, channels = np.random.default_rng(0), 3 * HEADS * DIM
+    shapes = dict(embed=(50, 32), qkv=(32, channels), conv=(channels, WIDTH), a=(32, HEADS), b=(32, HEADS))
     weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     weights |= {"A_log": jnp.zeros(HEADS), "dt_bias": jnp.zeros(HEADS)}
     a, suffix = rng.integers(0, 50, 46, dtype=np.int32), rng.integers(0, 50, 9, dtype=np.int32)
     b, junk = np.concatenate([a[:32], suffix]), np.zeros(2, np.int32)
 
     server = Server(weights)
-    outs = [server.run(0, 0, a[:16], resume={}), server.run(0, 16, a[16:32]), server.run(0, 32, a[32:40])]
-    # Three tokens at a time, the rejected ones junk: 2, then 3 (onto token 45), then 1 are accepted.
+    outs = [server.run(0, 0, a[:16], enters=True), server.run(0, 16, a[16:32]), server.run(0, 32, a[32:40])]
+    # Verify rows of three tokens, the rejected ones junk: two are accepted, then all, then one.
     outs += [server.run(0, 40, np.append(a[40:42], junk[:1]), accepted=2), server.run(0, 42, a[42:45], accepted=3)]
     outs += [server.run(0, 45, np.append(a[45:46], junk), accepted=1)]
-    resumed = server.run(1, 32, suffix, resume={1: server.rows[0][1]})
+    # B starts behind 32 tokens: their state is in A's second column.
+    resumed = server.run(1, 32, suffix, enters=True, borrowed={1: server.block(0, 1)})
 
     for name, got, tokens in (("A", np.concatenate(outs), a), ("B", resumed, b)):
-        whole = Server(weights).run(2, 0, tokens, resume={})[-len(got) :]
+        whole = Server(weights).run(2, 0, tokens, enters=True)[-len(got) :]
         np.testing.assert_allclose(got, whole, atol=2e-6)
         print(f"request {name}: {len(got)} tokens right, largest difference {np.abs(got - whole).max():.1e}")
 

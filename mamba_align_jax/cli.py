@@ -23,7 +23,7 @@ def _demo(options: argparse.Namespace) -> int:
     # float32, so that rounding can't hide a wrong state; the bundled weights are bfloat16.
     model = load_model(options.model, "float32")
     reference = Reference(model)
-    runs, outputs = [], []
+    runs = []
     with Progress(console=_CONSOLE) as progress:
         for mode in demo.MODES:
             task = progress.add_task(mode)
@@ -32,23 +32,22 @@ def _demo(options: argparse.Namespace) -> int:
                 progress.update(task, total=turns)
                 return lambda: progress.advance(task)
 
-            run, outputs = demo.run_mode(model, reference, mode, start)
+            engine = demo.make_engine(model, mode)
+            run, count = demo.run_mode(engine, reference, mode, start)
             runs.append(run)
-    table = Table(title=f"{len(outputs)} requests, one after another's prefix, in every mode")
-    for heading in ("mode", "prompt\ntokens", "cached\ntokens", "prefill tokens\ncomputed", "mean\nTTFT", "mean\nTPOT",
-                    "state bytes\ncopied", "right / ties"):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    table = Table(title=f"{count} requests in every mode", caption="tokens, milliseconds, bytes of states copied")
+    for heading in ("mode", "prompt", "cached", "prefilled", "TTFT", "TPOT", "copied", "verdict", "ties"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     for run in runs:
-        verdict = "right" if run.identical else "[bold red]WRONG[/]"
-        share = f"{run.cached_tokens} ({run.cached_tokens / run.prompt_tokens:.0%})"
         table.add_row(
-            run.mode, str(run.prompt_tokens), share, str(run.prefill_tokens), f"{run.ttft_ms:.1f} ms",
-            f"{run.tpot_ms:.1f} ms", f"{run.state_bytes_copied:,}", f"{verdict} / {run.ties}",
+            run.mode, str(run.prompt_tokens), f"{run.cached_tokens} {run.cached_tokens / run.prompt_tokens:.0%}",
+            str(run.prefill_tokens), f"{run.ttft_ms:.1f}", f"{run.tpot_ms:.1f}", f"{run.state_bytes_copied:,}",
+            "right" if run.identical else "[bold red]WRONG[/]", str(run.ties),
         )  # fmt: skip
     _CONSOLE.print(table)
-    sample = outputs[-1]
-    _CONSOLE.print("A sample (the model's own text after the mark):")
-    _CONSOLE.print(decode(sample.prompt_token_ids[-120:]) + "▮" + decode(sample.token_ids), markup=False)
+    prompt, text = demo.sample(engine)
+    _CONSOLE.print("The model goes on after the mark:")
+    _CONSOLE.print(f"{prompt}▮{text}", markup=False, highlight=False)
     if options.json:
         Path(options.json).write_text(demo.to_json(runs))
     return 0 if all(run.identical for run in runs) else 1

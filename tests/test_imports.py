@@ -17,7 +17,11 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 """
-ALL_OF = "import importlib, pkgutil, {0}\nfor m in pkgutil.walk_packages({0}.__path__, '{0}.'): importlib.import_module(m.name)\n"
+ALL_OF = """
+import importlib, pkgutil, {0}
+for module in pkgutil.walk_packages({0}.__path__, "{0}."):
+    importlib.import_module(module.name)
+"""
 EXTRAS = {"flax", "safetensors", "rich"}
 HOST = [
     "mamba_align_jax.cache",

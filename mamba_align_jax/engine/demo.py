@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mamba_align_jax.data import encode
+from mamba_align_jax.data import decode, encode
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.reference import Reference
@@ -63,6 +63,9 @@ _TURNS = (
 )
 
 
+_SAMPLE = 'def split_lines(text):\n    """Return a list of '
+
+
 class Workload:
     """Prompts in waves: each wave runs at once, and later ones continue what earlier ones generated."""
 
@@ -87,18 +90,28 @@ class Workload:
             yield outputs
 
 
+def make_engine(model: Any, mode: str) -> Engine:
+    """An engine in one of `MODES`."""
+    return Engine(model, EngineConfig(**CONFIG, **MODES[mode]))
+
+
+def sample(engine: Engine) -> tuple[str, str]:
+    """The start of a docstring, and how the model goes on."""
+    (output,) = engine.generate(encode(_SAMPLE), SamplingParams(max_tokens=200, temperature=0.5, seed=1))
+    return _SAMPLE, decode(output.token_ids)
+
+
 def run_mode(
-    model: Any, reference: Reference, mode: str, start: Callable[[int], Callable[[], None]]
-) -> tuple[Run, list[RequestOutput]]:
-    """Serves the workload in one mode, after compiling.
+    engine: Engine, reference: Reference, mode: str, start: Callable[[int], Callable[[], None]]
+) -> tuple[Run, int]:
+    """Serves the workload in one mode, after compiling; returns the row and the number of requests.
 
     Args:
-        model: In float32.
+        engine: In that mode, fresh, over a float32 model.
         reference: Of the same weights.
         mode: A name in `MODES`.
         start: Takes the number of turns of a progress bar, and returns what to call after each.
     """
-    engine = Engine(model, EngineConfig(**CONFIG, **MODES[mode]))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     workload = Workload(lambda prompts: engine.generate(prompts, params))
     advance = start(engine.num_programs + workload.num_waves)
@@ -119,7 +132,7 @@ def run_mode(
         state_bytes_copied=stats.state_bytes_copied,
         identical=all(verdict.right for verdict in verdicts),
         ties=sum(verdict.ties for verdict in verdicts),
-    ), outputs
+    ), len(outputs)
 
 
 def to_json(runs: list[Run]) -> str:

@@ -1,6 +1,7 @@
 """The engine: takes requests, steps them, hands out what they generated."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, pool_sizes
+from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from mamba_align_jax.spec import AlignConfig
+from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE
 
+_LOG = logging.getLogger(__name__)
 _MAX_PREFILL_ROWS = 4
 
 
@@ -64,6 +68,13 @@ class Engine:
             mode=config.prefix_cache,
             policy=config.policy,
         )
+        if config.prefix_cache == "align" and config.block_size % CHUNK_SIZE:
+            _LOG.warning(
+                "block_size %d is no multiple of the gated delta rule's chunk_size %d: states resumed from the cache "
+                "agree with uncached ones to rounding, not bit for bit",
+                config.block_size,
+                CHUNK_SIZE,
+            )
         self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
         self.cache = HybridCache(
             StateBlockManager(
@@ -177,9 +188,15 @@ class Engine:
         return request.output("abort")
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns the requests that finished in it."""
+        """Runs one step and returns the requests that finished in it.
+
+        Raises:
+            OutOfBlocksError: requests wait and none can run, which admission rules out.
+        """
         plan = self.scheduler.schedule()
         if not plan.rows:
+            if self._requests:
+                raise OutOfBlocksError(f"the pools can't run one of {len(self._requests)} requests: {self.sizes}")
             return []
         sampled = self.runner.dispatch(plan)
         self.scheduler.dispatched(plan)

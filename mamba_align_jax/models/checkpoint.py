@@ -89,3 +89,4 @@ def save_checkpoint(model: Any, architecture: Any, path: str | Path) -> None:
             architecture.to_checkpoint(name, np.asarray(jax.device_get(variable[...])))
         )
     save_file(tensors, path / "model.safetensors", metadata={"format": "np"})
+    (path / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone

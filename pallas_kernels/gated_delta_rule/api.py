@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels._check import checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
-from pallas_kernels.gated_delta_rule.config import Config
+from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE, Config
 
 
 @checked
@@ -120,7 +120,7 @@ def gated_delta_rule_prefill(
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
     """Runs rows of any length in chunks that end at multiples of `chunk_size` in the sequence's absolute position.

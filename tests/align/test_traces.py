@@ -218,7 +218,7 @@ def count_events(events, rows, indices, plan, before, after):
 
 def run_traces(config, steps=STEPS):
     rng = random.Random(str(config))
-    block_size, K, width, mode = config
+    _, K, width, _ = config
     specs = {policy: make_spec(*config, policy) for policy in POLICIES}
     spec = specs["copy_free"]
     num_blocks = 1 + SLOTS * (K + 6) + 32
@@ -265,7 +265,7 @@ def run_traces(config, steps=STEPS):
     return events
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"block_size={c[0]} K={c[1]} width={c[2]} {c[3]}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"block{c[0]}-K{c[1]}-width{c[2]}-{c[3]}")
 def test_every_step_reads_its_own_past(config):
     run_traces(config)
 

@@ -1,13 +1,11 @@
-"""The training script: its forward is the served model's, its corpus holds out what it says, its loss falls."""
+"""The training script: its forward is the served model's, its corpus holds out what it says."""
 
 import importlib.util
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from models.test_qwen3_5 import ATOL, CHECKPOINT
 
 from mamba_align_jax.models import load_model
@@ -44,13 +42,3 @@ def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):
     assert shared not in corpus["docs"]
     assert "Documented here." in corpus["docs"]
     assert "def function" in corpus["code"]
-
-
-def test_loss_falls(script):
-    text = np.frombuffer(b"All work and no play makes Jack a dull boy. " * 40, np.uint8)
-    corpus = dict.fromkeys(("docs", "code", "validation", "heldout"), text)
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        model = script.train(corpus, script.TINY, minutes=0.02, batch=4, length=32, calls=10)
-        loss = script.bits(*nnx.split(model), jnp.asarray(text[None, :64], jnp.int32))
-    assert model.dtype == "bfloat16"
-    assert float(loss) < 5
