@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -35,14 +36,16 @@ def _demo(options: argparse.Namespace) -> int:
             engine = demo.make_engine(model, mode)
             run, count = demo.run_mode(engine, reference, mode, start)
             runs.append(run)
-    table = Table(title=f"{count} requests in every mode", caption="tokens, milliseconds, bytes of states copied")
-    for heading in ("mode", "prompt", "cached", "prefilled", "TTFT", "TPOT", "copied", "verdict", "ties"):
+    table = Table(
+        title=f"{count} requests in every mode", caption="tokens; milliseconds; states copied", box=SIMPLE_HEAD
+    )
+    for heading in ("mode", "prompt", "cached", "computed", "TTFT", "TPOT", "copied", "right/ties"):
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     for run in runs:
         table.add_row(
             run.mode, str(run.prompt_tokens), f"{run.cached_tokens} {run.cached_tokens / run.prompt_tokens:.0%}",
-            str(run.prefill_tokens), f"{run.ttft_ms:.1f}", f"{run.tpot_ms:.1f}", f"{run.state_bytes_copied:,}",
-            "right" if run.identical else "[bold red]WRONG[/]", str(run.ties),
+            str(run.prefill_tokens), f"{run.ttft_ms:.1f}", f"{run.tpot_ms:.1f}", f"{run.state_bytes_copied / 1e6:.1f} MB",
+            ("right" if run.identical else "[bold red]WRONG[/]") + f"/{run.ties}",
         )  # fmt: skip
     _CONSOLE.print(table)
     prompt, text = demo.sample(engine)

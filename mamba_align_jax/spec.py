@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
 
 
@@ -141,7 +142,9 @@ class AlignConfig:
 
     def blocks_per_request(self, steps_in_flight: int = 0) -> int:
         """Blocks per group that a running request holds at most, prefix-cached ones aside."""
-        return self.window if self.mode == "none" else self.window + 1 + steps_in_flight
+        if self.mode == "none":
+            return self.window
+        return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
 
     def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:
         """Bytes of one block of one state of one group, all layers together."""

@@ -90,7 +90,7 @@ class HybridCache:
             self.kv.commit(request, tokens)
 
     def release(self, request: Hashable) -> None:
-        """Lets go of state columns that no step can read any more, once a step has been dispatched after `commit`."""
+        """Lets go of state columns that no step can read any more: see `StateBlockManager.release`."""
         self.states.release(request)
 
     def free(self, request: Hashable) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mamba_align_jax.align.columns import column_of, last_boundary
+from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.hashing import HashChain
 
@@ -63,8 +63,9 @@ class StateBlockManager:
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
         """Blocks that a running request holds at most."""
-        window = 1 + self.num_speculative_tokens
-        return window if self.mode == "none" else window + 1 + steps_in_flight
+        if self.mode == "none":
+            return 1 + self.num_speculative_tokens
+        return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
 
     def lookup(self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None) -> Hit:
         """The longest cached state that `tokens` continue, at least one of them left to compute. Holds nothing yet.
@@ -163,7 +164,11 @@ class StateBlockManager:
         return boundary
 
     def release(self, request: Hashable) -> None:
-        """Lets go of columns that no step can read any more. Call it when a step has been dispatched after `commit`."""
+        """Lets go of columns that no step can read any more.
+
+        Call it when a step with tokens of this request has been dispatched after `commit`: an idle request's live state may
+        be in such a column.
+        """
         record = self._requests[request]
         if self.mode == "none":
             return

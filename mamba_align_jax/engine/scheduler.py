@@ -105,7 +105,7 @@ class Scheduler:
 
     def _plan_decode(self, plan: Plan) -> None:
         for request in list(self.running):
-            if request.slot < 0 or request.is_prefilling:
+            if request.is_prefilling:
                 continue
             computed = request.num_computed
             while (allocation := self.cache.allocate(request.id, computed, computed, 1)) is None:

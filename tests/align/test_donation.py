@@ -97,7 +97,7 @@ def make_step(spec, num_decode_rows, implementation, conv_implementation):
         x = tokens
         for layer in range(spec.groups[0].num_layers):
             gate = x[:, :HEADS]
-            run = lambda f, layer=jnp.int32(layer): lambda rows, *arrays: f(rows, layer, *arrays)
+            run = lambda f, layer=layer: lambda rows, *arrays: f(rows, jnp.int32(layer), *arrays)
             out, conv, recurrent = split.apply(
                 *(run(decode), run(prefill), (x, gate), (conv, recurrent)),
                 num_decode_tokens=num_decode_rows * (1 + spec.num_speculative_tokens),

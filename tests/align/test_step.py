@@ -350,7 +350,7 @@ def test_sizes_by_hand():
     assert spec.bytes_per_block == 360 + 3 * 64 * 4 + 2 * 64 * 4 == 1640
     assert spec.num_columns == 24 // 4 + 2 == 8
     assert make_spec(max_model_len=25).num_columns == 9
-    assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 4, 5)
+    assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 5, 5)
     plain = make_spec(num_speculative_tokens=0)
     assert (plain.num_columns, plain.blocks_per_request()) == (6, 2)
     none = make_spec(mode="none", block_size=1)
@@ -367,11 +367,11 @@ def test_dtypes_are_names_however_they_come(dtype):
 
 
 def test_pools_have_the_shapes_that_the_spec_says():
-    pool = StatePool.create(make_spec(), 5)
-    assert [[x.shape for x in group] for group in pool.states] == [[(3, 5, 5, 6), (3, 5, 2, 4, 8)], [(2, 5, 2, 4, 8)]]
-    assert pool.num_blocks == 5
-    with raises("num_blocks must be at least 5 for one request, got 4"):
-        StatePool.create(make_spec(), 4)
+    pool = StatePool.create(make_spec(), 6)
+    assert [[x.shape for x in group] for group in pool.states] == [[(3, 6, 5, 6), (3, 6, 2, 4, 8)], [(2, 6, 2, 4, 8)]]
+    assert pool.num_blocks == 6
+    with raises("num_blocks must be at least 6 for one request, got 5"):
+        StatePool.create(make_spec(), 5)
 
 
 def test_pools_of_the_callers_own_arrays():

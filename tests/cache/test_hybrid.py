@@ -40,6 +40,13 @@ def test_an_identical_prompt_hits_on_its_second_sending():
     cache.check()
 
 
+def test_one_token_is_always_left_to_compute():
+    cache = make()
+    assert prefill(cache, "a", list(range(30))) == 0  # leaves a state at token 24
+    assert cache.lookup(list(range(25))).length == 24
+    assert cache.lookup(list(range(24))).length == 0
+
+
 def test_a_shared_prefix_hits_on_the_third_at_the_latest():
     """The second finds its pages but no state, and stops at the junction; the third finds the state there."""
     cache, shared = make(), list(range(100, 120))

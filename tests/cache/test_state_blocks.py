@@ -1,5 +1,7 @@
 """StateBlockManager against a device that writes down, in each block, the tokens whose state it holds."""
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -148,6 +150,37 @@ def test_a_prompt_is_found_again_up_to_its_last_boundary():
     assert manager.lookup([0, *tokens]).length == 0
     manager.free("a")
     assert manager.lookup(tokens) == Hit(8, ((1, 1),))
+
+
+def test_the_least_recently_used_state_is_evicted():
+    manager = StateBlockManager(4, 4)
+    prompts = [[n] * 5 for n in range(3)]
+    for n, prompt in enumerate(prompts):
+        manager.allocate(n, 0, 0, 4)
+        manager.commit(n, prompt[:4])
+    for n in (1, 0, 2):
+        manager.free(n)
+    manager.allocate("again", 4, 4, 0, hit=manager.lookup(prompts[1]))  # in use: not the oldest any more
+    manager.allocate("new", 0, 0, 4)
+    assert [manager.lookup(prompt).length for prompt in prompts] == [0, 4, 4]
+
+
+@pytest.mark.parametrize(("block_size", "K"), [(2, 1), (4, 3), (8, 7), (4, 2), (3, 2), (5, 2), (64, 3), (1, 0)])
+def test_blocks_needed_is_enough_for_one_request(block_size, K):
+    """Any acceptance, in the smallest pool that is allowed, the last columns published and so not to be evicted."""
+    rng = random.Random(0)
+    for _ in range(30):
+        manager = StateBlockManager(1 + StateBlockManager(99, block_size, K).blocks_needed(), block_size, K)
+        nc = rng.randint(1, block_size)
+        tokens = list(range(nc + 60 * (K + 1)))
+        assert manager.allocate("a", 0, 0, nc) is not None
+        manager.commit("a", tokens[:nc])
+        for _ in range(40):
+            drafts = rng.choice([0, K, K])
+            assert manager.allocate("a", nc, nc, 1 + drafts, drafts) is not None
+            manager.release("a")
+            nc += rng.choice([1, 1 + drafts, rng.randint(1, 1 + drafts)])
+            manager.commit("a", tokens[:nc])
 
 
 def test_boundaries_behind_a_stop_token_are_not_published():

@@ -118,10 +118,12 @@ def test_a_conversation_finds_what_it_generated():
 
 
 def test_the_youngest_gives_way_when_pages_run_out():
-    scheduler = make(num_pages=14)
-    requests = [request(i, [i] * 12, max_tokens=20) for i in range(3)]
-    done = serve(scheduler, requests)
+    scheduler, device = make(num_pages=14), Device("align")
+    requests = [request(i, [i] * 12, max_tokens=20) for i in range(4)]
+    done = serve(scheduler, requests, device=device)
     assert scheduler.num_preemptions > 0
+    _, *again = (n for n, entered in enumerate(device.entered) if entered == 2)
+    assert again[0] < device.entered.index(3), "who gives way comes back before those who never ran"
     assert done[0] == 0, "the oldest is never held up"
     assert_complete(requests)
 
