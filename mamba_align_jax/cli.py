@@ -69,12 +69,13 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from mamba_align_jax.engine.engine import Engine
+    from mamba_align_jax.engine.sizing import align_config, pool_sizes
+    from mamba_align_jax.models import load_model
 
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
-    engine = Engine.from_pretrained(options.model, config)
-    spec, sizes = engine.spec, engine.sizes
-    kinds = [kind for kind in engine.model_config.layer_types]
+    model = load_model(options.model)
+    spec = align_config(config, model)
+    sizes, kinds = pool_sizes(spec, config, model), model.config.layer_types
     table = Table(show_header=False)
     for name, value in (
         ("layers", ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))),

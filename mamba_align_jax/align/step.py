@@ -65,6 +65,10 @@ def _live(batch: StepBatch) -> jax.Array:
     return (batch.idx_mapping >= 0) & (batch.num_tokens > 0)
 
 
+def _scatter(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Array) -> jax.Array:
+    return array.at[jnp.where(live, batch.idx_mapping, array.shape[0])].set(values, mode="drop")
+
+
 def begin_step(
     spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables
 ) -> tuple[AlignState, StepIndices]:
@@ -116,10 +120,6 @@ def begin_step(
         num_accepted_tokens=state.num_accepted_tokens,
         state_idx=state_idx,
     ), indices
-
-
-def _scatter(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Array) -> jax.Array:
-    return array.at[jnp.where(live, batch.idx_mapping, array.shape[0])].set(values, mode="drop")
 
 
 def copy_states(

@@ -15,11 +15,10 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Scheduler
-from mamba_align_jax.engine.sizing import PoolSizes, pool_sizes
+from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
-from mamba_align_jax.spec import AlignConfig
 from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
@@ -53,21 +52,9 @@ class Engine:
             ValueError: a pool is too small for one request, or `max_model_len` exceeds the model's.
         """
         config = config or EngineConfig()
-        limit = model.config.max_position_embeddings
-        max_model_len = config.max_model_len or limit
-        if max_model_len > limit:
-            raise ValueError(f"max_model_len must be at most the model's {limit}, got {max_model_len}")
         self.config = config
         self.model_config = model.config
-        self.spec = AlignConfig(
-            groups=model.state_groups(config.state_dtype),
-            block_size=config.block_size,
-            num_speculative_tokens=config.num_speculative_tokens,
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            mode=config.prefix_cache,
-            policy=config.policy,
-        )
+        self.spec = align_config(config, model)
         if config.prefix_cache == "align" and config.block_size % CHUNK_SIZE:
             _LOG.warning(
                 "block_size %d is no multiple of the gated delta rule's chunk_size %d: states resumed from the cache "

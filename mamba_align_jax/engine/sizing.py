@@ -1,4 +1,4 @@
-"""How many state blocks and KV pages fit."""
+"""What an engine's configuration means for a model: its `AlignConfig`, and how many blocks and pages fit."""
 
 import math
 from dataclasses import dataclass
@@ -19,6 +19,27 @@ class PoolSizes:
     kv_pages: int
     state_block_bytes: int
     kv_page_bytes: int
+
+
+def align_config(config: EngineConfig, model: Any) -> AlignConfig:
+    """How the model's states are kept.
+
+    Raises:
+        ValueError: `max_model_len` exceeds the model's.
+    """
+    limit = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or limit
+    if max_model_len > limit:
+        raise ValueError(f"max_model_len must be at most the model's {limit}, got {max_model_len}")
+    return AlignConfig(
+        groups=model.state_groups(config.state_dtype),
+        block_size=config.block_size,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_num_reqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        mode=config.prefix_cache,
+        policy=config.policy,
+    )
 
 
 def free_bytes(device: jax.Device) -> int | None:
