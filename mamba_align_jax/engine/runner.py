@@ -137,7 +137,7 @@ class StepRunner:
             for tokens in _sizes(self.max_num_batched_tokens, 128)
             for rows in (0, self.spec.max_num_reqs)
         ]
-        return prefill + [Bucket(rows, 0, 0) for rows in _sizes(self.spec.max_num_reqs, 1)]
+        return prefill + [Bucket(rows, 0, 0) for rows in _sizes(self.spec.max_num_reqs, 4)]
 
     def warm(self, bucket: Bucket) -> None:
         """Compiles one program by running it on padding rows, which change nothing."""
