@@ -18,6 +18,7 @@ import math
 import sys
 import sysconfig
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -72,7 +73,9 @@ def builtin_docs() -> list[str]:
     """Docstrings of the modules that are written in C, from the running interpreter."""
     found: dict[str, None] = {}
     for name in sorted(sys.builtin_module_names):
-        module = importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = importlib.import_module(name)
         for owner in [module, *(value for value in vars(module).values() if isinstance(value, type))]:
             for key, value in sorted(vars(owner).items()):
                 text = getattr(value, "__doc__", None)
