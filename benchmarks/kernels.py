@@ -29,7 +29,7 @@ def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
     return ((index & 0xFFFF).astype(jnp.float32) / 65536 - 0.5).astype(dtype)
 
 
-def time_state_copy(case: state_copy_cases.Case) -> dict:
+def time_state_copy(case: state_copy_cases.Case, config: Any = None) -> dict:
     """Rows cross with offset 1 (conv) from one half of the pool's blocks to the other."""
     state_bytes = math.prod(case.state) * jnp.dtype(case.dtype).itemsize
     blocks = 1 + 2 * max(case.rows, ROTATION_BYTES // (2 * case.layers * state_bytes))
@@ -41,7 +41,7 @@ def time_state_copy(case: state_copy_cases.Case) -> dict:
         return 1 + row, (1 + half + row) * crossing, *((crossing,) if case.shift else ())
 
     def run(turns, implementation):
-        step = lambda i, pool: state_copy(pool, *plan(i), implementation=implementation)
+        step = lambda i, pool: state_copy(pool, *plan(i), implementation=implementation, config=config)
         return jax.lax.fori_loop(0, turns, step, random_pool((case.layers, blocks, *case.state), case.dtype))
 
     small = jax.jit(lambda: (run(2, "triton") != run(2, "xla")).sum())
@@ -54,7 +54,7 @@ def time_state_copy(case: state_copy_cases.Case) -> dict:
     }
 
 
-def time_update(case: gated_delta_rule_cases.Case) -> dict:
+def time_update(case: gated_delta_rule_cases.Case, config: Any = None) -> dict:
     """One layer's decode or verify step."""
     rows, tokens, window = len(case.lengths), sum(case.lengths), max(case.lengths)
     state_bytes = case.value_heads * case.value_dim * case.key_dim * jnp.dtype(case.state_dtype).itemsize
@@ -71,7 +71,18 @@ def time_update(case: gated_delta_rule_cases.Case) -> dict:
             pool, out = carry
             write = 1 + (i % sets) * rows * window + jnp.arange(rows * window, dtype=jnp.int32).reshape(rows, window)
             out, pool = gated_delta_rule_update(
-                qkv, a, b, A_log, dt_bias, pool, 0, loc, write[:, 0], write, implementation=implementation
+                qkv,
+                a,
+                b,
+                A_log,
+                dt_bias,
+                pool,
+                0,
+                loc,
+                write[:, 0],
+                write,
+                implementation=implementation,
+                config=config,
             )
             return pool, out
 
