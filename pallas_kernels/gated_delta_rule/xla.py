@@ -78,8 +78,9 @@ def _advance_chunk(state, q, k, v, g, beta):
     chunk = q.shape[1]
     decay = jnp.cumsum(g, axis=1)
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    # decay[i] - decay[j] <= 0 for i >= j; masked before the exponential, so that nothing overflows.
-    between = jnp.exp(jnp.where(lower, decay[:, :, None] - decay[:, None, :], -jnp.inf))
+    # Decay from token j to token i >= j, each sum on its own: the difference of two long sums would lose a short one.
+    after = jnp.where(jnp.tril(lower, -1), g[:, :, None], 0.0)
+    between = jnp.where(lower, jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
     system = jnp.where(jnp.tril(lower, -1), between * dot("hik,hjk->hij", k, k), 0.0) * beta[..., None]
     system = system + jnp.eye(chunk, dtype=system.dtype)
     from_state = jnp.exp(decay)[..., None]
@@ -87,7 +88,7 @@ def _advance_chunk(state, q, k, v, g, beta):
     correction = jax.scipy.linalg.solve_triangular(system, target, lower=True, unit_diagonal=True)
     out = from_state * dot("hik,hvk->hiv", q, state)
     out = out + dot("hij,hjv->hiv", between * dot("hik,hjk->hij", q, k), correction)
-    to_end = jnp.exp(decay[:, -1:] - decay)[..., None]
+    to_end = between[:, -1, :, None]
     state = jnp.exp(decay[:, -1])[:, None, None] * state + dot("hiv,hik->hvk", correction, to_end * k)
     return state, out
 

@@ -341,6 +341,19 @@ def test_prefill_at_extreme_decays(rng, decay):
     assert_close(out, wanted, jnp.float32, 16 * (64 + dims.key_dim), "outputs")
 
 
+def test_prefill_where_strong_decays_precede_weak_ones(rng):
+    """A difference of two large sums of decays would lose the small one between close tokens."""
+    dims = DIMS["grouped"]
+    (q, k, v, g, beta), pool = make_prefill(rng, [64], dims, extra_tokens=0)
+    g = jnp.where(jnp.arange(64)[:, None] < 32, -300.0, -1e-3 * jnp.abs(g))
+    inputs = (q, k, v, g, beta)
+    out, after = prefill(inputs, pool, [64], [0], [3], [6])
+    arrays = (np.asarray(x, np.float64) for x in inputs)
+    wanted, states = gated_delta_rule(*arrays, state_of(pool, 3), dims.key_dim**-0.5)
+    assert_close(out, wanted, jnp.float32, 16 * (64 + dims.key_dim), "outputs")
+    assert_close(after[LAYER, 6], states[-1], jnp.float32, 16 * (64 + dims.key_dim), "state")
+
+
 def test_prefill_then_update_continues_one_recurrence(rng):
     """Both read the same layout of state: [value_dim, key_dim]."""
     dims, n = DIMS["grouped"], 70
