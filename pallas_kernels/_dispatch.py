@@ -33,15 +33,12 @@ def dispatch(
         UnsupportedError: "triton" was named and can't run these arguments.
         ValueError: `implementation` is no known name.
     """
-    if triton is None:
-        unsupported = "this op has no Triton kernel"
-    if implementation == "xla" or (implementation is None and (unsupported or triton is None)):
-        return xla(*operands)
-    if implementation is None:
-        assert triton is not None
-        return jax.lax.platform_dependent(*operands, cuda=triton, default=xla)
-    if implementation != "triton":
+    if implementation not in ("xla", "triton", None):
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")
-    if unsupported or triton is None:
-        raise UnsupportedError(f"implementation='triton': {unsupported}")
-    return triton(*operands)
+    if implementation == "triton":
+        if triton is None or unsupported:
+            raise UnsupportedError(f"implementation='triton': {unsupported or 'this op has no Triton kernel'}")
+        return triton(*operands)
+    if implementation == "xla" or triton is None or unsupported:
+        return xla(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=triton, default=xla)

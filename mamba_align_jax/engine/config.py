@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from mamba_align_jax.align.policy import POLICIES
+
 MODES = ("none", "align")
-POLICIES = ("copy_free", "pre_copy")
 
 
 def _require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -46,7 +47,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.prefix_cache in (*MODES, "all"), "prefix_cache", f"one of {MODES}", self.prefix_cache)
-        _require(self.policy in POLICIES, "policy", f"one of {POLICIES}", self.policy)
+        _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("num_state_blocks", "num_kv_pages", "max_model_len"):

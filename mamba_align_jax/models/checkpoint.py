@@ -43,10 +43,6 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
                 yield tensor, file.get_slice(tensor)
 
 
-def _flat(model: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
-    return {path: variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-
-
 def read_weights(path: str | Path, architecture: Any, config: Any) -> Any:
     """Builds the architecture's model with the directory's weights.
 
