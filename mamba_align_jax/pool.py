@@ -1,12 +1,15 @@
 """The state pools: one array per group and kind of state, layers stacked in front."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mamba_align_jax.spec import AlignConfig
+from pallas_kernels import NULL_BLOCK
 
 
 def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruct]]:
@@ -73,3 +76,54 @@ class StatePool:
     def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":
         """The pool with the arrays of one group replaced: what a kernel returned."""
         return replace(self, states=(*self.states[:group], tuple(states), *self.states[group + 1 :]))
+
+    def read_block(self, group: int, block: int) -> list[np.ndarray]:
+        """One block of a group in host memory: per state [layers, *state]. Waits for the device.
+
+        For debugging, or a host tier of the caller's own: what `write_block` puts into any block continues from there.
+
+        Raises:
+            ValueError: there is no such group or block, or it is NULL_BLOCK, whose bytes mean nothing.
+        """
+        self._check_block("read_block", group, block)
+        return [np.asarray(array) for array in _take_block(self.states[group], jnp.int32(block))]
+
+    def write_block(self, group: int, block: int, states: Sequence[np.ndarray]) -> "StatePool":
+        """The pool with one block of a group replaced by what `read_block` returned.
+
+        The group's arrays are donated: this pool's are gone, as after a step. No step in flight may use the block.
+
+        Raises:
+            ValueError: there is no such group or block, or an array has not its shape or dtype. The pool is as it was.
+        """
+        self._check_block("write_block", group, block)
+        if len(states) != len(self.states[group]):
+            raise ValueError(
+                f"StatePool.write_block: states must be {len(self.states[group])} arrays, got {len(states)}"
+            )
+        for array, state in zip(self.states[group], states, strict=True):
+            wanted = (array.shape[0], *array.shape[2:])
+            if (state.shape, state.dtype) != (wanted, array.dtype):
+                raise ValueError(
+                    f"StatePool.write_block: states must be {array.dtype}{list(wanted)}, "
+                    f"got {state.dtype}{list(state.shape)}"
+                )
+        written = _put_block(self.states[group], jnp.int32(block), tuple(map(jnp.asarray, states)))
+        return self.with_group(group, written)
+
+    def _check_block(self, function: str, group: int, block: int) -> None:
+        if not 0 <= group < len(self.states):
+            raise ValueError(f"StatePool.{function}: group must be in [0, {len(self.states)}), got {group}")
+        blocks = self.states[group][0].shape[1]
+        if not NULL_BLOCK < block < blocks:
+            raise ValueError(f"StatePool.{function}: block must be in [1, {blocks}), got {block}")
+
+
+@jax.jit
+def _take_block(arrays: tuple[jax.Array, ...], block: jax.Array) -> list[jax.Array]:
+    return [array[:, block] for array in arrays]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_block(arrays: tuple[jax.Array, ...], block: jax.Array, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(array.at[:, block].set(state) for array, state in zip(arrays, states, strict=True))

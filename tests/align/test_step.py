@@ -390,6 +390,47 @@ def test_pools_of_the_callers_own_arrays():
         StatePool.from_arrays(spec, [[conv, recurrent[:, 1:]], [other]])
 
 
+def random_pool(spec, blocks=9):
+    rng = np.random.default_rng(0)
+    pool = StatePool.create(spec, blocks)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), pool)
+
+
+def test_a_block_goes_to_the_host_and_into_another_block():
+    pool = random_pool(make_spec())
+    before = [[np.asarray(x) for x in group] for group in pool.states]
+    states = pool.read_block(0, 3)
+    assert all(isinstance(x, np.ndarray) for x in states)
+    for state, array in zip(states, before[0], strict=True):
+        np.testing.assert_array_equal(state, array[:, 3])
+    given = pool.states[0]
+    after = pool.write_block(0, 5, states)
+    assert all(x.is_deleted() for x in given)
+    for array, was in zip(after.states[0], before[0], strict=True):
+        np.testing.assert_array_equal(array[:, 5], was[:, 3])
+        np.testing.assert_array_equal(np.delete(array, 5, 1), np.delete(was, 5, 1))
+    assert after.states[1] is pool.states[1]
+
+
+def test_blocks_that_are_not_there_and_states_that_do_not_fit():
+    pool = random_pool(make_spec())
+    states = pool.read_block(1, 8)
+    for block in (-1, 0, 9):
+        with raises(f"StatePool.read_block: block must be in [1, 9), got {block}"):
+            pool.read_block(1, block)
+        with raises(f"StatePool.write_block: block must be in [1, 9), got {block}"):
+            pool.write_block(1, block, states)
+    with raises("StatePool.read_block: group must be in [0, 2), got 2"):
+        pool.read_block(2, 1)
+    with raises("StatePool.write_block: states must be 2 arrays, got 1"):
+        pool.write_block(0, 1, states)
+    with raises("StatePool.write_block: states must be float32[2, 2, 4, 8], got float32[2, 4, 8]"):
+        pool.write_block(1, 1, [states[0][0]])
+    with raises("StatePool.write_block: states must be float32[2, 2, 4, 8], got float64[2, 2, 4, 8]"):
+        pool.write_block(1, 1, [states[0].astype(np.float64)])
+    assert not pool.states[1][0].is_deleted()
+
+
 # 64-bit mode.
 
 
