@@ -1,50 +1,82 @@
-"""Device time of kernels by name (CUPTI), and what a measurement ran on."""
+"""Device time of kernels (CUPTI), the card's copy rate, and what a measurement ran on.
+
+One clock for JAX and for peers: the sum of kernel durations per turn, launches of other work left out.
+"""
 
 import datetime
+import importlib.util
+import itertools
 import statistics
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import state_copy
 
 
-def kernel_times(run: Callable[[], Any]) -> dict[str, list[float]]:
-    """Microseconds of every launch inside `run`, by kernel name. Buffers belong inside: a donated one can't run twice."""
-    _, launches = profiler.measure(jax.jit(run), aggregate=False)(*())
-    times = defaultdict(list)
-    for name, milliseconds in launches or []:
-        times[name].append(1e3 * milliseconds)
-    return dict(times)
+def kernel_times(launch: Callable[[], Any]) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel that the process starts while `launch` runs and waits, in order."""
+    # What jax.experimental.mosaic.gpu.profiler is made of; its own functions take nothing but jitted functions.
+    from jax._src.lib import mosaic_gpu
+
+    cupti = mosaic_gpu._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        launch()
+    finally:
+        launches = cupti._cupti_get_timings(True)
+    return [(name, 1e3 * milliseconds) for name, milliseconds in launches]
 
 
-def median_time(run: Callable[[], Any], name: str) -> float:
-    """Median microseconds of the launches whose name starts with `name`, the first (cold) one aside.
+def time_per_turn(launch: Callable[[], Any], turns: int, kernel: str = "") -> float:
+    """Median microseconds per turn of the kernels whose name starts with `kernel`, the first (cold) turn left out.
 
     Raises:
-        RuntimeError: there were none.
+        RuntimeError: the launches don't divide into turns.
     """
-    times = [t for kernel, ts in kernel_times(run).items() if kernel.startswith(name) for t in ts]
-    if len(times) < 2:
-        raise RuntimeError(f"no launches of {name!r} were measured")
-    return statistics.median(times[1:])
+    times = [t for name, t in kernel_times(launch) if name.startswith(kernel)]
+    each, rest = divmod(len(times), turns)
+    if each == 0 or rest:
+        raise RuntimeError(f"{len(times)} launches of {kernel or 'any kernel'!r} in {turns} turns")
+    return statistics.median(sum(times[i : i + each]) for i in range(each, len(times), each))
 
 
-def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written, of `state_copy` over blocks of 2 GiB: the card's streaming rate."""
+def _pallas_copy_bandwidth(turns: int = 12) -> float:
     size = 2**29
 
     def run():
         pool = jnp.arange(3 * size, dtype=jnp.int32).astype(jnp.float32).reshape(1, 3, size // 1024, 1024)
         step = lambda i, pool: state_copy(pool, jnp.array([1]), jnp.array([2]), implementation="triton")
-        return jax.lax.fori_loop(0, 12, step, pool)[0, 2, 0]
+        return jax.lax.fori_loop(0, turns, step, pool)[0, 2, 0]
 
-    return 8 * size / median_time(run, "state_copy")
+    run = jax.jit(run)
+    run().block_until_ready()
+    return 8 * size / time_per_turn(lambda: run().block_until_ready(), turns, "state_copy")
+
+
+def _memcpy_bandwidth(turns: int = 12) -> float:
+    """The driver's device-to-device copy, by CUDA events: it is no kernel. 0 without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return 0.0
+    import torch
+
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns + 1)]
+    for event in events:
+        event.record()
+        target.copy_(source)
+    torch.cuda.synchronize()
+    milliseconds = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[1:]))
+    return 8 * source.numel() / (1e3 * milliseconds)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per microsecond, read and written, of 2 GiB: the better of a memcpy and of `state_copy`."""
+    return max(_pallas_copy_bandwidth(), _memcpy_bandwidth())
 
 
 def environment(commit: str) -> dict[str, str]:

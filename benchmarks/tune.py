@@ -1,4 +1,4 @@
-"""Times every launch configuration of an op over its cases: `python -m benchmarks.tune --op NAME`.
+"""Times launch configurations of an op over its cases: `python -m benchmarks.tune --op NAME`.
 
 Winners go into the op's `config.py` by hand, with where they were measured.
 """
@@ -6,13 +6,23 @@ Winners go into the op's `config.py` by hand, with where they were measured.
 import argparse
 import itertools
 
-from benchmarks.kernels import OPS
-from pallas_kernels.gated_delta_rule.config import Config as UpdateConfig
+from benchmarks.kernels import time_ours
+from benchmarks.workloads import OPS
+from pallas_kernels.causal_conv1d.config import Config as ConvConfig
+from pallas_kernels.gated_delta_rule.config import Config as DeltaRuleConfig
+from pallas_kernels.selective_state_update.config import Config as StateSpaceConfig
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
+# Rows of a tile, tiles of a program, elements of a segment.
+_TILES = list(itertools.product((2, 4, 8), (1, 2, 4), (64, 128)))
+_MAMBA1_TILES = list(itertools.product((8, 16, 32), (1, 2, 4), (8, 16)))
 CONFIGS = {
-    "state_copy": [CopyConfig(*c) for c in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8))],
-    "gated_delta_rule_update": [UpdateConfig(*c) for c in itertools.product((4, 8, 16, 32), (1, 2, 4))],
+    "state_copy": [CopyConfig(*c) for c in itertools.product((8192, 16384), (528, 1056, 2112), (4, 8))],
+    "causal_conv1d_update": [
+        ConvConfig(*c) for c in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8))
+    ],
+    "gated_delta_rule_update": [DeltaRuleConfig(rows * n, rows, s, 1) for rows, n, s in _TILES],
+    "selective_state_update": [StateSpaceConfig(rows * n, rows, s, 1) for rows, n, s in _TILES + _MAMBA1_TILES],
 }
 
 
@@ -20,18 +30,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=sorted(OPS), required=True)
     parser.add_argument("--case", action="append", help="names of cases; default: all")
+    parser.add_argument("--config", action="append", help="numbers of a configuration, as 8,4,64,1; default: a sweep")
     options = parser.parse_args()
-    cases, measure, limit = OPS[options.op]
+    cases, make = OPS[options.op]
+    configs = CONFIGS[options.op]
+    if options.config:
+        configs = [type(configs[0])(*map(int, text.split(","))) for text in options.config]
     for case in cases:
         if options.case and case.name not in options.case:
             continue
-        timed = []
-        for config in [None, *CONFIGS[options.op]]:
-            row = measure(case, config)
-            if row["max_error"] <= limit(case):
-                timed.append((row["us"], config))
-        best = sorted(timed, key=lambda entry: entry[0])[:4]
-        now = next(us for us, config in timed if config is None)
+        workload, timed = make(case), []
+        now = time_ours(workload)()
+        for config in configs:
+            if options.config or getattr(config, "segment", 0) <= getattr(
+                case, "key_dim", getattr(case, "state_dim", 0)
+            ):
+                timed.append((time_ours(workload, config=config)(), config))
+        best = sorted(timed, key=lambda entry: entry[0])[:5]
+        assert float(workload.error(implementation="triton", config=best[0][1])) <= workload.tolerance, best[0]
         print(f"{case.name}: now {now:.2f} us; " + "; ".join(f"{us:.2f} {config}" for us, config in best), flush=True)
 
 

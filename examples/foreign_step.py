@@ -90,7 +90,7 @@ class Server:
 
 def main():
     rng, channels = np.random.default_rng(0), 3 * HEADS * DIM
-    shapes = dict(embed=(50, 32), qkv=(32, channels), conv=(channels, WIDTH), a=(32, HEADS), b=(32, HEADS))
+    shapes = dict(embed=(50, 32), qkv=(32, channels), conv=(WIDTH, channels), a=(32, HEADS), b=(32, HEADS))
     weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     weights |= {"A_log": jnp.zeros(HEADS), "dt_bias": jnp.zeros(HEADS)}
     a, suffix = rng.integers(0, 50, 46, dtype=np.int32), rng.integers(0, 50, 9, dtype=np.int32)

@@ -4,8 +4,8 @@ Kernels see whole arrays (no BlockSpec tiling: an overhanging block writes past 
 them with scalars and index vectors, the subset that lowers and interprets alike on every supported JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 program_id = pl.program_id
+num_programs = pl.num_programs
 when = pl.when
 load = plt.load
 store = plt.store
@@ -29,41 +30,72 @@ def lanes(tile: jax.Array | int, size: int, extent: int) -> tuple[jax.Array, jax
     return index, index < extent
 
 
+def segments(extent: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Indices of a whole axis, folded to [segments, size], and which of them lie inside its `extent`.
+
+    A state tile [segments, rows, size] keeps the parts of a row that are `size` apart in one thread: most of a sum along
+    the row then needs no exchange between threads.
+    """
+    shape = (max(power_of_two(extent) // size, 1), size)
+    index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * size + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return index, index < extent
+
+
+def row_sum(tile: jax.Array) -> jax.Array:
+    """Sums of the rows of a tile [segments, rows, size]."""
+    return jnp.sum(jnp.sum(tile, axis=0), axis=1)
+
+
 def call(
-    kernel: Callable[..., None],
-    operands: Sequence[jax.Array],
+    kernel: Callable[[SimpleNamespace], None],
     *,
     name: str,
     grid: tuple[int, ...],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
+    inputs: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    updates: Mapping[str, jax.Array],
     num_warps: int,
     num_stages: int = 1,
     interpret: bool = False,
-) -> Any:
-    """Launches `kernel` over whole-array refs: one per operand, then one per output.
+) -> dict[str, jax.Array]:
+    """Launches `kernel` over whole-array refs.
 
     Args:
-        kernel: Takes the refs. An aliased array must be touched through its output ref alone.
-        operands: Arrays, scalars as 0-d arrays.
+        kernel: Takes a namespace with a ref, or None, under each name of `inputs`, `outputs` and `updates`.
         name: What the launch is called in a profile.
-        grid: Programs per axis.
-        out_shape: One entry per output.
-        aliases: Operand number -> output number that shares its buffer.
+        grid: Programs per axis, those that should run side by side first.
+        inputs: Arrays that are read, scalars as 0-d arrays; None for those left out.
+        outputs: Arrays that are written.
+        updates: Arrays that are read and written in place.
         num_warps: Warps per program.
         num_stages: Software-pipelining depth of loops.
         interpret: Runs the body on any platform, as plain JAX.
+
+    Returns:
+        The outputs and the updated arrays, by name.
     """
+    given = {key: value for key, value in inputs.items() if value is not None}
+    out_shape = dict(outputs) | {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in updates.items()}
+
+    def body(*refs):
+        # An updated array is touched through its output ref alone: interpreted, its input ref keeps the old values.
+        read, written = refs[: len(given)], refs[len(given) + len(updates) :]
+        by_name = (
+            dict.fromkeys(inputs) | dict(zip(given, read, strict=True)) | dict(zip(out_shape, written, strict=True))
+        )
+        kernel(SimpleNamespace(**by_name))
+
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        kernel,
-        out_shape=list(out_shape),
+    results = pl.pallas_call(
+        body,
+        out_shape=list(out_shape.values()),
         grid=grid,
-        in_specs=[whole] * len(operands),
+        in_specs=[whole] * (len(given) + len(updates)),
         out_specs=[whole] * len(out_shape),
-        input_output_aliases=dict(aliases),
+        input_output_aliases={len(given) + i: len(outputs) + i for i in range(len(updates))},
         # Without Triton's own parameters JAX 0.10 lowers to Mosaic.
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
-    )(*operands)
+    )(*given.values(), *updates.values())
+    return dict(zip(out_shape, results, strict=True))

@@ -40,7 +40,7 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_z = linear(hidden_size, values, dtype, rngs)
         self.in_proj_b = linear(hidden_size, value_heads, dtype, rngs)
         self.in_proj_a = linear(hidden_size, value_heads, dtype, rngs)
-        taps = jax.random.uniform(rngs.params(), (2 * keys + values, width), jnp.float32, -1.0, 1.0) * width**-0.5
+        taps = jax.random.uniform(rngs.params(), (width, 2 * keys + values), jnp.float32, -1.0, 1.0) * width**-0.5
         self.conv_weight = nnx.Param(taps.astype(dtype))
         rates = jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)
         self.A_log = nnx.Param(jnp.log(rates).astype(dtype))
@@ -50,8 +50,7 @@ class GatedDeltaNet(nnx.Module):
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """What a block holds of this layer."""
-        width = self.conv_weight[...].shape[1]
-        channels = self.conv_weight[...].shape[0]
+        width, channels = self.conv_weight[...].shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
@@ -84,14 +83,14 @@ class GatedDeltaNet(nnx.Module):
         """
         weight = self.conv_weight[...]
         A_log, dt_bias = self.A_log[...], self.dt_bias[...]
-        # Naming "triton" must not fail on the ops that have no kernel yet.
+        # Prefill has no kernels yet: naming "triton" must not fail there.
         without_kernel = "xla" if implementation == "xla" else None
 
         def decode(rows: Rows, qkv, a, b, conv, recurrent):
             loc, write = rows.query_start_loc, rows.write[group]
             qkv, conv = causal_conv1d_update(
                 qkv, conv, layer, weight, None, loc, rows.conv_read[group], rows.conv_row, write[:, 0],
-                implementation=without_kernel,
+                implementation=implementation,
             )  # fmt: skip
             out, recurrent = gated_delta_rule_update(
                 qkv, a, b, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[group], write,

@@ -227,14 +227,14 @@ def _is_product(name: str) -> bool:
 
 
 def from_checkpoint(name: str, array: np.ndarray) -> np.ndarray:
-    """A checkpoint's tensor as the module holds it: products [in, out], taps [channels, width]."""
+    """A checkpoint's tensor as the module holds it: products [in, out], taps [width, channels]."""
     if name.endswith("conv1d.weight"):
-        return array.squeeze(1) if array.ndim == 3 else array
+        return array.reshape(array.shape[0], -1).T
     return array.T if _is_product(name) else array
 
 
 def to_checkpoint(name: str, array: np.ndarray) -> np.ndarray:
     """The inverse of `from_checkpoint`."""
     if name.endswith("conv1d.weight"):
-        return array[:, None, :]
+        return array.T[:, None, :]
     return array.T if _is_product(name) else array

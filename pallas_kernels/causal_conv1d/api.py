@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.causal_conv1d import xla
+from pallas_kernels.causal_conv1d import pallas_triton, xla
+from pallas_kernels.causal_conv1d.config import Config
 
 Activation = Literal["silu"] | None
 
@@ -26,7 +27,7 @@ def causal_conv1d_update(
     x: Float[Array, "tokens channels"],
     pool: Float[Array, "layers blocks window channels"],
     layer: int | Int32[Array, ""],
-    weight: Float[Array, "channels width"],
+    weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
@@ -35,10 +36,12 @@ def causal_conv1d_update(
     *,
     activation: Activation = "silu",
     implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
     """Advances decode and verify rows, keeping every position that acceptance may fall back to.
 
-    y[t] = act(bias + sum_j weight[:, j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
+    y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
     window is rows read_row .. read_row + width-2 of the read block. The new block holds window rows 1 .. width-2 and then
     all of the row's tokens, so that after accepting n of them the next read starts at row n - 1; the rows behind are
     unspecified.
@@ -50,14 +53,16 @@ def causal_conv1d_update(
         x: Tokens of all rows, packed.
         pool: Windows, oldest input first, `window` >= width - 2 + the longest row. Donate it: updated in place.
         layer: Layer whose blocks are read and written.
-        weight: Taps per channel, the last one for the current token.
+        weight: Taps, the last one for the current token.
         bias: Added before the activation.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
         read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
         read_row: First window row to read: accepted tokens of the last step, less one.
         write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
         activation: "silu" or None.
-        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
+        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
         Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
@@ -66,11 +71,11 @@ def causal_conv1d_update(
         ValueError: a shape or dtype breaks the contract.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    _check("causal_conv1d_update", x, pool, weight.shape[1], activation)
+    _check("causal_conv1d_update", x, pool, weight.shape[0], activation)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    return _update(*operands, activation=activation, implementation=implementation)
+    return _update(operands, activation, implementation, config, interpret)
 
 
 @checked
@@ -78,7 +83,7 @@ def causal_conv1d_prefill(
     x: Float[Array, "tokens channels"],
     pool: Float[Array, "layers blocks window channels"],
     layer: int | Int32[Array, ""],
-    weight: Float[Array, "channels width"],
+    weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
@@ -99,7 +104,7 @@ def causal_conv1d_prefill(
         x: Tokens of all rows, packed.
         pool: Windows, oldest input first. Donate it: updated in place.
         layer: Layer whose blocks are read and written.
-        weight: Taps per channel, the last one for the current token.
+        weight: Taps, the last one for the current token.
         bias: Added before the activation.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
         read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
@@ -117,7 +122,7 @@ def causal_conv1d_prefill(
         ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    _check("causal_conv1d_prefill", x, pool, weight.shape[1], activation)
+    _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation)
     require(
         (checkpoint_offset is None) == (checkpoint_block is None),
         "causal_conv1d_prefill: checkpoint_offset and checkpoint_block go together",
@@ -130,11 +135,13 @@ def causal_conv1d_prefill(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
-def _update(*operands, activation, implementation):
-    return dispatch(
-        implementation, operands, xla=functools.partial(xla.causal_conv1d_update, activation=activation), triton=None
+@functools.partial(jax.jit, static_argnames=("activation", "implementation", "config", "interpret"))
+def _update(operands, activation, implementation, config, interpret):
+    triton = functools.partial(
+        pallas_triton.causal_conv1d_update, activation=activation, config=config, interpret=interpret
     )
+    xla_update = functools.partial(xla.causal_conv1d_update, activation=activation)
+    return dispatch(implementation, operands, xla=xla_update, triton=triton)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation"))

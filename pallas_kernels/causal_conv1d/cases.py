@@ -17,10 +17,9 @@ class Case:
 
 # 8192 channels: q, k and v of Qwen3.5-35B-A3B's linear attention.
 UPDATE_CASES = (
-    Case("conv_update 1", (1,)),
-    Case("conv_update 64", (1,) * 64),
-    Case("conv_update 256", (1,) * 256),
+    *(Case(f"conv_update {rows}", (1,) * rows) for rows in (1, 8, 64, 256)),
     Case("conv_verify 64", (3,) * 64, num_speculative_tokens=2),
+    Case("conv_verify odd 3", (9, 0, 9), channels=1000, width=5, dtype="float16", num_speculative_tokens=8),
 )
 PREFILL_CASES = (
     Case("conv_prefill 1x8192", (8192,)),

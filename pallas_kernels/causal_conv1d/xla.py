@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._math import silu
 from pallas_kernels._pool import NULL_BLOCK, per_row, write_blocks
 from pallas_kernels._rows import token_rows
 
@@ -22,7 +23,7 @@ def _convolve(
     query_start_loc: jax.Array,
     activation: str | None,
 ) -> jax.Array:
-    num_tokens, width = x.shape[0], weight.shape[1]
+    num_tokens, width = x.shape[0], weight.shape[0]
     rows = token_rows(query_start_loc, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     taps = weight.astype(jnp.float32)
@@ -32,9 +33,9 @@ def _convolve(
         from_row = (rows.offset >= back)[:, None]
         before = history[rows.row, jnp.clip(rows.offset + j, 0, width - 2)]
         u = jnp.where(from_row, x[jnp.maximum(token - back, 0)], before).astype(jnp.float32)
-        y = y + taps[:, j] * u
+        y = y + taps[j] * u
     if activation == "silu":
-        y = y * jax.nn.sigmoid(y)
+        y = silu(y)
     return jnp.where(rows.valid[:, None], y, 0.0).astype(x.dtype)
 
 
@@ -51,7 +52,7 @@ def causal_conv1d_update(
     x, pool, layer, weight, bias, query_start_loc, read_block, read_row, write_block, *, activation
 ):
     """See api.py."""
-    width, window = weight.shape[1], pool.shape[2]
+    width, window = weight.shape[0], pool.shape[2]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
     history = _history(pool, layer, read_block, read_row, width)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
@@ -76,7 +77,7 @@ def causal_conv1d_prefill(
     activation,
 ):
     """See api.py."""
-    width, window = weight.shape[1], pool.shape[2]
+    width, window = weight.shape[0], pool.shape[2]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
     history = _history(pool, layer, read_block, read_row, width)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)

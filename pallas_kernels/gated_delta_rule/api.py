@@ -2,11 +2,15 @@
 
 For one value head h with key head h // (value_heads // key_heads), state S [value_dim, key_dim] and token t:
 
-    g = -exp(A_log) * softplus(a + dt_bias),  beta = sigmoid(b)
+    g = -exp(A_log) * softplus(a + dt_bias)                  or, bounded, lower_bound * sigmoid(exp(A_log) * (a + dt_bias))
+    beta = sigmoid(b)                                        or, with negative eigenvalues, 2 * sigmoid(b)
     q, k = q / sqrt(sum(q^2) + 1e-6), likewise k;  q = q * scale
-    S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q
+    S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q
 
-Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); chunked form by the UT transform of the same paper.
+g is one number per head (gated delta net), or one per key channel (Kimi delta attention), which scales the columns of S.
+
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), with its UT transform for the chunked form; Kimi Team,
+"Kimi Linear" (2025) for the decay per channel; Grazzi et al., "Unlocking State-Tracking" (2024) for beta up to 2.
 """
 
 import functools
@@ -23,31 +27,60 @@ from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE, Config
 
 @checked
 def gated_delta_rule_gates(
-    a: Float[Array, "tokens value_heads"],
+    a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
     b: Float[Array, "tokens value_heads"],
     A_log: Float[Array, " value_heads"],
-    dt_bias: Float[Array, " value_heads"],
-) -> tuple[Float32[Array, "tokens value_heads"], Float32[Array, "tokens value_heads"]]:
-    """The log decay g (<= 0) and the correction strength beta in (0, 1) of raw projections, in float32.
+    dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
+    *,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[
+    Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
+    Float32[Array, "tokens value_heads"],
+]:
+    """The log decay g (<= 0) and the correction strength beta of raw projections, in float32.
 
-    `gated_delta_rule_update` computes the same inside its kernel; prefill takes these as arrays.
+    `gated_delta_rule_update` computes the same inside its kernel; the other functions take these as arrays.
+
+    Args:
+        a: Raw decay projection, per head or per key channel.
+        b: Raw beta projection.
+        A_log: Log decay rate per value head.
+        dt_bias: Added to `a`, whose trailing axes it has.
+        lower_bound: Least g of the bounded gate, < 0; None for the softplus gate.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+
+    Raises:
+        ValueError: a shape breaks the contract, or `lower_bound` isn't negative.
     """
-    return xla.gates(a, b, A_log, dt_bias)
+    _check_gates("gated_delta_rule_gates", a, dt_bias, lower_bound)
+    A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
+    return xla.gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+
+
+def _check_gates(name: str, a: jax.Array, dt_bias: jax.Array, lower_bound: float | None) -> None:
+    require(
+        dt_bias.shape == a.shape[1:],
+        f"{name}: dt_bias must be of a's shape {a.shape[1:]} per token, got {dt_bias.shape}",
+    )
+    require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
 
 
 @checked
 def gated_delta_rule_update(
     qkv: Float[Array, "tokens channels"],
-    a: Float[Array, "tokens value_heads"],
+    a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
     b: Float[Array, "tokens value_heads"],
     A_log: Float[Array, " value_heads"],
-    dt_bias: Float[Array, " value_heads"],
+    dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
     pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
     write_blocks: Int32[Array, "rows window"],
     *,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     implementation: Implementation | None = None,
@@ -64,16 +97,18 @@ def gated_delta_rule_update(
     Args:
         qkv: Convolved [queries | keys | values], heads in order; channels = 2 * key_heads * key_dim + value_heads *
             value_dim.
-        a: Raw decay projection.
+        a: Raw decay projection, per head or (Kimi delta attention) per key channel.
         b: Raw beta projection.
         A_log: Log decay rate per value head.
-        dt_bias: Added to `a` before the softplus.
+        dt_bias: Added to `a`, whose trailing axes it has.
         pool: States. Donate it: updated in place.
         layer: Layer whose blocks are read and written.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
         read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
         write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
             `window`. A block may be the row's own read block.
+        lower_bound: Least g of the bounded gate, < 0; None for the softplus gate.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         scale: Of the queries; None is key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised here.
         implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
@@ -94,11 +129,72 @@ def gated_delta_rule_update(
         f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels with "
         f"key_heads dividing {value_heads}, got {qkv.shape[1]}",
     )
+    _check_gates("gated_delta_rule_update", a, dt_bias, lower_bound)
     if qkv.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool
     operands = (qkv, a, b, A_log, dt_bias, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
-    return _update(
-        operands, key_dim**-0.5 if scale is None else scale, use_qk_l2norm, implementation, config, interpret
+    scale = key_dim**-0.5 if scale is None else scale
+    return _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, implementation, config, interpret)
+
+
+@checked
+def gated_delta_rule_recurrent(
+    q: Float[Array, "tokens key_heads key_dim"],
+    k: Float[Array, "tokens key_heads key_dim"],
+    v: Float[Array, "tokens value_heads value_dim"],
+    g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
+    beta: Float32[Array, "tokens value_heads"],
+    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    layer: int | Int32[Array, ""],
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    read_block: Int32[Array, " rows"],
+    write_blocks: Int32[Array, "rows window"],
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+    """`gated_delta_rule_update` from queries, keys, values, log decays and beta as they are.
+
+    Args:
+        q: Queries of all rows, packed.
+        k: Keys.
+        v: Values; value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, <= 0, per head or per key channel.
+        beta: Correction strength, in [0, 2].
+        pool: States. Donate it: updated in place.
+        layer: Layer whose blocks are read and written.
+        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
+        read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
+        write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
+            `window`. A block may be the row's own read block.
+        scale: Of the queries; None is key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised here.
+        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
+        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
+
+    Raises:
+        ValueError: a shape or dtype breaks the contract.
+        UnsupportedError: `implementation` was named and can't run these arguments.
+    """
+    _check_heads("gated_delta_rule_recurrent", k, v)
+    if v.shape[0] == 0 or read_block.shape[0] == 0:
+        return jnp.zeros_like(v), pool
+    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
+    scale = k.shape[2] ** -0.5 if scale is None else scale
+    return _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret)
+
+
+def _check_heads(name: str, k: jax.Array, v: jax.Array) -> None:
+    require(
+        v.shape[1] % k.shape[1] == 0,
+        f"{name}: k must have a number of heads that divides v's {v.shape[1]}, got {k.shape[1]}",
     )
 
 
@@ -158,10 +254,7 @@ def gated_delta_rule_prefill(
         ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    require(
-        v.shape[1] % k.shape[1] == 0,
-        f"gated_delta_rule_prefill: k must have a number of heads that divides v's {v.shape[1]}, got {k.shape[1]}",
-    )
+    _check_heads("gated_delta_rule_prefill", k, v)
     require(chunk_size >= 1, f"gated_delta_rule_prefill: chunk_size must be positive, got {chunk_size}")
     require(
         (checkpoint_offset is None) == (checkpoint_block is None),
@@ -174,14 +267,30 @@ def gated_delta_rule_prefill(
     return _prefill(operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, chunk_size, implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation", "config", "interpret"))
-def _update(operands, scale, use_qk_l2norm, implementation, config, interpret):
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+_STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=("lower_bound", "allow_neg_eigval", *_STATIC))
+def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, implementation, config, interpret):
+    options = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval, scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
         triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret):
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+    return dispatch(
+        implementation,
+        operands,
+        xla=functools.partial(xla.gated_delta_rule_recurrent, **options),
+        triton=functools.partial(
+            pallas_triton.gated_delta_rule_recurrent, **options, config=config, interpret=interpret
+        ),
     )
 
 

@@ -15,13 +15,16 @@ class Case:
     value_dim: int = 128
     dtype: str = "bfloat16"
     state_dtype: str = "float32"
+    packed: bool = True
+    kda: bool = False
 
 
-# Qwen3.5-35B-A3B's linear attention, and OLMo-Hybrid's heads of 96 x 192.
+# Qwen3.5-35B-A3B's linear attention, Kimi-Linear's, and OLMo-Hybrid's heads of 96 x 192.
 UPDATE_CASES = (
     *(Case(f"gdn_decode float32 {rows}", (1,) * rows) for rows in (1, 8, 64, 256)),
     *(Case(f"gdn_decode bfloat16 {rows}", (1,) * rows, state_dtype="bfloat16") for rows in (1, 8, 64, 256)),
     *(Case(f"gdn_verify float32 {rows}", (3,) * rows) for rows in (8, 64)),
+    *(Case(f"kda_decode float32 {rows}", (1,) * rows, key_heads=32, packed=False, kda=True) for rows in (8, 64)),
     Case("gdn_decode float16 8", (1,) * 8, state_dtype="float16"),
     Case("gdn_verify olmo 8", (1, 4, 0, 2, 3, 4, 1, 0), key_heads=30, value_heads=30, key_dim=96, value_dim=192),
 )

@@ -8,16 +8,24 @@ CHUNK_SIZE = 64
 
 @dataclass(frozen=True)
 class Config:
-    """Value rows of one program's state tile (a power of two) and its warps."""
+    """How the update kernel cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
+
+    A program holds `block_value` rows as tiles of `tile_value` rows; a row is folded into segments of `segment` keys.
+    """
 
     block_value: int
+    tile_value: int
+    segment: int
     num_warps: int
 
 
-def default_config(value_dim: int, key_dim: int) -> Config:
-    """Small tiles: many programs in flight hide the latency of a kernel that only streams its state.
+def default_config(rows: int, window: int, itemsize: int) -> Config:
+    """Tiles small enough for a warp to lay out without shared memory: XLA would pay for that with most of the L1 cache.
 
-    Within 2 % of the best of `benchmarks.tune` on an H200 (JAX 0.11.2) at 8 rows and more.
+    Tile and segment set the order of sums, so they depend on the state's dtype alone. Best, or within 2 %, of
+    `benchmarks.tune` on an H200 (JAX 0.11.2) for heads of 128 x 128.
     """
-    del value_dim, key_dim
-    return Config(block_value=8, num_warps=1)
+    if itemsize == 2:
+        block_value = 16 if window > 1 else 8 if rows >= 4 else 4
+        return Config(block_value, tile_value=4, segment=128, num_warps=1)
+    return Config(block_value=32 if window > 1 else 4, tile_value=4, segment=64, num_warps=1)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._math import softplus
 from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
 from pallas_kernels._rows import chunk_of_token, chunk_rows, token_rows
 
@@ -10,11 +11,13 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 L2_EPSILON = 1e-6
 
 
-def gates(a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """See api.py."""
+def gates(a, b, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False):
+    """See api.py; A_log broadcasts against `a`. Also runs inside the kernel."""
     raw = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
-    g = -jnp.exp(A_log.astype(jnp.float32)) * jax.nn.softplus(raw)
-    return g, jax.nn.sigmoid(b.astype(jnp.float32))
+    rate = jnp.exp(A_log.astype(jnp.float32))
+    g = -rate * softplus(raw) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * raw)
+    beta = jax.nn.sigmoid(b.astype(jnp.float32))
+    return g, 2.0 * beta if allow_neg_eigval else beta
 
 
 def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -> tuple[jax.Array, jax.Array]:
@@ -25,48 +28,45 @@ def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -
     return q * scale, k
 
 
-def gated_delta_rule_update(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_blocks_,
-    *,
-    scale,
-    use_qk_l2norm,
+def gated_delta_rule_recurrent(
+    q, k, v, g, beta, pool, layer, query_start_loc, read_block, write_blocks_, *, scale, use_qk_l2norm
 ):
     """See api.py."""
-    num_tokens, channels = qkv.shape
-    value_heads, value_dim, key_dim = pool.shape[2:]
-    key_channels = (channels - value_heads * value_dim) // 2
-    key_heads = key_channels // key_dim
+    num_tokens, value_heads = v.shape[:2]
+    repeats = value_heads // k.shape[1]
     rows = token_rows(query_start_loc, num_tokens)
 
     def advance(token, carry):
         state, out, pool = carry
         row, offset = rows.row[token], rows.offset[token]
         state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
-        q, k = (x.reshape(key_heads, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
-        q, k = (jnp.repeat(x, value_heads // key_heads, axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
-        v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
-        g, beta = gates(a[token], b[token], A_log, dt_bias)
-        state = jnp.exp(g)[:, None, None] * state
-        correction = beta[:, None] * (v - jnp.sum(state * k[:, None, :], axis=-1))
-        state = state + correction[:, :, None] * k[:, None, :]
-        out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(out.dtype))
+        q_t, k_t = (jnp.repeat(x, repeats, axis=0) for x in _prepare_qk(q[token], k[token], scale, use_qk_l2norm))
+        # One decay per head, or one per head and key.
+        state = jnp.exp(g[token]).reshape(value_heads, 1, -1) * state
+        retrieved = jnp.sum(state * k_t[:, None, :], axis=-1)
+        correction = beta[token][:, None] * (v[token].astype(jnp.float32) - retrieved)
+        state = state + correction[:, :, None] * k_t[:, None, :]
+        out = out.at[token].set(jnp.sum(state * q_t[:, None, :], axis=-1).astype(out.dtype))
         return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
 
     # Token after token in a body of one shape, and as many turns as there are tokens: a row's bits can't depend on its
     # neighbours or on the bucket.
     state = jnp.zeros(pool.shape[2:], jnp.float32)
-    out = jnp.zeros((num_tokens, value_heads, value_dim), qkv.dtype)
+    out = jnp.zeros(v.shape, v.dtype)
     _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
     return out, pool
+
+
+def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound, allow_neg_eigval, **options):
+    """See api.py."""
+    num_tokens, channels = qkv.shape
+    value_heads, value_dim, key_dim = pool.shape[2:]
+    key_channels = (channels - value_heads * value_dim) // 2
+    q, k = (x.reshape(num_tokens, -1, key_dim) for x in jnp.split(qkv[:, : 2 * key_channels], 2, axis=1))
+    v = qkv[:, 2 * key_channels :].reshape(num_tokens, value_heads, value_dim)
+    A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
+    g, beta = gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    return gated_delta_rule_recurrent(q, k, v, g, beta, pool, *rows, **options)
 
 
 def _advance_chunk(state, q, k, v, g, beta):

@@ -1,4 +1,4 @@
-"""state_copy as Pallas kernels: one program per (row, tile of the state), looping over the layers inside."""
+"""state_copy as Pallas kernels: the tiles of a batch row's state, in all layers, shared out among a few programs."""
 
 import functools
 
@@ -10,48 +10,58 @@ from pallas_kernels._pool import NULL_BLOCK
 from pallas_kernels.state_copy.config import Config, default_config
 
 
-def _copy_kernel(source_ref, destination_ref, _, pool_ref, *, tile_rows, tile_cols):
-    layers, _, rows, cols = pool_ref.shape
-    batch_row, tile = pt.program_id(0), pt.program_id(1)
-    source, destination = source_ref[batch_row], destination_ref[batch_row]
+def _for_each_tile(program, num_programs, layers, tiles, body):
+    """Runs body(layer, tile) for one program's share of all layers' tiles."""
+    turns = (layers * tiles - program + num_programs - 1) // num_programs
 
-    @pt.when((destination != NULL_BLOCK) & (source != destination))
-    def _():
+    def turn(i, _):
+        number = program + i * num_programs
+        body(number // tiles, number % tiles)
+
+    jax.lax.fori_loop(0, turns, turn, None)
+
+
+def _copy_kernel(refs, *, tile_rows, tile_cols):
+    layers, _, rows, cols = refs.pool.shape
+    program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
+    source, destination = refs.source[batch_row], refs.destination[batch_row]
+
+    def copy(layer, tile):
         row, row_inside = pt.lanes(tile, tile_rows, rows)
         col, col_inside = pt.lanes(0, tile_cols, cols)
         inside = row_inside[:, None] & col_inside[None, :]
+        at = lambda block: refs.pool.at[layer, block, row[:, None], col[None, :]]
+        state = pt.load(at(source), mask=inside & (source != NULL_BLOCK), other=0.0)
+        pt.store(at(destination), state, mask=inside)
 
-        def copy_layer(layer, _):
-            at = lambda block: pool_ref.at[layer, block, row[:, None], col[None, :]]
-            state = pt.load(at(source), mask=inside & (source != NULL_BLOCK), other=0.0)
-            pt.store(at(destination), state, mask=inside)
-
-        jax.lax.fori_loop(0, layers, copy_layer, None)
+    @pt.when((destination != NULL_BLOCK) & (source != destination))
+    def _():
+        _for_each_tile(program, num_programs, layers, -(-rows // tile_rows), copy)
 
 
-def _shift_kernel(source_ref, destination_ref, offset_ref, _, pool_ref, *, tile_cols):
-    layers, _, window, channels = pool_ref.shape
-    batch_row, tile = pt.program_id(0), pt.program_id(1)
-    source, destination, offset = source_ref[batch_row], destination_ref[batch_row], offset_ref[batch_row]
+def _shift_kernel(refs, *, tile_cols):
+    layers, _, window, channels = refs.pool.shape
+    program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
+    source, destination, offset = (ref[batch_row] for ref in (refs.source, refs.destination, refs.row_offset))
+
+    def shift(layer, tile):
+        channel, inside = pt.lanes(tile, tile_cols, channels)
+        at = lambda block, row: refs.pool.at[layer, block, row, channel]
+        # One channel stays in one thread, and all of its rows are read before one is written: memmove within a block.
+        moved = [
+            pt.load(
+                at(source, jnp.minimum(row + offset, window - 1)),
+                mask=inside & (row + offset < window) & (source != NULL_BLOCK),
+                other=0.0,
+            )
+            for row in range(window)
+        ]
+        for row, value in enumerate(moved):
+            pt.store(at(destination, jnp.int32(row)), value, mask=inside & (row + offset < window))
 
     @pt.when((destination != NULL_BLOCK) & ((source != destination) | (offset > 0)))
     def _():
-        channel, inside = pt.lanes(tile, tile_cols, channels)
-
-        # Row by row and one channel to one thread: within a block, a later row is read before it is overwritten.
-        def shift_layer(layer, _):
-            def shift_row(i, _):
-                moves = inside & (i + offset < window)
-                value = pt.load(
-                    pool_ref.at[layer, source, jnp.minimum(i + offset, window - 1), channel],
-                    mask=moves & (source != NULL_BLOCK),
-                    other=0.0,
-                )
-                pt.store(pool_ref.at[layer, destination, i, channel], value, mask=moves)
-
-            jax.lax.fori_loop(0, window, shift_row, None)
-
-        jax.lax.fori_loop(0, layers, shift_layer, None)
+        _for_each_tile(program, num_programs, layers, -(-channels // tile_cols), shift)
 
 
 def state_copy(
@@ -70,24 +80,25 @@ def state_copy(
         rows *= extent
     # Merging a state's leading axes is a bitcast; layers and blocks stay axes of their own (64-bit offsets).
     view = pool.reshape(layers, blocks, rows, cols)
-    config = config or default_config(source.shape[0], rows * cols, pool.dtype.itemsize)
+    config = config or default_config(pool.dtype.itemsize)
     tile_cols = pt.power_of_two(cols)
     if row_offset is None:
         tile_rows = min(max(config.tile // tile_cols, 1), pt.power_of_two(rows))
         kernel = functools.partial(_copy_kernel, tile_rows=tile_rows, tile_cols=tile_cols)
-        indices, tiles, name = (source, destination), -(-rows // tile_rows), "state_copy"
+        tiles, name = -(-rows // tile_rows), "state_copy"
     else:
-        tile_cols = min(config.tile, tile_cols)
+        tile_cols = min(max(config.tile // pt.power_of_two(rows), 128), tile_cols)
         kernel = functools.partial(_shift_kernel, tile_cols=tile_cols)
-        indices, tiles, name = (source, destination, row_offset), -(-cols // tile_cols), "state_copy_shift"
-    (view,) = pt.call(
+        tiles, name = -(-cols // tile_cols), "state_copy_shift"
+    batch_rows = source.shape[0]
+    results = pt.call(
         kernel,
-        (*indices, view),
         name=name,
-        grid=(source.shape[0], tiles),
-        out_shape=[jax.ShapeDtypeStruct(view.shape, view.dtype)],
-        aliases={len(indices): 0},
+        grid=(max(min(config.programs // batch_rows, layers * tiles), 1), batch_rows),
+        inputs=dict(source=source, destination=destination, row_offset=row_offset),
+        outputs={},
+        updates=dict(pool=view),
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return view.reshape(pool.shape)
+    return results["pool"].reshape(pool.shape)

@@ -2,10 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import assert_close, assert_untouched, dirty_pool, pack
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
 from kernels.oracle_causal_conv1d import causal_conv1d
 
 from pallas_kernels import UnsupportedError, causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels.causal_conv1d.config import Config
 
 LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 12, 40
 
@@ -15,7 +16,7 @@ def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_
     x = rng.normal(size=(tokens, CHANNELS)).astype(np.float32)
     x[sum(lengths) :] = np.nan  # padding tokens hold anything
     pool = dirty_pool(rng, (LAYERS, BLOCKS, width - 1 + K, CHANNELS), dtype, clean=blocks_to_read)
-    weight = jnp.asarray(rng.normal(size=(CHANNELS, width)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(width, CHANNELS)), jnp.float32)
     return (
         jnp.asarray(x).astype(dtype),
         pool,
@@ -25,19 +26,20 @@ def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_
 
 
 def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
-    width = weight.shape[1]
+    width = weight.shape[0]
     window = np.asarray(pool.astype(jnp.float32))[LAYER, read, row : row + width - 1]
     history = window if read else np.zeros((width - 1, CHANNELS))
     tokens = np.asarray(x.astype(jnp.float32))[start : start + length]
     return causal_conv1d(tokens, history, np.asarray(weight), None if bias is None else np.asarray(bias), silu)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("width", "K", "bias", "activation"),
-    [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 2, True, None), (5, 7, True, "silu")],
+    [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 0, True, None), (3, 2, True, None), (5, 8, True, "silu")],
 )
-def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
+def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype, implementation):
     # Decode and verify rows, an empty row, a skipped write, read block == write block, a fresh row, a padding row.
     lengths = [1, K + 1, 0, 1, min(2, K + 1), 1]
     read, row = [3, 4, 5, 0, 4, 5], [0, K, 0, 0, min(1, K), 0]
@@ -45,7 +47,9 @@ def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
     x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias)
     loc = pack(lengths, padding_rows=2)
     padded = [jnp.array([*v, 5, 5]) for v in (read, row)] + [jnp.array([*write, 10, 11])]
-    y, after = causal_conv1d_update(x, pool, LAYER, weight, bias, loc, *padded, activation=activation)
+    y, after = causal_conv1d_update(
+        x, pool, LAYER, weight, bias, loc, *padded, activation=activation, **how(implementation)
+    )
     for r, n in enumerate(lengths):
         start = int(loc[r])
         out, inputs = oracle_row(x, pool, weight, bias, start, n, read[r], row[r], activation == "silu")
@@ -56,6 +60,72 @@ def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype):
     assert not np.asarray(y[sum(lengths) :]).any()
     assert_untouched(pool, after, written=(3, 6, 8, 9))
     assert_untouched(pool[:LAYER], after[:LAYER], written=())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
+    """Alone, among others, permuted, padded: the same bits."""
+    lengths = [1, 3, 1, 2, 1]
+    x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, 2, bias=True, blocks_to_read=(1, 2, 3, 4, 5))
+    loc = np.asarray(pack(lengths))
+    run = jax.jit(lambda x, *rows: causal_conv1d_update(x, pool, LAYER, weight, bias, *rows, **how(implementation)))
+
+    def results(rows, padding):
+        tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
+        block = lambda first: jnp.array([r + first for r in rows] + [0] * padding)
+        here = pack([lengths[r] for r in rows], padding)
+        y, after = run(x[tokens], here, block(1), block(0) % 3, block(6))
+        return {
+            r: (
+                np.asarray(y[here[i] : here[i + 1]].astype(jnp.float32)),
+                np.asarray(after[LAYER, r + 6, : 2 + lengths[r]].astype(jnp.float32)),
+            )
+            for i, r in enumerate(rows)
+        }
+
+    wanted = results([0, 1, 2, 3, 4], 0)
+    for rows, padding in [([0], 0), ([2, 0, 4], 0), ([4, 3, 2, 1, 0], 3), ([1], 9)]:
+        for r, (y, window) in results(rows, padding).items():
+            np.testing.assert_array_equal(y, wanted[r][0])
+            np.testing.assert_array_equal(window, wanted[r][1])
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_every_config_computes_the_same_bits(rng, implementation):
+    x, pool, weight, _ = make(rng, [1, 3], 4, jnp.float32, 2)
+    rows = pack([1, 3]), jnp.array([3, 0]), jnp.array([1, 0]), jnp.array([6, 7])
+    results = [
+        causal_conv1d_update(x, pool, LAYER, weight, None, *rows, config=Config(*config), **how(implementation))
+        for config in ((16, 1), (64, 2), (512, 4))
+    ]
+    for y, after in results[1:]:
+        np.testing.assert_array_equal(y, results[0][0])
+        assert_untouched(results[0][1], after, written=())
+
+
+@pytest.mark.gpu
+def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+    x, _, _, _ = make(rng, [1], 4, jnp.bfloat16, extra_tokens=0)
+    channels, blocks = 8192, 90000  # 2.2e9 elements
+    x, weight = jnp.tile(x, (1, channels // CHANNELS + 1))[:, :channels], jnp.ones((4, channels))
+    last, first = blocks - 1, 2**31 // (3 * channels)
+    wrapped = last - first
+    window = jnp.asarray(rng.normal(size=(3, channels)), jnp.bfloat16)
+    fill = lambda: jnp.zeros((1, blocks, 3, channels), jnp.bfloat16).at[0, last].set(window).at[0, wrapped].set(7.0)
+    one = lambda v: jnp.array([v])
+    step = jax.jit(
+        lambda pool: causal_conv1d_update(
+            x, pool, 0, weight, None, pack([1]), one(last), one(0), one(last), implementation="triton"
+        ),
+        donate_argnums=0,
+    )
+    y, pool = step(jax.jit(fill)())
+    wanted, after = causal_conv1d_update(
+        x, window[None, None].repeat(2, 1), 0, weight, None, pack([1]), one(1), one(0), one(1), implementation="xla"
+    )
+    np.testing.assert_array_equal(pool[0, last].astype(jnp.float32), after[0, 1].astype(jnp.float32))
+    assert_close(y, np.asarray(wanted.astype(jnp.float32), np.float64), jnp.bfloat16, 4, "outputs")
+    assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -128,15 +198,15 @@ def test_bad_arguments_are_named(rng):
         with pytest.raises(ValueError, match="x must have the pool's dtype float32, got bfloat16"):
             op(x.astype(jnp.bfloat16), pool, 0, weight, None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="weight must be 2 to 5 wide, got 6"):
-            op(x, pool, 0, jnp.ones((CHANNELS, 6)), None, pack([2]), row, row, row)
+            op(x, pool, 0, jnp.ones((6, CHANNELS)), None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="at least 4 window rows, got 3"):
-            op(x, pool, 0, jnp.ones((CHANNELS, 5)), None, pack([2]), row, row, row)
+            op(x, pool, 0, jnp.ones((5, CHANNELS)), None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="pool must be Float"):
-            op(x[:, :8], pool, 0, weight[:8], None, pack([2]), row, row, row)
+            op(x[:, :8], pool, 0, weight[:, :8], None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
-        with pytest.raises(UnsupportedError, match="no Triton kernel"):
-            op(x, pool, 0, weight, None, pack([2]), row, row, row, implementation="triton")
+    with pytest.raises(UnsupportedError, match="no Triton kernel"):
+        causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, implementation="triton")
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
         causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
 

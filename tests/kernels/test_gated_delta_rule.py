@@ -11,6 +11,7 @@ from pallas_kernels import (
     UnsupportedError,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
+    gated_delta_rule_recurrent,
     gated_delta_rule_update,
 )
 from pallas_kernels.gated_delta_rule.config import Config
@@ -30,11 +31,13 @@ DIMS = {
     "grouped": Dims(),
     "equal heads": Dims(3, 3, 32, 16),
     "96 x 192": Dims(1, 2, 96, 192),
+    "256 x 64": Dims(1, 2, 256, 64),
     "odd": Dims(1, 3, 24, 20),
+    "kimi": Dims(2, 2, 128, 128),
 }
 
 
-def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5)):
+def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5), kda=False):
     tokens = sum(lengths) + extra_tokens
 
     def draw(*shape):
@@ -43,9 +46,10 @@ def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_t
         return jnp.asarray(x).astype(dtype)
 
     channels = 2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
-    head = lambda: jnp.asarray(rng.normal(size=dims.value_heads), jnp.float32)
+    head = lambda *key: jnp.asarray(rng.normal(size=(dims.value_heads, *key)), jnp.float32)
+    key = (dims.key_dim,) if kda else ()
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), state_dtype, clean)
-    return draw(channels), draw(dims.value_heads), draw(dims.value_heads), head(), head(), pool
+    return draw(channels), draw(dims.value_heads, *key), draw(dims.value_heads), head(), head(*key), pool
 
 
 def unpack(qkv, dims):
@@ -64,6 +68,38 @@ def state_of(pool, block):
     return state if block else np.zeros_like(state)
 
 
+def mixed_rows(window):
+    """Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows."""
+    lengths = [1, window, 0, 1, min(2, window), window]
+    read = [3, 4, 5, 0, 4, 5]
+    write = np.zeros((8, window), np.int32)
+    write[:6, 0] = [3, 6, 7, 8, 0, 9]
+    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
+    write[5, -1] = 5
+    write[6:] = 20
+    return lengths, read, write
+
+
+def assert_rows_are_the_recurrence(lengths, read, write, out, before, after, row_inputs, scale, l2norm=True):
+    """Outputs, every state that was kept, and that nothing else in the pool changed."""
+    key_dim, written = before.shape[-1], []
+    ends = np.cumsum([0, *lengths])
+    for r, n in enumerate(lengths):
+        tokens = slice(ends[r], ends[r] + n)
+        inputs = (x[tokens] for x in row_inputs)
+        wanted, states = gated_delta_rule(*inputs, state_of(before, read[r]), scale, l2norm)
+        # A token's output sums key_dim products of a state that n steps of key_dim products each have made.
+        terms = 4 * (n + 1) * key_dim
+        assert_close(out[tokens], wanted, out.dtype, terms, f"row {r}")
+        for t in range(n):
+            if write[r, t]:
+                written.append(write[r, t])
+                assert_close(state_of(after, write[r, t]), states[t], after.dtype, terms, f"state {r}, {t}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    assert_untouched(before, after, written)
+    assert_untouched(before[:LAYER], after[:LAYER], written=())
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("dims", "dtype", "state_dtype", "l2norm"),
@@ -75,22 +111,17 @@ def state_of(pool, block):
         ("grouped", jnp.float16, jnp.float16, True),
         ("equal heads", jnp.float32, jnp.float32, True),
         ("96 x 192", jnp.float32, jnp.float32, True),
+        ("96 x 192", jnp.bfloat16, jnp.bfloat16, True),
+        ("256 x 64", jnp.bfloat16, jnp.float16, True),
         ("odd", jnp.float32, jnp.float32, True),
     ],
 )
 @pytest.mark.parametrize("window", [1, 4])
 def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window, implementation):
     dims = DIMS[dims]
-    # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
-    lengths = [1, window, 0, 1, min(2, window), window]
-    read = [3, 4, 5, 0, 4, 5]
-    write = np.zeros((8, window), np.int32)
-    write[:6, 0] = [3, 6, 7, 8, 0, 9]
-    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
-    write[5, -1] = 5
-    write[6:] = 20
+    lengths, read, write = mixed_rows(window)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype)
-    loc = pack(lengths, padding_rows=2)
+    scale = dims.key_dim**-0.5 if l2norm else 1 / dims.key_dim
     out, after = gated_delta_rule_update(
         qkv,
         a,
@@ -99,40 +130,88 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window,
         dt_bias,
         pool,
         LAYER,
-        loc,
+        pack(lengths, padding_rows=2),
         jnp.array([*read, 5, 0]),
         jnp.asarray(write),
         use_qk_l2norm=l2norm,
-        scale=None if l2norm else 1 / dims.key_dim,
+        scale=None if l2norm else scale,
         **how(implementation),
     )
-    q, k, v = unpack(qkv, dims)
-    g, beta = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
-    written = []
-    for r, n in enumerate(lengths):
-        tokens = slice(int(loc[r]), int(loc[r]) + n)
-        scale = dims.key_dim**-0.5 if l2norm else 1 / dims.key_dim
-        wanted, states = gated_delta_rule(
-            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], state_of(pool, read[r]), scale, l2norm
-        )
-        # A token's output sums key_dim products of a state that n steps of key_dim products each have made.
-        assert_close(out[tokens], wanted, dtype, 4 * (n + 1) * dims.key_dim, f"row {r}")
-        for t in range(n):
-            if write[r, t]:
-                written.append(write[r, t])
-                assert_close(
-                    state_of(after, write[r, t]), states[t], state_dtype, 4 * (n + 1) * dims.key_dim, f"state {r}, {t}"
-                )
-    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
-    assert_untouched(pool, after, written)
-    assert_untouched(pool[:LAYER], after[:LAYER], written=())
+    gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
+    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [("equal heads", jnp.float32), ("odd", jnp.float32), ("kimi", jnp.bfloat16)]
+)
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_update_with_a_decay_per_key_channel(rng, dims, dtype, lower_bound, implementation):
+    """Kimi delta attention with both gates, several tokens to a row: each token has its own gate."""
+    dims = DIMS[dims]
+    lengths, read, write = mixed_rows(4)
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=True)
+    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    out, after = gated_delta_rule_update(
+        qkv, a, b, A_log, dt_bias, pool, LAYER, *rows, lower_bound=lower_bound, **how(implementation)
+    )
+    gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias, lower_bound)
+    inputs = (*unpack(qkv, dims), *gated)
+    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dims", ["grouped", "odd"])
+def test_update_with_negative_eigenvalues(rng, dims, implementation):
+    """OLMo's beta of up to 2."""
+    dims = DIMS[dims]
+    lengths, read, write = mixed_rows(4)
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims)
+    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    out, after = gated_delta_rule_update(
+        qkv, a, b + 3.0, A_log, dt_bias, pool, LAYER, *rows, allow_neg_eigval=True, **how(implementation)
+    )
+    inputs = (*unpack(qkv, dims), *gates(a, b + 3.0, A_log, dt_bias, beta_max=2))
+    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [("grouped", jnp.float32), ("odd", jnp.float32), ("96 x 192", jnp.bfloat16)]
+)
+@pytest.mark.parametrize("window", [1, 4])
+def test_recurrent_is_the_recurrence(rng, dims, dtype, kda, window, implementation):
+    dims = DIMS[dims]
+    lengths, read, write = mixed_rows(window)
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=kda)
+    q, k, v = (jnp.asarray(x, jnp.float32).astype(dtype) for x in unpack(qkv, dims))
+    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    out, after = gated_delta_rule_recurrent(q, k, v, g, 2 * beta, pool, LAYER, *rows, scale=0.3, **how(implementation))
+    inputs = (*unpack(qkv, dims), np.asarray(g, np.float64), 2 * np.asarray(beta, np.float64))
+    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, 0.3)
+
+
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gates_are_the_equations(rng, kda, lower_bound):
+    dims = DIMS["odd"]
+    _, a, b, A_log, dt_bias, _ = make(rng, [5], dims, extra_tokens=0, kda=kda)
+    a = a * 20  # both ends of the softplus
+    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=True)
+    wanted_g, wanted_beta = gates(a, b, A_log, dt_bias, lower_bound, beta_max=2)
+    np.testing.assert_allclose(g, wanted_g, rtol=4e-6)
+    np.testing.assert_allclose(beta, wanted_beta, rtol=4e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dims", ["grouped", "kimi"])
+def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, implementation):
     """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
-    dims, lengths = DIMS["grouped"], [1, 3, 1, 2, 1]
-    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, clean=(1, 2, 3, 4, 5))
+    dims, lengths = DIMS[dims], [1, 3, 1, 2, 1]
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, state_dtype, clean=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
     run = jax.jit(
         lambda qkv, a, b, loc, read, write: gated_delta_rule_update(
@@ -142,6 +221,8 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
 
     def results(rows, window, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
+        # Interpreted, a window of one is a program of its own, which XLA may round differently.
+        window = 3 if implementation == "interpret" else window
         write = np.zeros((len(rows) + padding, window), np.int32)
         for i in range(len(rows)):
             write[i, :] = 6 + 3 * i + np.arange(window)
@@ -151,13 +232,20 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
         return {
             r: (
                 np.asarray(out[here[i] : here[i + 1]].astype(jnp.float32)),
-                np.asarray(after[LAYER, write[i, lengths[r] - 1]]),
+                np.asarray(after[LAYER, write[i, lengths[r] - 1]].astype(jnp.float32)),
             )
             for i, r in enumerate(rows)
         }
 
     wanted = results([0, 1, 2, 3, 4], 3, 0)
-    for rows, window, padding in [([0], 1, 0), ([2, 0, 4], 1, 0), ([4, 3, 2, 1, 0], 3, 3), ([1], 3, 0), ([0], 3, 7)]:
+    for rows, window, padding in [
+        ([0], 1, 0),
+        ([2, 0, 4], 1, 0),
+        ([4, 3, 2, 1, 0], 3, 3),
+        ([1], 3, 0),
+        ([0], 3, 7),
+        ([0], 1, 40),
+    ]:
         for r, (out, state) in results(rows, window, padding).items():
             np.testing.assert_array_equal(out, wanted[r][0])
             np.testing.assert_array_equal(state, wanted[r][1])
@@ -218,9 +306,9 @@ def test_every_config_computes_the_same_bits(rng, implementation):
             jnp.array([3, 0]),
             jnp.array([[6], [7]]),
             **how(implementation),
-            config=Config(block_value=block, num_warps=1),
+            config=Config(*config),
         )
-        for block in (4, 8, 32)
+        for config in ((4, 4, 16, 1), (16, 4, 16, 1), (16, 2, 8, 2), (32, 32, 32, 4))
     ]
     for out, after in results[1:]:
         assert_close(out, np.asarray(results[0][0], np.float64), jnp.float32, dims.key_dim, "outputs")
@@ -405,6 +493,10 @@ def test_bad_arguments_are_named(rng):
         update(a=a[:, :2])
     with pytest.raises(ValueError, match="write_blocks must be Int32"):
         update(write=row)
+    with pytest.raises(ValueError, match="dt_bias must be of a's shape"):
+        update(a=jnp.zeros((*a.shape, dims.key_dim)))
+    with pytest.raises(ValueError, match="lower_bound must be negative or None, got 5"):
+        gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=5.0)
     inputs, pool = make_prefill(rng, [2], dims)
     k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
     with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):

@@ -1,5 +1,6 @@
 """Every Triton kernel lowers for GPUs on a machine without one, for every case and every Config that may be chosen."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import gated_delta_rule_update, state_copy
+from pallas_kernels import (
+    causal_conv1d_update,
+    gated_delta_rule_recurrent,
+    gated_delta_rule_update,
+    selective_state_update,
+    state_copy,
+)
+from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
 CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM3": 132, "NVIDIA B200": 148}
@@ -29,61 +38,126 @@ def rows(n):
     return array(jnp.int32, n)
 
 
-def lower_state_copy(device, case, blocks=512):
-    pool = array(case.dtype, case.layers, blocks, *case.state)
-    offset = (rows(case.rows),) if case.shift else ()
-    run = lambda pool, *plan: state_copy(pool, *plan, implementation="triton")
-    return lower(device, run, pool, rows(case.rows), rows(case.rows), *offset)
+def lower_state_copy(device, case, blocks=512, implementation="triton"):
+    pools = tuple(array(dtype, case.layers, blocks, *state) for state, dtype in case.states)
+
+    def run(pools, source, destination, offset):
+        plans = [(source, destination, offset)[: 3 if len(state) == 2 else 2] for state, _ in case.states]
+        return [state_copy(pool, *plan, implementation=implementation) for pool, plan in zip(pools, plans, strict=True)]
+
+    return lower(device, run, pools, *[rows(case.rows)] * 3)
 
 
-def lower_update(device, case, layers=30, blocks=512, implementation="triton"):
+def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pool = array(case.dtype, layers, blocks, case.width - 1 + case.num_speculative_tokens, case.channels)
+    x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
+    run = lambda pool, x, weight, layer, *indices: causal_conv1d_update(
+        x, pool, layer, weight, None, *indices, implementation=implementation
+    )
+    return lower(device, run, pool, x, weight, array(jnp.int32), rows(n + 1), rows(n), rows(n), rows(n))
+
+
+def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n, window = sum(case.lengths), len(case.lengths), max(case.lengths)
     pool = array(case.state_dtype, layers, blocks, case.value_heads, case.value_dim, case.key_dim)
-    channels = 2 * case.key_heads * case.key_dim + case.value_heads * case.value_dim
-    qkv, gate = array(case.dtype, tokens, channels), array(case.dtype, tokens, case.value_heads)
     head = array(jnp.float32, case.value_heads)
-    run = lambda pool, qkv, a, b, A_log, dt_bias, layer, loc, read, write: gated_delta_rule_update(
-        qkv, a, b, A_log, dt_bias, pool, layer, loc, read, write, implementation=implementation
+    indices = rows(n + 1), rows(n), array(jnp.int32, n, window)
+    if case.packed:
+        channels = 2 * case.key_heads * case.key_dim + case.value_heads * case.value_dim
+        gate = array(case.dtype, tokens, case.value_heads)
+        inputs = array(case.dtype, tokens, channels), gate, gate, head, head
+        op = gated_delta_rule_update
+    else:
+        keys = array(case.dtype, tokens, case.key_heads, case.key_dim)
+        beta = array(jnp.float32, tokens, case.value_heads)
+        g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
+        inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
+        op = gated_delta_rule_recurrent
+    run = lambda pool, layer, inputs, indices: op(*inputs, pool, layer, *indices, implementation=implementation)
+    return lower(device, run, pool, array(jnp.int32), inputs, indices)
+
+
+def lower_selective_state_update(device, case, layers=30, blocks=512, implementation="triton"):
+    tokens, n, window = sum(case.lengths), len(case.lengths), max(case.lengths)
+    channel = case.heads, case.head_dim
+    per = channel if case.is_mamba1 else (case.heads,)
+    pool = array(case.state_dtype, layers, blocks, *channel, case.state_dim)
+    A = array(jnp.float32, *(*channel, case.state_dim) if case.is_mamba1 else per)
+    x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
+    fixed = dict(D=array(jnp.float32, *per), dt_bias=array(jnp.float32, *per), z=x if case.gated else None)
+    run = lambda pool, layer, inputs, fixed, *indices: selective_state_update(
+        *inputs, pool, layer, *indices, **fixed, implementation=implementation
     )
-    indices = array(jnp.int32), rows(n + 1), rows(n), array(jnp.int32, n, window)
-    return lower(device, run, pool, qkv, gate, gate, head, head, *indices)
+    inputs = x, array(case.dtype, tokens, *per), A, group, group
+    return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), rows(n), array(jnp.int32, n, window))
 
 
-@pytest.mark.parametrize("case", state_copy_cases.CASES, ids=lambda case: case.name)
-def test_state_copy_lowers_for_h200(case):
-    assert "__gpu$xla.gpu.triton" in lower_state_copy("NVIDIA H200", case)
+# Each op's lowering, its cases, and one whose pool passes 2^31 elements at 4097 blocks or fewer.
+OPS = {
+    "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
+    "causal_conv1d_update": (lower_conv, causal_conv1d_cases.UPDATE_CASES, causal_conv1d_cases.UPDATE_CASES[0]),
+    "gated_delta_rule_update": (
+        lower_gated_delta_rule,
+        gated_delta_rule_cases.UPDATE_CASES,
+        gated_delta_rule_cases.UPDATE_CASES[0],
+    ),
+    "selective_state_update": (
+        lower_selective_state_update,
+        selective_state_update_cases.CASES,
+        selective_state_update_cases.CASES[0],
+    ),
+}
 
 
-@pytest.mark.parametrize("case", gated_delta_rule_cases.UPDATE_CASES, ids=lambda case: case.name)
-def test_gated_delta_rule_update_lowers_for_h200(case):
-    assert "__gpu$xla.gpu.triton" in lower_update("NVIDIA H200", case)
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, case) for op in OPS for case in OPS[op][1]], ids=lambda x: x if isinstance(x, str) else x.name
+)
+def test_every_case_lowers_for_h200(op, case):
+    assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
+def test_every_configuration_lowers(op, state_dtype, lengths):
+    """Whatever `default_config` depends on, besides what the cases cover."""
+    run, cases, _ = OPS[op]
+    dims = {(c.key_dim, c.value_dim) if hasattr(c, "key_dim") else (c.head_dim, c.state_dim): c for c in cases}
+    for case in dims.values():
+        case = dataclasses.replace(case, lengths=lengths, state_dtype=state_dtype)
+        assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case)
 
 
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
-def test_one_case_of_each_op_lowers_for_other_gpus(device):
-    assert "__gpu$xla.gpu.triton" in lower_state_copy(device, state_copy_cases.CASES[2])
-    assert "__gpu$xla.gpu.triton" in lower_update(device, gated_delta_rule_cases.UPDATE_CASES[0])
+@pytest.mark.parametrize("op", OPS)
+def test_one_case_of_each_op_lowers_for_other_gpus(op, device):
+    run, _, case = OPS[op]
+    assert "__gpu$xla.gpu.triton" in run(device, case)
 
 
-def test_the_default_is_triton_on_cuda_and_xla_elsewhere():
-    case = gated_delta_rule_cases.UPDATE_CASES[0]
-    assert "__gpu$xla.gpu.triton" in lower_update("NVIDIA H200", case, implementation=None)
+@pytest.mark.parametrize("op", OPS)
+def test_the_default_is_triton_on_cuda(op):
+    run, _, case = OPS[op]
+    assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case, implementation=None)
+
+
+def test_the_default_is_xla_elsewhere():
     pool = array(jnp.float32, 1, 4, 8, 16)
     copy = jax.jit(lambda p, s: state_copy(p, s, s)).trace(pool, rows(2))
-    on_cpu = copy.lower(lowering_platforms=("cpu",)).as_text()
-    assert "triton" not in on_cpu
+    assert "triton" not in copy.lower(lowering_platforms=("cpu",)).as_text()
 
 
-@pytest.mark.parametrize("op", ["state_copy", "gated_delta_rule_update"])
+@pytest.mark.parametrize("op", OPS)
 def test_pools_of_more_than_2_to_the_31_elements_have_64_bit_offsets(op, monkeypatch, capsys):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, debug=True))
+    run, _, case = OPS[op]
 
     def triton_ir(blocks):
-        if op == "state_copy":
-            lower_state_copy("NVIDIA H200", state_copy_cases.CASES[2], blocks=blocks)
-        else:
-            lower_update("NVIDIA H200", gated_delta_rule_cases.UPDATE_CASES[0], blocks=blocks)
-        return capsys.readouterr().out.split("The Triton module")[1]
+        run("NVIDIA H200", case, blocks=blocks)
+        return capsys.readouterr().out.split("The Triton module")[-1]
 
-    assert "xi64>" not in triton_ir(33)  # 30 layers of 33 blocks: 5.2e8 elements
-    assert "xi64>" in triton_ir(4097)
+    # 30 layers: a window of 3 x 8192 bfloat16 is 1/21 of a state of 32 x 128 x 128, and half as many bytes an element.
+    few, many = (500, 4097 * 24) if op == "causal_conv1d_update" else (33, 4097)
+    assert "xi64>" not in triton_ir(few)
+    assert "xi64>" in triton_ir(many)

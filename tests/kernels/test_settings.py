@@ -10,7 +10,9 @@ from pallas_kernels import (
     causal_conv1d_update,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
+    gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    selective_state_update,
     state_copy,
 )
 
@@ -22,33 +24,25 @@ def run(draw, implementation):
     """Every op once, on the same numbers."""
     array = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
     ints = lambda *values: jnp.asarray(values, jnp.int32)
-    x, weight, loc = array(6, CHANNELS), array(CHANNELS, 4), ints(0, 1, 6)
+    x, weight, loc = array(6, CHANNELS), array(4, CHANNELS), ints(0, 1, 6)
     conv, recurrent = array(1, 6, 5, CHANNELS), array(1, 6, HEADS, DIM, DIM)
     a, b, A_log, dt_bias = array(6, HEADS), array(6, HEADS), array(HEADS), array(HEADS)
     rows = 0, weight, None, loc, ints(1, 0), ints(1, 0), ints(2, 3)
     how = dict(implementation="triton", interpret=True) if implementation == "interpret" else dict(implementation="xla")
     qkv, after = causal_conv1d_prefill(x, conv, *rows)
-    _, updated = causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:])
+    _, updated = causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:], **how)
     q, k, v = jnp.split(qkv.reshape(6, 3 * HEADS, DIM), 3, axis=1)
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+    states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
     return (
+        gated_delta_rule_recurrent(q, k, v, g, beta, *states, **how),
+        gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
+        selective_state_update(v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how),
         state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
         state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
         (qkv, after, updated),
         gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, ints(3, 0), ints(1, 0), ints(2, 3)),
-        gated_delta_rule_update(
-            x,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            recurrent,
-            0,
-            loc,
-            ints(1, 0),
-            jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4))),
-            **how,
-        ),
+        gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
     )
 
 

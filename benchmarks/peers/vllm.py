@@ -1,0 +1,175 @@
+"""vLLM's Triton kernels (measured: 0.33.0). `vllm` must be importable: installed, or its wheel unpacked on the path."""
+
+from typing import Any
+
+import jax
+import torch
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
+    fused_recurrent_gated_delta_rule_packed_decode,
+)
+from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update
+from vllm.third_party.flash_linear_attention.ops.kda import fused_recurrent_kda
+from vllm.v1.worker.mamba_utils import precopy_mamba_align_fused_kernel
+
+from benchmarks.peers import Launch
+
+
+def _view(array: jax.Array) -> torch.Tensor:
+    """The same memory: what torch writes there, JAX's array holds."""
+    return torch.from_dlpack(array)
+
+
+def _views(workload: Any) -> dict[str, torch.Tensor]:
+    return {name: _view(array).contiguous() for name, array in workload.given.items()}
+
+
+def state_copy(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    """One launch over all layers and both kinds of state, block ids from a table of two columns per row."""
+    case, given = workload.case, _views(workload)
+    layers = [
+        (pool[layer], len(state)) for pool, (state, _) in zip(map(_view, pools), case.states, strict=True)
+        for layer in range(case.layers)
+    ]  # fmt: skip
+    number = lambda values, dtype: torch.tensor(values, dtype=dtype, device="cuda")
+    i64 = lambda values: number(values, torch.int64)
+    i32 = lambda values: number(values, torch.int32)
+    tables = [
+        torch.stack([read, write], dim=1).contiguous()
+        for read, write in zip(given["read"], given["write"], strict=True)
+    ]
+    pointers = [i64([table.data_ptr()]) for table in tables]
+    crosses = given["read"][0] != given["write"][0]
+    target = torch.ones(case.rows, dtype=torch.int32, device="cuda")
+    source = torch.where(crosses, 0, 1).to(torch.int32)
+    rows, bias = torch.arange(case.rows, dtype=torch.int32, device="cuda"), torch.full_like(target, case.offset)
+    metadata = (
+        i64([state.data_ptr() for state, _ in layers]),
+        i64([state.stride(0) * state.element_size() for state, _ in layers]),
+        i32([state.element_size() for state, _ in layers]),
+        i64([state[0, 0].numel() if ndim == 2 else state[0].numel() for state, ndim in layers]),
+        i32([state.shape[1] if ndim == 2 else 0 for state, ndim in layers]),
+        i32([0] * len(layers)),
+        i32([0] * len(layers)),
+        i64([0] * len(layers)),
+    )
+
+    def launch(turn):
+        chosen = turn % len(tables)
+        precopy_mamba_align_fused_kernel[(case.rows, len(layers), 16)](
+            target, source, bias, pointers[chosen], tables[chosen].stride(0),
+            *metadata, rows, case.rows,
+            COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, HAS_IDX_MAPPING=True, TEMPORAL_TILES=16,
+        )  # fmt: skip
+        return ()
+
+    return launch
+
+
+def conv_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given = _views(workload)
+    windows, weight = _view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
+    x, out = given["x"], torch.empty_like(given["x"])
+    verify = {}
+    if workload.case.num_speculative_tokens:
+        accepted = torch.ones(len(workload.case.lengths), dtype=torch.int32, device="cuda")
+        verify = dict(
+            num_accepted_tokens=accepted,
+            query_start_loc=given["query_start_loc"],
+            max_query_len=max(workload.case.lengths),
+        )
+
+    def launch(turn):
+        read = given["read"][turn % len(given["read"])]
+        causal_conv1d_update(x, windows, weight, None, "silu", conv_state_indices=read, out=out, **verify)
+        return (out,)
+
+    return launch
+
+
+def gdn_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = _views(workload), workload.case
+    pool = _view(pools[0])[0]
+    out = given["qkv"].new_empty(len(case.lengths), 1, case.value_heads, case.value_dim)
+    rows = given["write"][..., 0].contiguous()
+
+    def launch(turn):
+        fused_recurrent_gated_delta_rule_packed_decode(
+            given["qkv"], given["a"], given["b"], given["A_log"], given["dt_bias"], case.key_dim**-0.5, pool, out,
+            rows[turn % len(rows)], use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return (out[:, 0],)
+
+    return launch
+
+
+def gdn_verify(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = _views(workload), workload.case
+    pool, blocks = _view(pools[0])[0], given["write"]
+    keys = case.key_heads * case.key_dim
+    heads = lambda x, dim: x.reshape(1, x.shape[0], -1, dim).contiguous()
+    q, k, v = given["qkv"].split([keys, keys, case.value_heads * case.value_dim], dim=1)
+    q, k, v = heads(q, case.key_dim), heads(k, case.key_dim), heads(v, case.value_dim)
+    accepted = torch.ones(len(case.lengths), dtype=torch.int32, device="cuda")
+
+    def launch(turn):
+        out, _ = fused_sigmoid_gating_delta_rule_update(
+            given["A_log"], given["a"], given["b"], given["dt_bias"], q, k, v,
+            initial_state=pool, cu_seqlens=given["query_start_loc"], ssm_state_indices=blocks[turn % len(blocks)],
+            num_accepted_tokens=accepted, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return (out[0],)
+
+    return launch
+
+
+def kda_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given = _views(workload)
+    pool, rows = _view(pools[0])[0], given["write"][..., 0].contiguous()
+    inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
+
+    def launch(turn):
+        out, _ = fused_recurrent_kda(
+            *inputs,
+            initial_state=pool,
+            cu_seqlens=given["query_start_loc"],
+            ssm_state_indices=rows[turn % len(rows)],
+            use_qk_l2norm_in_kernel=True,
+        )
+        return (out[0],)
+
+    return launch
+
+
+def state_space_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = _views(workload), workload.case
+    pool, out = _view(pools[0])[0], torch.empty_like(given["x"])
+    channel = case.heads, case.head_dim
+    per_channel = lambda v: v if v.shape[-2:] == channel else v[..., None].expand(*v.shape, case.head_dim)
+    A = given["A"] if case.is_mamba1 else given["A"][:, None, None].expand(*channel, case.state_dim)
+    dt, D, dt_bias = (per_channel(given[name]) for name in ("dt", "D", "dt_bias"))
+    read, write = given["read"], given["write"][..., 0].contiguous()
+
+    def launch(turn):
+        chosen = turn % len(read)
+        selective_state_update(
+            pool, given["x"], dt, A, given["B"], given["C"], D, dt_bias, dt_softplus=True,
+            state_batch_indices=read[chosen], dst_state_batch_indices=write[chosen], out=out,
+        )  # fmt: skip
+        return (out,)
+
+    return launch
+
+
+# By the first word of a case's name.
+ADAPTERS = {
+    "state_copy": state_copy,
+    "conv_update": conv_update,
+    "conv_verify": conv_update,
+    "gdn_decode": gdn_decode,
+    "gdn_verify": gdn_verify,
+    "kda_decode": kda_decode,
+    "mamba1_update": state_space_update,
+    "mamba2_update": state_space_update,
+}

@@ -1,0 +1,41 @@
+"""selective_state_update in plain jax.numpy, token by token."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._math import silu, softplus
+from pallas_kernels._pool import read_blocks, write_blocks
+from pallas_kernels._rows import token_rows
+
+
+def selective_state_update(
+    x, dt, A, B, C, pool, layer, query_start_loc, read_block, write_blocks_, D, z, dt_bias, *, dt_softplus
+):
+    """See api.py."""
+    heads = x.shape[1]
+    rows = token_rows(query_start_loc, x.shape[0])
+    # Whatever is given per head is the same for all of the head's channels (and states).
+    per_channel = lambda v: v.astype(jnp.float32).reshape(heads, -1)
+    A = A.astype(jnp.float32).reshape(heads, *(A.shape[1:] or (1, 1)))
+
+    def advance(token, carry):
+        state, out, pool = carry
+        row, offset = rows.row[token], rows.offset[token]
+        state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
+        step = per_channel(dt[token])
+        step = step if dt_bias is None else step + per_channel(dt_bias)
+        step = softplus(step) if dt_softplus else step
+        x_t = x[token].astype(jnp.float32)
+        B_t, C_t = (jnp.repeat(v[token].astype(jnp.float32), heads // v.shape[1], axis=0)[:, None, :] for v in (B, C))
+        state = jnp.exp(A * step[..., None]) * state + (step * x_t)[..., None] * B_t
+        y = jnp.sum(state * C_t, axis=-1)
+        y = y if D is None else y + per_channel(D) * x_t
+        y = y if z is None else y * silu(z[token].astype(jnp.float32))
+        out = out.at[token].set(y.astype(out.dtype))
+        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
+
+    # Token after token in a body of one shape, and as many turns as there are tokens: a row's bits can't depend on its
+    # neighbours or on the bucket.
+    carry = jnp.zeros(pool.shape[2:], jnp.float32), jnp.zeros_like(x), pool
+    _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, carry)
+    return out, pool

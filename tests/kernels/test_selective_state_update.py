@@ -1,0 +1,241 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.oracle_selective_state_update import selective_state_update as oracle
+
+from pallas_kernels import selective_state_update
+from pallas_kernels.selective_state_update.config import Config
+
+LAYER, LAYERS, BLOCKS = 1, 2, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+
+    @property
+    def is_mamba1(self):
+        return self.heads == 1
+
+
+DIMS = {
+    "mamba2": Dims(4, 8, 32, 2),
+    "mamba2 128": Dims(2, 16, 128, 1),
+    "mamba2 256": Dims(2, 8, 256, 1),
+    "mamba2 odd": Dims(3, 10, 24, 3),
+    "mamba1": Dims(1, 40, 16),
+    "mamba1 odd": Dims(1, 37, 20),
+}
+
+
+def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5)):
+    """Arguments up to C, the pool and the optional arguments."""
+    tokens = sum(lengths) + extra_tokens
+
+    def draw(*shape):
+        x = rng.normal(size=(tokens, *shape)).astype(np.float32)
+        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        return jnp.asarray(x).astype(dtype)
+
+    channel = (dims.heads, dims.head_dim)
+    per = channel if dims.is_mamba1 else (dims.heads,)
+    fixed = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    A = -jnp.exp(fixed(*(*channel, dims.state_dim) if dims.is_mamba1 else per))
+    B, C = draw(dims.groups, dims.state_dim), draw(dims.groups, dims.state_dim)
+    pool = dirty_pool(rng, (LAYERS, BLOCKS, *channel, dims.state_dim), state_dtype, clean)
+    return (draw(*channel), draw(*per), A, B, C), pool, dict(D=fixed(*per), z=draw(*channel), dt_bias=fixed(*per))
+
+
+def state_of(pool, block):
+    state = np.asarray(pool.astype(jnp.float32), np.float64)[LAYER, block]
+    return state if block else np.zeros_like(state)
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda v: np.asarray(v.astype(jnp.float32), np.float64), tree)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dims", "dtype", "state_dtype"),
+    [
+        ("mamba2", jnp.float32, jnp.float32),
+        ("mamba2", jnp.bfloat16, jnp.float16),
+        ("mamba2 128", jnp.bfloat16, jnp.bfloat16),
+        ("mamba2 256", jnp.float32, jnp.float32),
+        ("mamba2 odd", jnp.float32, jnp.float32),
+        ("mamba1", jnp.float32, jnp.float32),
+        ("mamba1", jnp.bfloat16, jnp.bfloat16),
+        ("mamba1 odd", jnp.float32, jnp.float32),
+    ],
+)
+@pytest.mark.parametrize("window", [1, 4])
+def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, window, implementation):
+    dims = DIMS[dims]
+    # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
+    lengths = [1, window, 0, 1, min(2, window), window]
+    read = [3, 4, 5, 0, 4, 5]
+    write = np.zeros((8, window), np.int32)
+    write[:6, 0] = [3, 6, 7, 8, 0, 9]
+    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
+    write[5, -1] = 5
+    write[6:] = 20
+    arguments, pool, options = make(rng, lengths, dims, dtype, state_dtype)
+    rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
+    out, after = selective_state_update(*arguments, pool, LAYER, *rows, **options, **how(implementation))
+    (x, dt, A, B, C), given = in_float64(arguments), in_float64(options)
+    written, ends = [], np.cumsum([0, *lengths])
+    for r, n in enumerate(lengths):
+        tokens = slice(ends[r], ends[r] + n)
+        per_row = given | dict(z=given["z"][tokens])
+        wanted, states = oracle(x[tokens], dt[tokens], A, B[tokens], C[tokens], state_of(pool, read[r]), **per_row)
+        # A token's output sums state_dim products of a state to which n tokens have added one each.
+        terms = 4 * (n + 1) * dims.state_dim
+        assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
+        for t in range(n):
+            if write[r, t]:
+                written.append(write[r, t])
+                assert_close(state_of(after, write[r, t]), states[t], state_dtype, terms, f"state {r}, {t}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    assert_untouched(pool, after, written)
+    assert_untouched(pool[:LAYER], after[:LAYER], written=())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dims", ["mamba2", "mamba1"])
+@pytest.mark.parametrize("given", [(), ("D",), ("z", "dt_bias")])
+@pytest.mark.parametrize("dt_softplus", [True, False])
+def test_optional_arguments(rng, dims, given, dt_softplus, implementation):
+    dims, lengths = DIMS[dims], [2, 1]
+    (x, dt, A, B, C), pool, options = make(rng, lengths, dims, extra_tokens=0)
+    options = {name: options[name] for name in given}
+    dt = dt if dt_softplus else jnp.abs(dt)
+    rows = pack(lengths), jnp.array([3, 4]), jnp.array([[6, 7], [8, 0]])
+    out, after = selective_state_update(
+        x, dt, A, B, C, pool, LAYER, *rows, **options, dt_softplus=dt_softplus, **how(implementation)
+    )
+    for r, tokens in enumerate((slice(0, 2), slice(2, 3))):
+        per_row = options | ({"z": options["z"][tokens]} if "z" in options else {})
+        wanted, states = oracle(
+            x[tokens], dt[tokens], A, B[tokens], C[tokens], state_of(pool, 3 + r), **per_row, dt_softplus=dt_softplus
+        )
+        assert_close(out[tokens], wanted, jnp.float32, 12 * dims.state_dim, f"row {r}")
+        assert_close(state_of(after, (7, 8)[r]), states[-1], jnp.float32, 12 * dims.state_dim, f"state {r}")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dims", ["mamba2", "mamba2 128", "mamba1"])
+def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, implementation):
+    """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
+    lengths = [1, 3, 1, 2, 1]
+    (x, dt, A, B, C), pool, options = make(rng, lengths, DIMS[dims], jnp.bfloat16, state_dtype, clean=(1, 2, 3, 4, 5))
+    loc = np.asarray(pack(lengths))
+    z = options.pop("z")
+    run = jax.jit(
+        lambda x, dt, B, C, z, *rows: selective_state_update(
+            x, dt, A, B, C, pool, LAYER, *rows, z=z, **options, **how(implementation)
+        )
+    )
+
+    def results(rows, window, padding):
+        tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
+        # Interpreted, a window of one is a program of its own, which XLA may round differently.
+        window = 3 if implementation == "interpret" else window
+        write = np.zeros((len(rows) + padding, window), np.int32)
+        for i in range(len(rows)):
+            write[i, :] = 6 + 3 * i + np.arange(window)
+        read = jnp.array([r + 1 for r in rows] + [0] * padding)
+        here = pack([lengths[r] for r in rows], padding)
+        out, after = run(*(v[tokens] for v in (x, dt, B, C, z)), here, read, jnp.asarray(write))
+        return {
+            r: (
+                np.asarray(out[here[i] : here[i + 1]].astype(jnp.float32)),
+                np.asarray(after[LAYER, write[i, lengths[r] - 1]].astype(jnp.float32)),
+            )
+            for i, r in enumerate(rows)
+        }
+
+    wanted = results([0, 1, 2, 3, 4], 3, 0)
+    for rows, window, padding in [
+        ([0], 1, 0),
+        ([2, 0, 4], 1, 0),
+        ([4, 3, 2, 1, 0], 3, 3),
+        ([1], 3, 0),
+        ([0], 3, 7),
+        ([0], 1, 40),
+    ]:
+        for r, (out, state) in results(rows, window, padding).items():
+            np.testing.assert_array_equal(out, wanted[r][0])
+            np.testing.assert_array_equal(state, wanted[r][1])
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dims", ["mamba2", "mamba1"])
+def test_every_config_computes_the_same_numbers(rng, dims, implementation):
+    dims = DIMS[dims]
+    arguments, pool, options = make(rng, [1, 1], dims)
+    rows = pack([1, 1]), jnp.array([3, 0]), jnp.array([[6], [7]])
+    results = [
+        selective_state_update(*arguments, pool, LAYER, *rows, **options, config=Config(*config), **how(implementation))
+        for config in ((4, 4, 16, 1), (16, 4, 16, 1), (16, 2, 8, 2), (32, 32, 32, 4))
+    ]
+    for out, after in results[1:]:
+        assert_close(out, np.asarray(results[0][0], np.float64), jnp.float32, dims.state_dim, "outputs")
+        for block in (6, 7):
+            assert_close(state_of(after, block), state_of(results[0][1], block), jnp.float32, dims.state_dim, "state")
+
+
+@pytest.mark.gpu
+def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+    dims, blocks = Dims(8, 128, 128), 16500
+    arguments, small, options = make(rng, [1], dims, extra_tokens=0)
+    last = blocks - 1
+    wrapped = last - 2**31 // (8 * 128 * 128)
+    fill = lambda: jnp.zeros((1, blocks, 8, 128, 128)).at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0)
+    step = jax.jit(
+        lambda pool, block: selective_state_update(
+            *arguments, pool, 0, pack([1]), block, block[None], **options, implementation="triton"
+        ),
+        donate_argnums=0,
+    )
+    out, pool = step(jax.jit(fill)(), jnp.array([last]))
+    wanted, after = selective_state_update(
+        *arguments, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]]), **options, implementation="xla"
+    )
+    np.testing.assert_allclose(out, wanted, atol=1e-4)
+    np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
+    assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
+
+
+def test_empty_arrays_return_at_once(rng):
+    arguments, pool, options = make(rng, [2], DIMS["mamba2"])
+    none = jnp.zeros((0,), jnp.int32)
+    out, after = selective_state_update(*arguments, pool, 0, pack([]), none, none[:, None], **options)
+    assert not out.any()
+    assert after is pool
+
+
+def test_bad_arguments_are_named(rng):
+    (x, dt, A, B, C), pool, _ = make(rng, [2], DIMS["mamba2"])
+    row = jnp.array([1])
+    update = lambda dt=dt, B=B, C=C, **options: selective_state_update(
+        x, dt, A, B, C, pool, 0, pack([2]), row, row[None], **options
+    )
+    with pytest.raises(ValueError, match=r"dt must be Float.* or Float"):
+        update(dt=dt[:, :2])
+    with pytest.raises(ValueError, match="C must be Float"):
+        update(C=C[:, :1])
+    with pytest.raises(ValueError, match="B must have a number of groups that divides x's 4 heads, got 3"):
+        update(B=jnp.concatenate([B, B[:, :1]], 1), C=jnp.concatenate([C, C[:, :1]], 1))
+    with pytest.raises(ValueError, match="D must be Float"):
+        update(D=jnp.zeros(3))
+    with pytest.raises(ValueError, match="implementation must be"):
+        update(implementation="cuda")
