@@ -232,7 +232,7 @@ def state_space_workload(case: selective_state_update_cases.Case) -> Workload:
         ),
         step=step,
         given=inputs | dict(read=blocks[..., 0], write=blocks[..., 1:]),
-        config=state_space_config(rows, window, case.state_dim, _itemsize(case.state_dtype)),
+        config=state_space_config(window, case.state_dim, _itemsize(case.state_dtype)),
     )
 
 

@@ -51,7 +51,8 @@ def causal_conv1d_update(
 
     Args:
         x: Tokens of all rows, packed.
-        pool: Windows, oldest input first, `window` >= width - 2 + the longest row. Donate it: updated in place.
+        pool: Windows, oldest input first, `window` >= width - 2 + the longest row, and best no more: the Triton kernel is
+            unrolled over as many tokens as fit. Donate it: updated in place.
         layer: Layer whose blocks are read and written.
         weight: Taps, the last one for the current token.
         bias: Added before the activation.

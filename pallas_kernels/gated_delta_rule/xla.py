@@ -28,45 +28,53 @@ def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -
     return q * scale, k
 
 
-def gated_delta_rule_recurrent(
-    q, k, v, g, beta, pool, layer, query_start_loc, read_block, write_blocks_, *, scale, use_qk_l2norm
+def _advance_rows(
+    take, dtype, pool, layer, query_start_loc, read_block, write_blocks_, *, num_tokens, scale, use_qk_l2norm
 ):
-    """See api.py."""
-    num_tokens, value_heads = v.shape[:2]
-    repeats = value_heads // k.shape[1]
+    """Advances packed rows; take(token) gives q, k, v, g and beta of a token."""
+    value_heads, value_dim = pool.shape[2:4]
     rows = token_rows(query_start_loc, num_tokens)
 
     def advance(token, carry):
         state, out, pool = carry
         row, offset = rows.row[token], rows.offset[token]
         state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
-        q_t, k_t = (jnp.repeat(x, repeats, axis=0) for x in _prepare_qk(q[token], k[token], scale, use_qk_l2norm))
+        q, k, v, g, beta = take(token)
+        q, k = (jnp.repeat(x, value_heads // k.shape[0], axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
         # One decay per head, or one per head and key.
-        state = jnp.exp(g[token]).reshape(value_heads, 1, -1) * state
-        retrieved = jnp.sum(state * k_t[:, None, :], axis=-1)
-        correction = beta[token][:, None] * (v[token].astype(jnp.float32) - retrieved)
-        state = state + correction[:, :, None] * k_t[:, None, :]
-        out = out.at[token].set(jnp.sum(state * q_t[:, None, :], axis=-1).astype(out.dtype))
+        state = jnp.exp(g).reshape(value_heads, 1, -1) * state
+        correction = beta[:, None] * (v.astype(jnp.float32) - jnp.sum(state * k[:, None, :], axis=-1))
+        state = state + correction[:, :, None] * k[:, None, :]
+        out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(dtype))
         return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
 
-    # Token after token in a body of one shape, and as many turns as there are tokens: a row's bits can't depend on its
-    # neighbours or on the bucket.
+    # Token after token, gates included, in a body of one shape, and as many turns as there are tokens: a row's bits can't
+    # depend on its neighbours or on the bucket.
     state = jnp.zeros(pool.shape[2:], jnp.float32)
-    out = jnp.zeros(v.shape, v.dtype)
+    out = jnp.zeros((num_tokens, value_heads, value_dim), dtype)
     _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
     return out, pool
 
 
+def gated_delta_rule_recurrent(q, k, v, g, beta, *rows, **options):
+    """See api.py."""
+    take = lambda token: (q[token], k[token], v[token], g[token], beta[token])
+    return _advance_rows(take, v.dtype, *rows, num_tokens=v.shape[0], **options)
+
+
 def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound, allow_neg_eigval, **options):
     """See api.py."""
-    num_tokens, channels = qkv.shape
     value_heads, value_dim, key_dim = pool.shape[2:]
-    key_channels = (channels - value_heads * value_dim) // 2
-    q, k = (x.reshape(num_tokens, -1, key_dim) for x in jnp.split(qkv[:, : 2 * key_channels], 2, axis=1))
-    v = qkv[:, 2 * key_channels :].reshape(num_tokens, value_heads, value_dim)
+    key_channels = (qkv.shape[1] - value_heads * value_dim) // 2
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
-    g, beta = gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    return gated_delta_rule_recurrent(q, k, v, g, beta, pool, *rows, **options)
+
+    def take(token):
+        q, k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
+        v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim)
+        bounds = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+        return q, k, v, *gates(a[token], b[token], A_log, dt_bias, **bounds)
+
+    return _advance_rows(take, qkv.dtype, pool, *rows, num_tokens=qkv.shape[0], **options)
 
 
 def _advance_chunk(state, q, k, v, g, beta):

@@ -16,7 +16,7 @@ class Config:
     num_warps: int
 
 
-def default_config(rows: int, window: int, state_dim: int, itemsize: int) -> Config:
+def default_config(window: int, state_dim: int, itemsize: int) -> Config:
     """Tiles small enough for a warp to lay out without shared memory: XLA would pay for that with most of the L1 cache.
 
     What sets the order of sums depends on the state alone: the segment, and the tile where it is too small to give each

@@ -205,9 +205,18 @@ def test_gates_are_the_equations(rng, kda, lower_bound):
     np.testing.assert_allclose(beta, wanted_beta, rtol=4e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("dims", ["grouped", "kimi"])
+# Where default configurations change with rows and window, at dims that fill a warp's tiles.
+ALONE = [
+    *(("grouped", jnp.float32, how) for how in IMPLEMENTATIONS[:2]),
+    *(
+        pytest.param(dims, dtype, "triton", marks=pytest.mark.gpu)
+        for dims in ("grouped", "kimi")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ),
+]
+
+
+@pytest.mark.parametrize(("dims", "state_dtype", "implementation"), ALONE)
 def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, implementation):
     """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
     dims, lengths = DIMS[dims], [1, 3, 1, 2, 1]

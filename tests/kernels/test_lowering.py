@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from pallas_kernels import (
     causal_conv1d_update,
@@ -26,7 +26,9 @@ CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM
 
 def lower(device, function, *arguments):
     abstract = AbstractDevice(device_kind=device, num_cores=CORES[device], platform="gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=abstract)):
+    # The mesh is there for its device: nothing is sharded over it.
+    mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=abstract)
+    with use_abstract_mesh(mesh):
         return jax.jit(function, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
