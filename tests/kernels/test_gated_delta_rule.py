@@ -301,7 +301,7 @@ def test_verify_and_single_decodes_agree(rng, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_every_config_computes_the_same_bits(rng, implementation):
+def test_every_config_computes_the_same_numbers(rng, implementation):
     dims = DIMS["odd"]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [1, 1], dims)
     results = [
