@@ -8,6 +8,13 @@ import pytest
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
+# (window, implementation): a window of one is a kernel of its own, but the same XLA program as a wider one.
+WINDOWS = [
+    *((4, implementation) for implementation in ("xla", "interpret")),
+    *(pytest.param(window, "triton", marks=pytest.mark.gpu) for window in (1, 4)),
+]
+
+
 def how(implementation):
     if implementation == "interpret":
         return dict(implementation="triton", interpret=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouched, dirty_pool, how, pack
 from kernels.oracle_gated_delta_rule import gated_delta_rule, gates
 
 from pallas_kernels import (
@@ -100,7 +100,7 @@ def assert_rows_are_the_recurrence(lengths, read, write, out, before, after, row
     assert_untouched(before[:LAYER], after[:LAYER], written=())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("window", "implementation"), [*WINDOWS, (1, "interpret")])
 @pytest.mark.parametrize(
     ("dims", "dtype", "state_dtype", "l2norm"),
     [
@@ -118,7 +118,6 @@ def assert_rows_are_the_recurrence(lengths, read, write, out, before, after, row
         ("odd", jnp.float32, jnp.float32, True),
     ],
 )
-@pytest.mark.parametrize("window", [1, 4])
 def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window, implementation):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(window)
@@ -177,12 +176,11 @@ def test_update_with_negative_eigenvalues(rng, dims, implementation):
     assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("window", "implementation"), WINDOWS)
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize(
     ("dims", "dtype"), [("grouped", jnp.float32), ("odd", jnp.float32), ("96 x 192", jnp.bfloat16)]
 )
-@pytest.mark.parametrize("window", [1, 4])
 def test_recurrent_is_the_recurrence(rng, dims, dtype, kda, window, implementation):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(window)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouched, dirty_pool, how, pack
 from kernels.oracle_selective_state_update import selective_state_update as oracle
 
 from pallas_kernels import selective_state_update
@@ -62,7 +62,7 @@ def in_float64(tree):
     return jax.tree.map(lambda v: np.asarray(v.astype(jnp.float32), np.float64), tree)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("window", "implementation"), [*WINDOWS, (1, "interpret")])
 @pytest.mark.parametrize(
     ("dims", "dtype", "state_dtype"),
     [
@@ -78,7 +78,6 @@ def in_float64(tree):
         ("mamba1 odd", jnp.float32, jnp.float32),
     ],
 )
-@pytest.mark.parametrize("window", [1, 4])
 def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, window, implementation):
     dims = DIMS[dims]
     # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
@@ -112,8 +111,7 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, window, impleme
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dims", ["mamba2", "mamba1"])
-@pytest.mark.parametrize("given", [(), ("D",), ("z", "dt_bias")])
-@pytest.mark.parametrize("dt_softplus", [True, False])
+@pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
 def test_optional_arguments(rng, dims, given, dt_softplus, implementation):
     dims, lengths = DIMS[dims], [2, 1]
     (x, dt, A, B, C), pool, options = make(rng, lengths, dims, extra_tokens=0)
