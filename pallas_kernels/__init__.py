@@ -1,5 +1,8 @@
 """Stateless ops over pools of recurrent states: Pallas GPU kernels (Triton lowering), each with an XLA twin."""
 
+from pallas_kernels._chunks import CHUNK_SIZE as CHUNK_SIZE
+from pallas_kernels._chunks import Chunks as Chunks
+from pallas_kernels._chunks import chunk_rows as chunk_rows
 from pallas_kernels._dispatch import Implementation as Implementation
 from pallas_kernels._dispatch import UnsupportedError as UnsupportedError
 from pallas_kernels._pool import NULL_BLOCK as NULL_BLOCK

@@ -19,7 +19,7 @@ from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
-from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE
+from pallas_kernels import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
 _MAX_PREFILL_ROWS = 4

@@ -11,7 +11,8 @@ from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.metadata.rows import Rows
-from pallas_kernels._rows import Chunks, chunk_of_token, chunk_rows, token_rows
+from pallas_kernels._chunks import Span, chunk_of_token, chunk_rows, spans
+from pallas_kernels._rows import token_rows
 
 _CHUNK = 64
 # Gathered keys, values and scores of the chunks that run at once: 256 MiB of float32.
@@ -48,7 +49,7 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
 def _attend_chunks(
     queries: jax.Array,
     rows: Rows,
-    chunks: Chunks,
+    chunks: Span,
     place: tuple[jax.Array, jax.Array],
     chunk_size: int,
     page_table: jax.Array,
@@ -60,7 +61,7 @@ def _attend_chunks(
     num_tokens, heads, dim = queries.shape
     lane = jnp.arange(chunk_size, dtype=jnp.int32)
 
-    def run(chunk: Chunks) -> jax.Array:
+    def run(chunk: Span) -> jax.Array:
         take = lambda pool: pool[layer, page_table[chunk.row]].reshape(-1, *pool.shape[3:])
         k, v = take(keys), take(values)
         position = jnp.arange(k.shape[0], dtype=jnp.int32)
@@ -93,17 +94,17 @@ def paged_attention(
         # A decode row has one token, a verify row a few: a row is a chunk.
         loc, tokens = rows.query_start_loc, token_rows(rows.query_start_loc, queries.shape[0])
         row = jnp.arange(rows.num_rows, dtype=jnp.int32)
-        chunks = Chunks(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
+        chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
         place, window = (tokens.row, tokens.offset), rows.write.shape[2]
         table = step.page_table[:num_decode_rows]
         return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer),)
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
         loc, computed, num_tokens = rows.query_start_loc, rows.num_computed_tokens, queries.shape[0]
-        chunks = chunk_rows(loc, computed, _CHUNK, num_tokens)
-        place = chunk_of_token(token_rows(loc, num_tokens), loc, computed, _CHUNK)
+        chunks = chunk_rows(loc, computed, num_tokens, _CHUNK)
+        place = chunk_of_token(chunks, num_tokens)
         table = step.page_table[num_decode_rows:]
-        return (_attend_chunks(queries, rows, chunks, place, _CHUNK, table, keys, values, layer),)
+        return (_attend_chunks(queries, rows, spans(chunks, loc), place, _CHUNK, table, keys, values, layer),)
 
     return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
 

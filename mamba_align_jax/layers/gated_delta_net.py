@@ -12,6 +12,7 @@ from pallas_kernels import (
     Implementation,
     causal_conv1d_prefill,
     causal_conv1d_update,
+    chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_update,
@@ -116,8 +117,9 @@ class GatedDeltaNet(nnx.Module):
             heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
             q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
             g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+            chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
             out, recurrent = gated_delta_rule_prefill(
-                q, k, v, g, beta, recurrent, layer, loc, rows.num_computed_tokens, rows.recurrent_read[group], write,
+                q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,
                 implementation=without_kernel,
             )  # fmt: skip
             return out, conv, recurrent

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels._check import checked, require
+from pallas_kernels._chunks import Chunks, check_prefill
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
-from pallas_kernels.gated_delta_rule.config import CHUNK_SIZE, Config
+from pallas_kernels.gated_delta_rule.config import Config
 
 
 @checked
@@ -203,12 +204,12 @@ def gated_delta_rule_prefill(
     q: Float[Array, "tokens key_heads key_dim"],
     k: Float[Array, "tokens key_heads key_dim"],
     v: Float[Array, "tokens value_heads value_dim"],
-    g: Float32[Array, "tokens value_heads"],
+    g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     beta: Float32[Array, "tokens value_heads"],
     pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
-    num_computed_tokens: Int32[Array, " rows"],
+    chunks: Chunks,
     read_block: Int32[Array, " rows"],
     write_block: Int32[Array, " rows"],
     checkpoint_offset: Int32[Array, "rows checkpoints"] | None = None,
@@ -216,13 +217,12 @@ def gated_delta_rule_prefill(
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-    chunk_size: int = CHUNK_SIZE,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
-    """Runs rows of any length in chunks that end at multiples of `chunk_size` in the sequence's absolute position.
+    """Runs rows of any length in chunks that end at multiples of `chunks.chunk_size` in the sequence's absolute position.
 
     The equations stand at the top of this file. With a float32 pool, states and outputs are bit-identical whether the
-    tokens ran whole, were split at a multiple of `chunk_size`, or resumed from a block. "xla" differentiates.
+    tokens ran whole, were split at a multiple of `chunks.chunk_size`, or resumed from a block. "xla" differentiates.
 
     Numerics: float32; every product at Precision.HIGHEST, the triangular system by forward substitution, decays as
     exponentials of non-positive numbers only. Outside a jit that donates `pool` the call copies the pool.
@@ -231,40 +231,36 @@ def gated_delta_rule_prefill(
         q: Queries of all rows, packed.
         k: Keys.
         v: Values; value head h uses key head h // (value_heads // key_heads).
-        g: Log decay, <= 0.
+        g: Log decay, <= 0, per head or per key channel.
         beta: Correction strength, in [0, 2].
         pool: States. Donate it: updated in place.
         layer: Layer whose blocks are read and written.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        num_computed_tokens: Absolute position of each row's first token.
+        chunks: `chunk_rows` of the same rows.
         read_block: Block of each row's initial state; NULL_BLOCK (0) gives zeros.
         write_block: Where each row's final state goes; NULL_BLOCK skips. It may be the read block.
-        checkpoint_offset: Tokens of the row after which the state is kept as well: num_computed_tokens + offset must
-            be a multiple of `chunk_size`, rising along a row.
+        checkpoint_offset: Tokens of the row after which the state is kept as well, ends of chunks, rising along a row.
         checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
         scale: Of the queries; None is key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised here.
-        chunk_size: Tokens of the grid's cells.
         implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
 
     Returns:
         Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
+        ValueError: a shape or dtype breaks the contract, `chunks` is of other rows, or only one of the checkpoint arguments
+            is given.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    _check_heads("gated_delta_rule_prefill", k, v)
-    require(chunk_size >= 1, f"gated_delta_rule_prefill: chunk_size must be positive, got {chunk_size}")
-    require(
-        (checkpoint_offset is None) == (checkpoint_block is None),
-        "gated_delta_rule_prefill: checkpoint_offset and checkpoint_block go together",
-    )
+    name = "gated_delta_rule_prefill"
+    _check_heads(name, k, v)
     if v.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(v), pool
-    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, num_computed_tokens, read_block, write_block)
+    check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
+    operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
-    return _prefill(operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, chunk_size, implementation)
+    return _prefill(operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, implementation)
 
 
 _STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
@@ -294,9 +290,7 @@ def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "chunk_size", "implementation"))
-def _prefill(operands, scale, use_qk_l2norm, chunk_size, implementation):
-    prefill = functools.partial(
-        xla.gated_delta_rule_prefill, scale=scale, use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size
-    )
+@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation"))
+def _prefill(operands, scale, use_qk_l2norm, implementation):
+    prefill = functools.partial(xla.gated_delta_rule_prefill, scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(implementation, operands, xla=prefill, triton=None)

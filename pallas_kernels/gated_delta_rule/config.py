@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-# Tokens of a cell of prefill's grid of absolute positions, whatever a checkpoint's configuration says.
-CHUNK_SIZE = 64
-
 
 @dataclass(frozen=True)
 class Config:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels._math import softplus
 from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
-from pallas_kernels._rows import chunk_of_token, chunk_rows, token_rows
+from pallas_kernels._chunks import chunk_of_token, spans
+from pallas_kernels._rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 L2_EPSILON = 1e-6
@@ -80,24 +81,28 @@ def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound,
 def _advance_chunk(state, q, k, v, g, beta):
     """One chunk of every value head, from a state [heads, value_dim, key_dim]: the new state and the outputs.
 
-    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g, beta [heads, chunk]. Padding has k, v, g, beta = 0.
+    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g [heads, chunk, key_dim], or 1 for all keys; beta [heads, chunk].
+    Padding has k, v, g, beta = 0.
     """
     dot = lambda equation, *operands: jnp.einsum(equation, *operands, precision=_HIGHEST)
     chunk = q.shape[1]
-    decay = jnp.cumsum(g, axis=1)
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
     # Decay from token j to token i >= j, each sum on its own: the difference of two long sums would lose a short one.
-    after = jnp.where(jnp.tril(lower, -1), g[:, :, None], 0.0)
-    between = jnp.where(lower, jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
-    system = jnp.where(jnp.tril(lower, -1), between * dot("hik,hjk->hij", k, k), 0.0) * beta[..., None]
-    system = system + jnp.eye(chunk, dtype=system.dtype)
-    from_state = jnp.exp(decay)[..., None]
-    target = beta[..., None] * (v - from_state * dot("hik,hvk->hiv", k, state))
+    after = jnp.where(jnp.tril(lower, -1)[..., None], g[:, :, None, :], 0.0)
+    between = jnp.where(lower[..., None], jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
+
+    def products(x):
+        """Decayed products of each token's x with the keys up to it, [heads, chunk, chunk]."""
+        if g.shape[-1] == 1:
+            return between[..., 0] * dot("hik,hjk->hij", x, k)
+        return jnp.sum(between * x[:, :, None, :] * k[:, None, :, :], axis=-1)
+
+    from_state = jnp.exp(jnp.cumsum(g, axis=1))
+    system = jnp.where(jnp.tril(lower, -1), products(k), 0.0) * beta[..., None] + jnp.eye(chunk, dtype=jnp.float32)
+    target = beta[..., None] * (v - dot("hik,hvk->hiv", from_state * k, state))
     correction = jax.scipy.linalg.solve_triangular(system, target, lower=True, unit_diagonal=True)
-    out = from_state * dot("hik,hvk->hiv", q, state)
-    out = out + dot("hij,hjv->hiv", between * dot("hik,hjk->hij", q, k), correction)
-    to_end = between[:, -1, :, None]
-    state = jnp.exp(decay[:, -1])[:, None, None] * state + dot("hiv,hik->hvk", correction, to_end * k)
+    out = dot("hik,hvk->hiv", from_state * q, state) + dot("hij,hjv->hiv", products(q), correction)
+    state = from_state[:, -1, None, :] * state + dot("hiv,hik->hvk", correction, between[:, -1] * k)
     return state, out
 
 
@@ -110,7 +115,7 @@ def gated_delta_rule_prefill(
     pool,
     layer,
     query_start_loc,
-    num_computed_tokens,
+    chunks,
     read_block,
     write_block,
     checkpoint_offset=None,
@@ -118,13 +123,13 @@ def gated_delta_rule_prefill(
     *,
     scale,
     use_qk_l2norm,
-    chunk_size,
 ):
     """See api.py. One chunk after another, each of the same shape: that is what makes a split bit-identical."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
     length = jnp.diff(query_start_loc)
-    chunks = chunk_rows(query_start_loc, num_computed_tokens, chunk_size, num_tokens)
     initial = read_blocks(pool, layer, read_block)
+    lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
+    g = g.reshape(*g.shape[:2], -1)
 
     # The final state is the checkpoint at the row's end.
     offset, block = length[:, None], write_block[:, None]
@@ -134,7 +139,6 @@ def gated_delta_rule_prefill(
 
     def advance(carry, chunk):
         state, kept = carry
-        lane = jnp.arange(chunk_size, dtype=jnp.int32)
         token = jnp.minimum(chunk.start + lane, num_tokens - 1)
         live = lane < chunk.length
         take = lambda x: jnp.where(per_row(live, x[token]), x[token], 0)
@@ -142,18 +146,15 @@ def gated_delta_rule_prefill(
         q_c, k_c = (jnp.repeat(x, repeats, axis=1).swapaxes(0, 1) for x in (q_c, k_c))
         v_c = take(v).astype(jnp.float32).swapaxes(0, 1)
         state = jnp.where(chunk.offset == 0, initial[chunk.row], state)
-        state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).T, take(beta).T)
+        state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).swapaxes(0, 1), take(beta).T)
         here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
         kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))
         return (state, kept), out.swapaxes(0, 1)
 
     kept = jnp.zeros((*offset.shape, *initial.shape[1:]), jnp.float32)
-    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), chunks)
+    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), spans(chunks, query_start_loc))
 
-    rows = token_rows(query_start_loc, num_tokens)
-    chunk, lane = chunk_of_token(rows, query_start_loc, num_computed_tokens, chunk_size)
-    out = out.at[chunk, lane].get(mode="clip")
-    out = jnp.where(rows.valid[:, None, None], out, 0.0).astype(v.dtype)
+    out = out.at[chunk_of_token(chunks, num_tokens)].get(mode="fill", fill_value=0).astype(v.dtype)
     for n in range(offset.shape[1]):
         pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
     return out, pool

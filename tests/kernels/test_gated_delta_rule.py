@@ -9,6 +9,7 @@ from kernels.oracle_gated_delta_rule import gated_delta_rule, gates
 
 from pallas_kernels import (
     UnsupportedError,
+    chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
@@ -352,9 +353,10 @@ def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
 
 def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), **options):
     q, k, v, g, beta = inputs
-    rows = lambda x: jnp.asarray(x, jnp.int32)
+    rows, loc = lambda x: jnp.asarray(x, jnp.int32), pack(lengths)
+    chunks = chunk_rows(loc, rows(computed), v.shape[0])
     return gated_delta_rule_prefill(
-        q, k, v, g, beta, pool, LAYER, pack(lengths), rows(computed), rows(read), rows(write), *checkpoints, **options
+        q, k, v, g, beta, pool, LAYER, loc, chunks, rows(read), rows(write), *checkpoints, **options
     )
 
 
@@ -512,7 +514,8 @@ def test_bad_arguments_are_named(rng):
         prefill((k, k, *inputs[2:]), pool, [2], [0], [0], [1])
     with pytest.raises(ValueError, match="g must be Float32"):
         prefill((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]), pool, [2], [0], [0], [1])
-    with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):
-        prefill(inputs, pool, [2], [0], [0], [1], chunk_size=0)
+    chunks = chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
+    with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
+        gated_delta_rule_prefill(*inputs, pool, 0, pack([2]), chunks, row, row)
     with pytest.raises(UnsupportedError, match="no Triton kernel"):
         prefill(inputs, pool, [2], [0], [0], [1], implementation="triton")

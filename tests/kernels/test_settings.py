@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import (
     causal_conv1d_prefill,
     causal_conv1d_update,
+    chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
@@ -43,7 +44,8 @@ def run(draw, implementation):
     if implementation == "interpret":
         return results
     # Ops that have no kernel yet.
-    prefilled = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, ints(3, 0), ints(1, 0), ints(2, 3))
+    chunks = chunk_rows(loc, ints(3, 0), 6)
+    prefilled = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3))
     return *results, causal_conv1d_prefill(x, conv, *rows), prefilled
 
 
