@@ -104,7 +104,7 @@ def check_prefill(
     checkpoint_offset: jax.Array | None,
     checkpoint_block: jax.Array | None,
 ) -> None:
-    """Raises ValueError unless `chunks` fits arrays of these tokens and rows, and both checkpoint arguments are there or none."""
+    """Raises ValueError unless `chunks` fits these tokens and rows, and both checkpoint arguments are there or none."""
     rows, bound = read_block.shape[0], max_chunks(tokens.shape[0], read_block.shape[0], chunks.chunk_size)
     came = chunks.first_chunk_indices.shape[0], chunks.seq_idx.shape[0]
     require(

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._chunks import chunk_of_token, spans
 from pallas_kernels._math import softplus
 from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
-from pallas_kernels._chunks import chunk_of_token, spans
 from pallas_kernels._rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -81,8 +81,8 @@ def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound,
 def _advance_chunk(state, q, k, v, g, beta):
     """One chunk of every value head, from a state [heads, value_dim, key_dim]: the new state and the outputs.
 
-    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g [heads, chunk, key_dim], or 1 for all keys; beta [heads, chunk].
-    Padding has k, v, g, beta = 0.
+    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g [heads, chunk, key_dim], or 1 for all keys;
+    beta [heads, chunk]. Padding has k, v, g, beta = 0.
     """
     dot = lambda equation, *operands: jnp.einsum(equation, *operands, precision=_HIGHEST)
     chunk = q.shape[1]
