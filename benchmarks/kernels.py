@@ -44,11 +44,11 @@ def span_of_ours(workload: Workload, us: float) -> float:
     rounds = _rounds(workload, us)
     run = lambda n: _launch(lambda inputs: workload.run_sets(n, inputs, implementation="triton"), workload)
     launches = {n: run(n) for n in (rounds, 2 * rounds)}
-    return span_per_turn(lambda n: launches[n](), rounds, len(workload.given["write"]))
+    return span_per_turn(lambda n: launches[n](), rounds, workload.span_sets)
 
 
 def _rounds(workload: Workload, us: float) -> int:
-    return max(2, math.ceil(SPAN_US / (us * len(workload.given["write"]))))
+    return max(2, math.ceil(SPAN_US / (us * workload.span_sets)))
 
 
 class Peer:
@@ -86,7 +86,7 @@ class Peer:
         """The span of a turn of about `us` microseconds, from a CUDA graph of the sets; None if it can't be captured."""
         import torch
 
-        sets, graph = len(self.workload.given["write"]), torch.cuda.CUDAGraph()
+        sets, graph = self.workload.span_sets, torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for turn in range(sets):
@@ -107,9 +107,9 @@ def find_peers(workload: Workload) -> list[Peer]:
     """Those that compute the same."""
     found = [Peer(name, adapter, workload) for name, adapter in peers.find(workload).items()]
     for peer in found:
-        if not peer.error <= workload.tolerance:
+        if not workload.accepts(peer.error, peer.rms_error):
             print(f"{workload.case.name}: {peer.name} computes something else (differs by {peer.error:.2g})")
-    return [peer for peer in found if peer.error <= workload.tolerance]
+    return [peer for peer in found if workload.accepts(peer.error, peer.rms_error)]
 
 
 def measure(workload: Workload) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def measure(workload: Workload) -> dict[str, Any]:
     rms_error = workload.rms_error(first[-1])
     if rms_error is not None:
         row["rms_error"] = rms_error
-    if not max(row["max_error"], rms_error or 0.0) <= workload.tolerance:
+    if not workload.accepts(row["max_error"], rms_error):
         return row
     del first
     ours, found = time_ours(workload), find_peers(workload)

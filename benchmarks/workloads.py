@@ -68,9 +68,14 @@ class Workload:
         step = lambda turn, carry: self.advance(turn, carry, inputs, **options)
         return jax.lax.fori_loop(0, turns, step, self.initial())
 
+    @property
+    def span_sets(self) -> int:
+        """Sets of blocks of which a span is measured: few, since each is another launch in a program's text."""
+        return min(4, len(self.given["write"]))
+
     def run_sets(self, rounds: int, inputs: dict[str, Any], **options: Any) -> tuple[jax.Array, ...]:
-        """`rounds` turns over every set of blocks, the loop's body being nothing but calls of the op."""
-        sets = len(self.given["write"])
+        """`rounds` turns over each of `span_sets`, the loop's body being nothing but calls of the op."""
+        sets = self.span_sets
 
         def body(_, carry):
             pool, *outputs = carry
@@ -98,6 +103,10 @@ class Workload:
     def difference(self, actual: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> jax.Array:
         """The largest difference, in units of the largest value (or `least`)."""
         return _difference(actual, wanted, self.least)
+
+    def accepts(self, *errors: float | None) -> bool:
+        """Whether all of the errors that there are keep to the tolerance; NaN doesn't."""
+        return all(error <= self.tolerance for error in errors if error is not None)
 
     @functools.cached_property
     def _wanted(self) -> np.ndarray:

@@ -1,7 +1,10 @@
 """The harness itself: what it runs, what it counts, what it prints. Times need a GPU."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -10,9 +13,11 @@ import numpy as np
 import pytest
 from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
 
-from benchmarks import prefill, reference, timing, tune, workloads
+from benchmarks import kernels, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
 from benchmarks.report import table
+from pallas_kernels import selective_state_update
+from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
@@ -84,7 +89,7 @@ def test_turns_are_not_merged():
     workload = dataclasses.replace(
         workload, step=work, draw=lambda: dict(x=jnp.ones(3)), initial=lambda: (jnp.zeros(3), jnp.zeros(3))
     )
-    for run, wanted in ((workload.run, 1), (workload.run_sets, len(workload.given["write"]))):
+    for run, wanted in ((workload.run, 1), (workload.run_sets, workload.span_sets)):
         lowered = jax.jit(lambda inputs, run=run: run(4, inputs)).lower(workload.inputs)
         body = lowered.as_text().split("while")[1]
         assert body.count("optimization_barrier") == body.count("stablehlo.sine") == wanted
@@ -126,6 +131,56 @@ def test_bytes_of_state_space_prefill():
     case.heads, case.head_dim, case.state_dim, case.groups, case.gated = 1, 8192, 16, 1, True
     workload = prefill.state_space_workload(case, op=op, chunked=False)
     assert workload.bytes == 8 * 8192 * 16 * 4 + 8192 * 2 * (4 * 8192 + 32) + 4 * 8192 * 16
+
+
+@pytest.mark.parametrize("mamba1", [False, True])
+def test_state_space_prefill_agrees_with_float64(mamba1):
+    def op(read_block, write_block, query_start_loc, chunks=None, **arguments):
+        """What the prefill ops compute, by the update op."""
+        last = jnp.diff(query_start_loc)[:, None] - 1
+        write_blocks = jnp.where(jnp.arange(40, dtype=jnp.int32) == last, write_block[:, None], 0)
+        rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_blocks=write_blocks)
+        return selective_state_update(**rows, **arguments)
+
+    dims = dict(heads=1, head_dim=128, groups=1) if mamba1 else dict(heads=4, head_dim=80, groups=2)
+    common = dict(lengths=(3, 0, 40), state_dim=16, dtype="float32", state_dtype="float32", gated=mamba1)
+    workload = prefill.state_space_workload(SimpleNamespace(**dims, **common), op=op, chunked=not mamba1)
+    pool, out = workload.first_turn(implementation="xla")
+    assert workload.rms_error(out) < 1e-5
+    assert out[workload.part].shape == ((40, 1, 64) if mamba1 else (40, 2, 64))
+    assert pool.shape == workload.initial()[0].shape
+
+
+class FakeTensor(SimpleNamespace):
+    def contiguous(self):
+        return self.array
+
+
+def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
+    nothing = lambda *_, **__: contextlib.nullcontext()
+    cuda = SimpleNamespace(synchronize=nothing, graph=nothing, CUDAGraph=lambda: SimpleNamespace(replay=nothing))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 16)
+    monkeypatch.setattr(kernels, "SPAN_US", 40)
+    case = small("causal_conv1d_prefill", causal_conv1d_cases.PREFILL_CASES[-1], lengths=(3, 0, 40), dtype="float32")
+    workload = prefill.conv_workload(case)
+    step = lambda *arguments, implementation, **inputs: workload.step(*arguments, implementation="xla", **inputs)
+    ours = dataclasses.replace(workload, step=step)
+    pool, out = workload.first_turn(implementation="xla")
+    states = pool[0, workload.given["write"][0]]
+    of = lambda *arrays: lambda workload, pools: lambda turn: tuple(FakeTensor(array=array) for array in arrays)
+    found = dict(slow=of(states, out), wrong=of(states, out + 1), stateless=of(states + 1, out), fast=of(states, out))
+    monkeypatch.setattr(kernels.peers, "find", lambda workload: found)
+    times = itertools.cycle((5.0, 9.0, 7.0))
+    monkeypatch.setattr(kernels, "time_per_turn", lambda *arguments: next(times))
+    monkeypatch.setattr(kernels, "span_per_turn", lambda launch, rounds, turns: (launch(rounds), 8.0)[1])
+    row = kernels.measure(ours)
+    wanted = dict(us=5, span_us=8, peer="fast", peer_us=7, peer_span_us=8, other_peers={"slow": 9})
+    assert {name: row[name] for name in wanted} == wanted
+    assert row["rms_error"] == pytest.approx(row["peer_rms_error"])
+    assert row["rms_error"] < 1e-5
+    refused = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert refused == ["wrong", "stateless"]
 
 
 class TestReference:
