@@ -52,7 +52,7 @@ def _rounds(workload: Workload, us: float) -> int:
 
 
 class Peer:
-    """A peer of a workload, after its first turn: `error` is the distance from ours, `outputs` what it returned."""
+    """A peer of a workload, after its first turn: `error` is the distance from ours, `rms_error` that from float64."""
 
     def __init__(self, name: str, adapter: peers.Adapter, workload: Workload):
         import torch
@@ -105,11 +105,18 @@ class Peer:
 
 def find_peers(workload: Workload) -> list[Peer]:
     """Those that compute the same."""
-    found = [Peer(name, adapter, workload) for name, adapter in peers.find(workload).items()]
-    for peer in found:
-        if not workload.accepts(peer.error, peer.rms_error):
-            print(f"{workload.case.name}: {peer.name} computes something else (differs by {peer.error:.2g})")
-    return [peer for peer in found if workload.accepts(peer.error, peer.rms_error)]
+    found = []
+    for name, adapter in peers.find(workload).items():
+        try:
+            peer = Peer(name, adapter, workload)
+        except Exception as error:  # of any kind: not every peer takes every shape
+            print(f"{workload.case.name}: {name} fails ({type(error).__name__}: {error})")
+            continue
+        if workload.accepts(peer.error, peer.rms_error):
+            found.append(peer)
+        else:
+            print(f"{workload.case.name}: {name} computes something else (differs by {peer.error:.2g})")
+    return found
 
 
 def measure(workload: Workload) -> dict[str, Any]:

@@ -170,6 +170,7 @@ def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
     states = pool[0, workload.given["write"][0]]
     of = lambda *arrays: lambda workload, pools: lambda turn: tuple(FakeTensor(array=array) for array in arrays)
     found = dict(slow=of(states, out), wrong=of(states, out + 1), stateless=of(states + 1, out), fast=of(states, out))
+    found |= dict(broken=of(states, "no tensor"))
     monkeypatch.setattr(kernels.peers, "find", lambda workload: found)
     times = itertools.cycle((5.0, 9.0, 7.0))
     monkeypatch.setattr(kernels, "time_per_turn", lambda *arguments: next(times))
@@ -180,7 +181,7 @@ def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
     assert row["rms_error"] == pytest.approx(row["peer_rms_error"])
     assert row["rms_error"] < 1e-5
     refused = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
-    assert refused == ["wrong", "stateless"]
+    assert refused == ["wrong", "stateless", "broken"]
 
 
 class TestReference:
