@@ -1,77 +1,163 @@
 """Times the kernels over their named cases: `python -m benchmarks.kernels --json benchmarks/results/FILE.jsonl`.
 
-Every case is compared with the "xla" implementation first, and isn't timed if they differ. A peer that can be imported is
-timed in turn with ours, by the same clock on the same blocks, once its outputs agree with ours.
+Every case is compared with the "xla" implementation first, and isn't timed if they differ. The peers that can be imported
+are timed in turn with ours, by the same clock on the same blocks, once their outputs agree with ours; the fastest is `peer`.
+Prefill has its error against float64 and its span beside the time.
 """
 
 import argparse
 import json
+import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import peers
-from benchmarks.timing import copy_bandwidth, environment, time_per_turn
-from benchmarks.workloads import OPS, Workload
+from benchmarks import peers, prefill, workloads
+from benchmarks.timing import copy_bandwidth, environment, span_per_turn, time_per_turn
+from benchmarks.workloads import Workload
 
+OPS = workloads.OPS | prefill.OPS
 TURNS = 24
 REPETITIONS = 5
+SPAN_US = 20_000  # what a span is measured over, at least
 
 
-def time_ours(workload: Workload, repetitions: int = REPETITIONS, **options: Any):
+def time_ours(workload: Workload, **options: Any) -> Callable[[], float]:
     """A function that measures once: microseconds per turn."""
-    run = jax.jit(lambda: [x.reshape(-1)[:1] for x in workload.run(TURNS, implementation="triton", **options)])
-    jax.block_until_ready(run())
-    return lambda: time_per_turn(lambda: jax.block_until_ready(run()), TURNS, workload.kernel)
+    launch = _launch(lambda inputs: workload.run(TURNS, inputs, implementation="triton", **options), workload)
+    return lambda: time_per_turn(launch, TURNS, workload.kernel)
 
 
-def time_peer(workload: Workload):
-    """What `peers.find` has that computes the same: name, distance of its first turn from ours, and a function as above."""
-    pools = jax.block_until_ready(jax.jit(workload.initial)())
-    found = peers.find(workload, pools)
-    if found is None:
-        return None
-    import torch
+def _launch(run: Callable[[dict[str, Any]], tuple[jax.Array, ...]], workload: Workload) -> Callable[[], Any]:
+    """Runs a compiled `run` of the workload's inputs and waits."""
+    compiled = jax.jit(lambda inputs: [x.reshape(-1)[:1] for x in run(inputs)]).lower(workload.inputs).compile()
+    launch = lambda: jax.block_until_ready(compiled(workload.inputs))
+    launch()
+    return launch
 
-    name, launch = found
-    outputs = [jnp.from_dlpack(x) for x in launch(0)]
-    torch.cuda.synchronize()
-    # What the peer wrote is in the buffers of `pools`, of which the last are outputs' where it made its own.
-    theirs = (*pools[: len(pools) - len(outputs)], *outputs)
-    error = float(workload.difference(theirs, jax.jit(lambda: workload.run(1, implementation="triton"))()))
-    if error > workload.tolerance:
-        print(f"{workload.case.name}: {name} computes something else (differs by {error:.2g})")
-        return None
 
-    def turns():
-        for turn in range(TURNS):
-            launch(turn)
+def span_of_ours(workload: Workload, us: float) -> float:
+    """The span of a turn of about `us` microseconds."""
+    rounds = _rounds(workload, us)
+    run = lambda n: _launch(lambda inputs: workload.run_sets(n, inputs, implementation="triton"), workload)
+    launches = {n: run(n) for n in (rounds, 2 * rounds)}
+    return span_per_turn(lambda n: launches[n](), rounds, workload.span_sets)
+
+
+def _rounds(workload: Workload, us: float) -> int:
+    return max(2, math.ceil(SPAN_US / (us * workload.span_sets)))
+
+
+class Peer:
+    """A peer of a workload, after its first turn: `error` is the distance from ours, `rms_error` that from float64."""
+
+    def __init__(self, name: str, adapter: peers.Adapter, workload: Workload):
+        import torch
+
+        self.name, self.workload = name, workload
+        pools = jax.block_until_ready(jax.jit(workload.initial)())
+        self.launch = adapter(workload, pools)
+        outputs = [jnp.from_dlpack(x.contiguous()) for x in self.launch(0)]
+        torch.cuda.synchronize()
+        if len(outputs) == len(pools) > 0:
+            given = workload.given
+            outputs[0] = pools[0].at[0, given["write"][0]].set(outputs[0].astype(pools[0].dtype))
+        # What the peer wrote is in the buffers of `pools`, of which the last are outputs' where it made its own.
+        theirs = (*pools[: len(pools) - len(outputs)], *outputs)
+        self.error = float(workload.difference(theirs, workload.first_turn(implementation="triton")))
+        self.rms_error = workload.rms_error(theirs[-1])
+
+    def turns(self, turns: int) -> None:
+        """Runs some turns and waits."""
+        import torch
+
+        for turn in range(turns):
+            self.launch(turn)
         torch.cuda.synchronize()
 
-    turns()
-    return name, error, lambda: time_per_turn(turns, TURNS)
+    def time(self) -> float:
+        """Microseconds per turn."""
+        return time_per_turn(lambda: self.turns(TURNS), TURNS)
+
+    def span(self, us: float) -> float | None:
+        """The span of a turn of about `us` microseconds, from a CUDA graph of the sets; None if it can't be captured."""
+        import torch
+
+        sets, graph = self.workload.span_sets, torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for turn in range(sets):
+                    self.launch(turn)
+        except RuntimeError as error:
+            print(f"{self.workload.case.name}: no graph of {self.name} ({error})")
+            return None
+
+        def replay(rounds):
+            for _ in range(rounds):
+                graph.replay()
+            torch.cuda.synchronize()
+
+        return span_per_turn(replay, _rounds(self.workload, us), sets)
+
+
+def find_peers(workload: Workload) -> list[Peer]:
+    """Those that compute the same."""
+    found = []
+    for name, adapter in peers.find(workload).items():
+        try:
+            peer = Peer(name, adapter, workload)
+        except Exception as error:  # of any kind: not every peer takes every shape
+            print(f"{workload.case.name}: {name} fails ({type(error).__name__}: {error})")
+            continue
+        if workload.accepts(peer.error, peer.rms_error):
+            found.append(peer)
+        else:
+            print(f"{workload.case.name}: {name} computes something else (differs by {peer.error:.2g})")
+    return found
 
 
 def measure(workload: Workload) -> dict[str, Any]:
-    """One row of results, without the environment; only `case` and `max_error` if the outputs are wrong."""
+    """One row of results, without the environment; no `us` if the outputs are wrong."""
     row: dict[str, Any] = {"case": workload.case.name, "implementation": "triton"}
-    row["max_error"] = float(workload.error(implementation="triton"))
-    if not row["max_error"] <= workload.tolerance:
+    first = workload.first_turn(implementation="triton")
+    row["max_error"] = float(workload.difference(first, workload.first_turn(implementation="xla")))
+    rms_error = workload.rms_error(first[-1])
+    if rms_error is not None:
+        row["rms_error"] = rms_error
+    if not workload.accepts(row["max_error"], rms_error):
         return row
-    ours, peer = time_ours(workload), time_peer(workload)
-    times, peer_times = [], []
+    del first
+    ours, found = time_ours(workload), find_peers(workload)
+    for peer in found:
+        peer.turns(TURNS)
+    times: list[float] = []
+    peer_times: dict[str, list[float]] = {peer.name: [] for peer in found}
     for _ in range(REPETITIONS):
         times.append(ours())
-        if peer is not None:
-            peer_times.append(peer[2]())
+        for peer in found:
+            peer_times[peer.name].append(peer.time())
     row |= {"us": statistics.median(times), "bytes": workload.bytes, "config": str(workload.config)}
-    if peer is not None:
-        name, error, _ = peer
-        row |= {"peer": name, "peer_us": statistics.median(peer_times), "peer_error": error}
+    if workload.reference is not None:
+        row["span_us"] = span_of_ours(workload, row["us"])
+    if found:
+        peer_us = {name: statistics.median(each) for name, each in peer_times.items()}
+        peer = min(found, key=lambda peer: peer_us[peer.name])
+        row |= {"peer": peer.name, "peer_us": peer_us.pop(peer.name), "peer_error": peer.error}
         row["ratio"] = row["us"] / row["peer_us"]
+        if peer_us:
+            row["other_peers"] = peer_us
+        if workload.reference is not None:
+            row |= {"peer_span_us": peer.span(row["peer_us"]), "peer_rms_error": peer.rms_error}
     return row
+
+
+def _pair(row: dict[str, Any], column: str, how: str) -> str:
+    """Ours, and the peer's in brackets."""
+    ours, theirs = row[column], row.get(f"peer_{column}")
+    return f"{ours:{how}}" + ("" if theirs is None else f" ({theirs:{how}})")
 
 
 def main() -> None:
@@ -91,13 +177,17 @@ def main() -> None:
             workload = make(case)
             row = measure(workload)
             if "us" not in row:
-                print(f"{case.name:40} WRONG: max error {row['max_error']}, limit {workload.tolerance}")
+                print(f"{case.name:40} WRONG: {row}, limit {workload.tolerance}")
                 continue
             row |= {"bandwidth_fraction": row["bytes"] / row["us"] / rate, "copy_bandwidth_tb_s": rate / 1e6} | header
             line = f"{case.name:32} {row['us']:9.2f} us {row['bandwidth_fraction']:6.3f} of the copy rate"
             if "peer" in row:
                 line += f"; {row['ratio']:5.2f} of {row['peer']}'s {row['peer_us']:.2f} us"
                 line += f" (differs by {row['peer_error']:.1g})"
+            if "span_us" in row:
+                line += f"; span {_pair(row, 'span_us', '.2f')} us, rms error {_pair(row, 'rms_error', '.2g')}"
+            if "other_peers" in row:
+                line += "; also " + ", ".join(f"{name} {us:.2f} us" for name, us in row["other_peers"].items())
             print(line, flush=True)
             if options.json:
                 with open(options.json, "a") as file:

@@ -1,6 +1,7 @@
-"""Device time of kernels (CUPTI), the card's copy rate, and what a measurement ran on.
+"""Device time of kernels (CUPTI), the span of turns, the card's copy rate, and what a measurement ran on.
 
-One clock for JAX and for peers: the sum of kernel durations per turn, launches of other work left out.
+One clock for JAX and for peers: the sum of kernel durations per turn, launches of other work left out; and where asked
+for, the span, which counts the gaps between kernels too, and all other work of a turn.
 """
 
 import datetime
@@ -8,6 +9,7 @@ import importlib.util
 import itertools
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,24 @@ def time_per_turn(launch: Callable[[], Any], turns: int, kernel: str = "") -> fl
     if each == 0 or rest:
         raise RuntimeError(f"{len(times)} launches of {kernel or 'any kernel'!r} in {turns} turns")
     return statistics.median(sum(times[i : i + each]) for i in range(each, len(times), each))
+
+
+def span_per_turn(launch: Callable[[int], Any], rounds: int, turns: int, repetitions: int = 5) -> float:
+    """Median microseconds per turn from one turn's start to the next one's, back to back on the device.
+
+    CUPTI's binding has durations but no starts, so this is wall-clock: `launch(n)` runs n rounds of `turns` turns and waits,
+    and the time of `rounds` of them is subtracted from that of twice as many.
+    """
+
+    def seconds(n: int) -> float:
+        start = time.perf_counter()
+        launch(n)
+        return time.perf_counter() - start
+
+    for n in (rounds, 2 * rounds):
+        launch(n)
+    each = statistics.median(seconds(2 * rounds) - seconds(rounds) for _ in range(repetitions))
+    return 1e6 * each / (rounds * turns)
 
 
 def _pallas_copy_bandwidth(turns: int = 12) -> float:

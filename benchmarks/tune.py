@@ -4,20 +4,32 @@ Winners go into the op's `config.py` by hand, with where they were measured.
 """
 
 import argparse
+import ast
+import dataclasses
 import itertools
+from typing import Any
 
-from benchmarks.kernels import time_ours
-from benchmarks.workloads import OPS
+import jax
+
+from benchmarks.kernels import OPS, time_ours
 from pallas_kernels.causal_conv1d.config import Config as ConvConfig
 from pallas_kernels.gated_delta_rule.config import Config as DeltaRuleConfig
 from pallas_kernels.selective_state_update.config import Config as StateSpaceConfig
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
+
+def sweep(config: type, **values: tuple[Any, ...]) -> list[Any]:
+    """Every combination of values of a configuration's fields, of which each must be given."""
+    names = [field.name for field in dataclasses.fields(config)]
+    return [config(*chosen) for chosen in itertools.product(*(values[name] for name in names))]
+
+
 # Rows of a tile, tiles of a program, elements of a segment.
 _TILES = list(itertools.product((2, 4, 8), (1, 2, 4), (64, 128)))
 _MAMBA1_TILES = list(itertools.product((8, 16, 32), (1, 2, 4), (8, 16)))
-CONFIGS = {
-    "state_copy": [CopyConfig(*c) for c in itertools.product((8192, 16384), (528, 1056, 2112), (4, 8))],
+# Per op, what is tried where no --config is given.
+CONFIGS: dict[str, list[Any]] = {
+    "state_copy": sweep(CopyConfig, tile=(8192, 16384), programs=(528, 1056, 2112), num_warps=(4, 8)),
     "causal_conv1d_update": [
         ConvConfig(*c) for c in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8))
     ],
@@ -26,27 +38,34 @@ CONFIGS = {
 }
 
 
+def time_each(workload: Any, configs: list[Any]) -> list[tuple[float, Any]]:
+    """(microseconds, configuration), fastest first, of those that compile."""
+    timed = []
+    for config in configs:
+        try:
+            timed.append((time_ours(workload, config=config)(), config))
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{config}: {str(error).splitlines()[0]}", flush=True)
+    return sorted(timed, key=lambda entry: entry[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=sorted(OPS), required=True)
+    parser.add_argument("--op", choices=sorted(CONFIGS), required=True)
     parser.add_argument("--case", action="append", help="names of cases; default: all")
-    parser.add_argument("--config", action="append", help="numbers of a configuration, as 8,4,64,1; default: a sweep")
+    parser.add_argument("--config", action="append", help="fields of a configuration, as 8,4,64,1; default: a sweep")
     options = parser.parse_args()
     cases, make = OPS[options.op]
     configs = CONFIGS[options.op]
     if options.config:
-        configs = [type(configs[0])(*map(int, text.split(","))) for text in options.config]
+        configs = [type(configs[0])(*ast.literal_eval(f"({text},)")) for text in options.config]
     for case in cases:
         if options.case and case.name not in options.case:
             continue
-        workload, timed = make(case), []
+        workload = make(case)
         now = time_ours(workload)()
-        for config in configs:
-            if options.config or getattr(config, "segment", 0) <= getattr(
-                case, "key_dim", getattr(case, "state_dim", 0)
-            ):
-                timed.append((time_ours(workload, config=config)(), config))
-        best = sorted(timed, key=lambda entry: entry[0])[:5]
+        widest = getattr(case, "key_dim", getattr(case, "state_dim", 0))
+        best = time_each(workload, [c for c in configs if options.config or getattr(c, "segment", 0) <= widest])[:5]
         assert float(workload.error(implementation="triton", config=best[0][1])) <= workload.tolerance, best[0]
         print(f"{case.name}: now {now:.2f} us; " + "; ".join(f"{us:.2f} {config}" for us, config in best), flush=True)
 

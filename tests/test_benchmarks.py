@@ -1,45 +1,104 @@
 """The harness itself: what it runs, what it counts, what it prints. Times need a GPU."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import sys
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
 
-from benchmarks import workloads
+from benchmarks import kernels, prefill, reference, timing, tune, workloads
+from benchmarks.kernels import OPS
 from benchmarks.report import table
+from pallas_kernels import selective_state_update
+from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
+from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.state_copy.config import Config as CopyConfig
 
 SMALL = {
     "state_copy": dict(layers=2, states=(((3, 64), "bfloat16"), ((2, 8, 16), "float32"))),
     "causal_conv1d_update": dict(channels=64),
+    "causal_conv1d_prefill": dict(channels=64),
     "gated_delta_rule_update": dict(key_heads=2, value_heads=2, key_dim=16, value_dim=16),
+    "gated_delta_rule_prefill": dict(key_heads=2, key_dim=16, value_dim=32),
     "selective_state_update": dict(head_dim=16, groups=1, state_dim=16),
+    "ssd": dict(heads=4, head_dim=16, groups=2, state_dim=16),
+    "selective_scan": dict(head_dim=128, state_dim=16),
 }
-CASES = [(op, case) for op, (cases, _) in workloads.OPS.items() for case in cases]
+CASES = [(op, case) for op, (cases, _) in OPS.items() for case in cases]
 KINDS = {case.name.split()[0]: (op, case) for op, case in reversed(CASES)}.values()
 
 
-def small(op, case):
+def small(op, case, **fields):
     if hasattr(case, "lengths"):
-        case = dataclasses.replace(case, lengths=case.lengths[:8])
-    return dataclasses.replace(case, **SMALL[op])
+        fields = dict(lengths=tuple(min(length, 70) for length in case.lengths[:8])) | fields
+    if op == "gated_delta_rule_prefill":
+        fields |= dict(value_heads=2 if case.kda else 4)
+    return dataclasses.replace(case, **SMALL[op], **fields)
 
 
 @pytest.mark.parametrize(("op", "case"), KINDS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_every_kind_of_workload_runs_and_rotates(op, case, monkeypatch):
-    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 16)
-    workload = workloads.OPS[op][1](small(op, case))
-    result = workload.run(2, implementation="xla")
+    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 19)
+    workload = OPS[op][1](small(op, case))
+    result = jax.jit(lambda inputs: workload.run(2, inputs, implementation="xla"))(workload.inputs)
     assert [x.shape for x in result] == [x.shape for x in workload.initial()]
     assert float(workload.error(implementation="xla")) == 0.0
     blocks = workload.given["read" if "read" in workload.given else "write"]
     assert blocks.min() > 0
-    assert len(blocks) * workload.bytes >= 1 << 16 or op == "state_copy"
+    assert len(blocks) * workload.bytes >= 1 << 19 or op == "state_copy"
+
+
+PREFILL = [
+    (op, case) for op, case in CASES if op in prefill.OPS and ((op, case) in KINDS or case.name.endswith("olmo"))
+]
+
+
+@pytest.mark.parametrize(("op", "case"), PREFILL, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_prefill_agrees_with_float64_and_keeps_every_turn(op, case, monkeypatch):
+    case = small(op, case, dtype="float32", lengths=(1, 70, 0, 130))
+    monkeypatch.setattr(workloads, "ROTATION_BYTES", 2 * prefill.OPS[op][1](case).bytes)
+    workload = prefill.OPS[op][1](case)
+    pool, out = workload.first_turn(implementation="xla")
+    assert workload.rms_error(out) < 1e-5
+    assert workload.rms_error(2 * out) == pytest.approx(1, rel=1e-4)
+    # The longest row, not the first one.
+    assert workload.part[0] == slice(71, 201)
+    # Each turn's outputs stay alive; rows without tokens are no peer's.
+    sets = len(workload.given["write"])
+    assert sets == 2
+    after, *outputs = workload.run_sets(1, workload.inputs, implementation="xla")
+    assert len(outputs) == sets
+    np.testing.assert_array_equal(outputs[0], out)
+    written = workload.given["write"][0]
+    np.testing.assert_array_equal(after[0, written], pool[0, written])
+    assert workload.given["query_start_loc"].tolist() == [0, 1, 71, 201]
+
+
+def test_turns_are_not_merged():
+    """What depends on the inputs alone runs at every turn, in a loop and unrolled."""
+    case = small("gated_delta_rule_prefill", gated_delta_rule_cases.PREFILL_CASES[0])
+    workload = prefill.delta_rule_workload(case)
+    work = lambda turn, carry, x: (carry[0] + 1, jnp.sin(x))
+    workload = dataclasses.replace(
+        workload, step=work, draw=lambda: dict(x=jnp.ones(3)), initial=lambda: (jnp.zeros(3), jnp.zeros(3))
+    )
+    for run, wanted in ((workload.run, 1), (workload.run_sets, workload.span_sets)):
+        lowered = jax.jit(lambda inputs, run=run: run(4, inputs)).lower(workload.inputs)
+        body = lowered.as_text().split("while")[1]
+        assert body.count("optimization_barrier") == body.count("stablehlo.sine") == wanted
 
 
 def test_bytes_are_those_of_the_formulas():
     def bytes_of(name):
         op, case = next((op, case) for op, case in CASES if case.name == name)
-        return workloads.OPS[op][1](case).bytes
+        return OPS[op][1](case).bytes
 
     state = 32 * 128 * 128 * 4
     # A state in, a state out; 2 * 16 * 128 + 32 * 128 inputs, two gates per head, 32 * 128 outputs, all bfloat16.
@@ -50,6 +109,121 @@ def test_bytes_are_those_of_the_formulas():
     assert bytes_of("conv_update 8") == 8 * 8 * 8192 * 2 + 4 * 8192 * 2
     assert bytes_of("state_copy idle 64") == 0
     assert bytes_of("state_copy 8") == 8 * 2 * 30 * (state + 3 * 8192 * 2)
+    # Two float32 gates per head and token.
+    assert bytes_of("gdn_prefill 1x8192") == 2 * state + 8192 * (2 * (8192 + 4096) + 4 * 64)
+    # A gate per key channel, and as many key heads as value heads.
+    assert bytes_of("kda_prefill 1x8192") == 2 * state + 8192 * (2 * 4 * 4096 + 4 * (32 * 128 + 32))
+    # The row without tokens has nothing to move.
+    assert bytes_of("gdn_prefill olmo") == 8 * 30 * 96 * 192 * 4 + 894 * (2 * 2 * 30 * (96 + 192) + 4 * 60)
+    assert bytes_of("conv_prefill ragged") == 2 * 8192 * (4 * 6 + 2 * 894 + 4)
+
+
+def test_bytes_of_state_space_prefill():
+    def op():
+        pass
+
+    case = SimpleNamespace(
+        lengths=(2048,) * 4, heads=128, head_dim=64, state_dim=128, groups=8, dtype="bfloat16", state_dtype="float32",
+        gated=False,
+    )  # fmt: skip
+    workload = prefill.state_space_workload(case, op=op, chunked=True)
+    assert workload.bytes == 8 * 128 * 64 * 128 * 4 + 8192 * 2 * (2 * 8192 + 128 + 2 * 1024) + 4 * 128
+    case.heads, case.head_dim, case.state_dim, case.groups, case.gated = 1, 8192, 16, 1, True
+    workload = prefill.state_space_workload(case, op=op, chunked=False)
+    assert workload.bytes == 8 * 8192 * 16 * 4 + 8192 * 2 * (4 * 8192 + 32) + 4 * 8192 * 16
+
+
+@pytest.mark.parametrize("mamba1", [False, True])
+def test_state_space_prefill_agrees_with_float64(mamba1):
+    def op(read_block, write_block, query_start_loc, chunks=None, **arguments):
+        """What the prefill ops compute, by the update op."""
+        last = jnp.diff(query_start_loc)[:, None] - 1
+        write_blocks = jnp.where(jnp.arange(40, dtype=jnp.int32) == last, write_block[:, None], 0)
+        rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_blocks=write_blocks)
+        return selective_state_update(**rows, **arguments)
+
+    dims = dict(heads=1, head_dim=128, groups=1) if mamba1 else dict(heads=4, head_dim=80, groups=2)
+    common = dict(lengths=(3, 0, 40), state_dim=16, dtype="float32", state_dtype="float32", gated=mamba1)
+    workload = prefill.state_space_workload(SimpleNamespace(**dims, **common), op=op, chunked=not mamba1)
+    pool, out = workload.first_turn(implementation="xla")
+    assert workload.rms_error(out) < 1e-5
+    assert out[workload.part].shape == ((40, 1, 64) if mamba1 else (40, 2, 64))
+    assert pool.shape == workload.initial()[0].shape
+
+
+class FakeTensor(SimpleNamespace):
+    def contiguous(self):
+        return self.array
+
+
+def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
+    nothing = lambda *_, **__: contextlib.nullcontext()
+    cuda = SimpleNamespace(synchronize=nothing, graph=nothing, CUDAGraph=lambda: SimpleNamespace(replay=nothing))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 16)
+    monkeypatch.setattr(kernels, "SPAN_US", 40)
+    case = small("causal_conv1d_prefill", causal_conv1d_cases.PREFILL_CASES[-1], lengths=(3, 0, 40), dtype="float32")
+    workload = prefill.conv_workload(case)
+    step = lambda *arguments, implementation, **inputs: workload.step(*arguments, implementation="xla", **inputs)
+    ours = dataclasses.replace(workload, step=step)
+    pool, out = workload.first_turn(implementation="xla")
+    states = pool[0, workload.given["write"][0]]
+    of = lambda *arrays: lambda workload, pools: lambda turn: tuple(FakeTensor(array=array) for array in arrays)
+    found = dict(slow=of(states, out), wrong=of(states, out + 1), stateless=of(states + 1, out), fast=of(states, out))
+    found |= dict(broken=of(states, "no tensor"))
+    monkeypatch.setattr(kernels.peers, "find", lambda workload: found)
+    times = itertools.cycle((5.0, 9.0, 7.0))
+    monkeypatch.setattr(kernels, "time_per_turn", lambda *arguments: next(times))
+    monkeypatch.setattr(kernels, "span_per_turn", lambda launch, rounds, turns: (launch(rounds), 8.0)[1])
+    row = kernels.measure(ours)
+    wanted = dict(us=5, span_us=8, peer="fast", peer_us=7, peer_span_us=8, other_peers={"slow": 9})
+    assert {name: row[name] for name in wanted} == wanted
+    assert row["rms_error"] == pytest.approx(row["peer_rms_error"])
+    assert row["rms_error"] < 1e-5
+    refused = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert refused == ["wrong", "stateless", "broken"]
+
+
+class TestReference:
+    rng = np.random.default_rng(0)
+
+    def test_conv(self):
+        x, history, weight = (self.rng.normal(size=(n, 5)) for n in (7, 3, 4))
+        wanted, _ = oracle_causal_conv1d.causal_conv1d(x, history, weight, None, silu=True)
+        np.testing.assert_allclose(reference.causal_conv1d(x, history, weight), wanted, rtol=1e-12)
+
+    @pytest.mark.parametrize("gates", [(4,), (4, 6)])
+    def test_delta_rule(self, gates):
+        normal = lambda *shape: self.rng.normal(size=shape)
+        tokens = normal(5, 2, 6), normal(5, 2, 6), normal(5, 4, 3), -np.abs(normal(5, *gates)), np.abs(normal(5, 4))
+        state = normal(4, 3, 6)
+        wanted, _ = oracle_gated_delta_rule.gated_delta_rule(*tokens, state, 6**-0.5)
+        np.testing.assert_allclose(reference.gated_delta_rule(*tokens, state), wanted, rtol=1e-12)
+
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize(("per", "of_a"), [((4,), (4,)), ((4, 3), (4, 3, 6))])
+    def test_state_space(self, per, of_a, gated):
+        normal = lambda *shape: self.rng.normal(size=shape)
+        operands = normal(5, 4, 3), normal(5, *per), -np.abs(normal(*of_a)), normal(5, 2, 6), normal(5, 2, 6)
+        options = dict(state=normal(4, 3, 6), D=normal(*per), dt_bias=normal(*per))
+        options |= dict(z=normal(5, 4, 3)) if gated else {}
+        wanted, _ = oracle_selective_state_update.selective_state_update(*operands, **options)
+        np.testing.assert_allclose(reference.state_space(*operands, **options), wanted, rtol=1e-12)
+
+
+def test_a_sweep_is_every_combination():
+    configs = tune.sweep(CopyConfig, num_warps=(4,), tile=(1, 2), programs=(3, 5))
+    assert [dataclasses.astuple(config) for config in configs] == [(1, 3, 4), (1, 5, 4), (2, 3, 4), (2, 5, 4)]
+
+
+def test_the_span_is_the_difference_of_two_runs(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def launch(rounds):
+        clock[0] += 1.0 + 3e-5 * rounds
+
+    assert timing.span_per_turn(launch, rounds=10, turns=3) == pytest.approx(10.0)
 
 
 def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
@@ -58,3 +232,11 @@ def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert table(file).splitlines()[2:] == ["| a | 1.0 us | 0.50 | p 4.0 us | 0.25 |", "| b | 3.0 us | - | - | - |"]
+
+
+def test_the_report_has_a_table_of_spans_and_errors_for_rows_that_have_them(tmp_path):
+    row = dict(case="a", us=2.0, bandwidth_fraction=0.5)
+    more = dict(case="b", span_us=3.5, rms_error=0.00234, peer_span_us=None)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (row, row | more)))
+    assert table(file).splitlines()[-1] == "| b | 3.5 us | - | 2.3e-03 | - |"

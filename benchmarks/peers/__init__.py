@@ -3,23 +3,50 @@
 A peer is a function of (workload, buffers) that returns launch(turn): one turn over torch views of the JAX buffers.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-Launch = Callable[[int], Any]
+# Overwrites the pools and returns the outputs. A peer that returns the rows' new states instead of storing them returns
+# (states, outputs); it starts from states gathered beforehand, so that neither gathering nor storing is timed.
+Launch = Callable[[int], tuple[Any, ...]]
+Adapter = Callable[[Any, tuple[jax.Array, ...]], Launch]
 
 
-def find(workload: Any, pools: tuple[jax.Array, ...]) -> tuple[str, Launch] | None:
-    """The peer's name and launch for a workload; None if there is no such peer on this machine.
+def view(array: jax.Array) -> Any:
+    """A torch tensor of the same memory: what torch writes there, JAX's array holds."""
+    import torch
 
-    The launch overwrites `pools` and returns its outputs.
-    """
-    if any(importlib.util.find_spec(package) is None for package in ("torch", "triton", "vllm")):
-        return None
-    from benchmarks.peers import vllm
+    return torch.from_dlpack(array)
 
-    adapter = vllm.ADAPTERS.get(workload.case.name.split()[0])
-    return None if adapter is None else ("vllm", adapter(workload, pools))
+
+def views(workload: Any) -> dict[str, Any]:
+    """What a workload gives to a peer, by name."""
+    arrays = {name: x for name, x in (workload.inputs | workload.given).items() if isinstance(x, jax.Array)}
+    return {name: view(array).contiguous() for name, array in arrays.items()}
+
+
+def gathered(workload: Any, pool: jax.Array) -> list[Any]:
+    """Per set of blocks, a copy of the rows' states."""
+    states = view(pool)[0]
+    return [states[blocks.long()].contiguous() for blocks in views(workload)["write"]]
+
+
+def find(workload: Any) -> dict[str, Adapter]:
+    """The peers that this machine has for a workload, by name."""
+    found: dict[str, Adapter] = {}
+    for name in ("vllm", "fla"):
+        if any(importlib.util.find_spec(package) is None for package in ("torch", "triton", name)):
+            continue
+        try:
+            module = importlib.import_module(f"benchmarks.peers.{name}")
+        except ImportError as error:
+            print(f"{name} can't be imported: {error}")
+            continue
+        adapter = module.ADAPTERS.get(workload.case.name.split()[0])
+        if adapter is not None:
+            found[name] = adapter
+    return found

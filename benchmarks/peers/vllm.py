@@ -1,35 +1,31 @@
 """vLLM's Triton kernels (measured: 0.33.0). `vllm` must be importable: installed, or its wheel unpacked on the path."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import torch
-from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule
 from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
     fused_recurrent_gated_delta_rule_packed_decode,
 )
 from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update
-from vllm.third_party.flash_linear_attention.ops.kda import fused_recurrent_kda
+from vllm.third_party.flash_linear_attention.ops.kda import chunk_kda, fused_recurrent_kda
 from vllm.v1.worker.mamba_utils import precopy_mamba_align_fused_kernel
 
-from benchmarks.peers import Launch
-
-
-def _view(array: jax.Array) -> torch.Tensor:
-    """The same memory: what torch writes there, JAX's array holds."""
-    return torch.from_dlpack(array)
-
-
-def _views(workload: Any) -> dict[str, torch.Tensor]:
-    return {name: _view(array).contiguous() for name, array in workload.given.items()}
+from benchmarks.peers import Launch, gathered, view, views
+from pallas_kernels import chunk_rows
 
 
 def state_copy(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     """One launch over all layers and both kinds of state, block ids from a table of two columns per row."""
-    case, given = workload.case, _views(workload)
+    case, given = workload.case, views(workload)
     layers = [
-        (pool[layer], len(state)) for pool, (state, _) in zip(map(_view, pools), case.states, strict=True)
+        (pool[layer], len(state)) for pool, (state, _) in zip(map(view, pools), case.states, strict=True)
         for layer in range(case.layers)
     ]  # fmt: skip
     number = lambda values, dtype: torch.tensor(values, dtype=dtype, device="cuda")
@@ -68,8 +64,8 @@ def state_copy(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def conv_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given = _views(workload)
-    windows, weight = _view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
+    given = views(workload)
+    windows, weight = view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
     x, out = given["x"], torch.empty_like(given["x"])
     verify = {}
     if workload.case.num_speculative_tokens:
@@ -89,8 +85,8 @@ def conv_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def gdn_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = _views(workload), workload.case
-    pool = _view(pools[0])[0]
+    given, case = views(workload), workload.case
+    pool = view(pools[0])[0]
     out = given["qkv"].new_empty(len(case.lengths), 1, case.value_heads, case.value_dim)
     rows = given["write"][..., 0].contiguous()
 
@@ -105,8 +101,8 @@ def gdn_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def gdn_verify(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = _views(workload), workload.case
-    pool, blocks = _view(pools[0])[0], given["write"]
+    given, case = views(workload), workload.case
+    pool, blocks = view(pools[0])[0], given["write"]
     keys = case.key_heads * case.key_dim
     heads = lambda x, dim: x.reshape(1, x.shape[0], -1, dim).contiguous()
     q, k, v = given["qkv"].split([keys, keys, case.value_heads * case.value_dim], dim=1)
@@ -125,8 +121,8 @@ def gdn_verify(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def kda_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given = _views(workload)
-    pool, rows = _view(pools[0])[0], given["write"][..., 0].contiguous()
+    given = views(workload)
+    pool, rows = view(pools[0])[0], given["write"][..., 0].contiguous()
     inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
 
     def launch(turn):
@@ -143,8 +139,8 @@ def kda_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def state_space_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = _views(workload), workload.case
-    pool, out = _view(pools[0])[0], torch.empty_like(given["x"])
+    given, case = views(workload), workload.case
+    pool, out = view(pools[0])[0], torch.empty_like(given["x"])
     channel = case.heads, case.head_dim
     per_channel = lambda v: v if v.shape[-2:] == channel else v[..., None].expand(*v.shape, case.head_dim)
     A = given["A"] if case.is_mamba1 else given["A"][:, None, None].expand(*channel, case.state_dim)
@@ -162,7 +158,86 @@ def state_space_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-# By the first word of a case's name.
+def conv_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    """In place, with the metadata that vLLM's server builds on the host once per step: programs of eight tokens."""
+    given = views(workload)
+    windows, weight = view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
+    x, loc = given["x"].T, given["query_start_loc"]
+    counts = [-(-length // 8) for length in loc.diff().tolist()]
+    programs = np.array([(row, n) for row, count in enumerate(counts) for n in range(count)], np.int32)
+    row_of, number_of = (torch.from_numpy(column.copy()).cuda() for column in programs.T)
+    of_eight = dict(batch_ptr=row_of, token_chunk_offset_ptr=number_of, tot=len(programs), nums=counts)
+    of_eight |= dict(mlist=programs[:, 0], mlist_len=len(programs), offsetlist=programs[:, 1])
+    metadata = SimpleNamespace(nums_dict={8: of_eight}, batch_ptr=row_of, token_chunk_offset_ptr=number_of)
+    has_initial_state = torch.ones(len(counts), dtype=torch.bool, device="cuda")
+
+    def launch(turn):
+        rows = given["write"][turn % len(given["write"])]
+        out = causal_conv1d_fn(
+            x, weight, None, windows, loc, cache_indices=rows, has_initial_state=has_initial_state,
+            activation="silu", metadata=metadata,
+        )  # fmt: skip
+        return (out.T,)
+
+    return launch
+
+
+def gdn_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, initial = views(workload), gathered(workload, pools[0])
+    inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
+
+    @torch.no_grad()
+    def launch(turn):
+        out, state = chunk_gated_delta_rule(
+            *inputs, initial_state=initial[turn % len(initial)], output_final_state=True,
+            cu_seqlens=given["query_start_loc"], use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return state, out[0]
+
+    return launch
+
+
+def kda_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    """The outputs go where the values were, so these are restored: a memcpy, no kernel, but in the span (about 2 %)."""
+    given, initial = views(workload), gathered(workload, pools[0])
+    q, k, v, g, beta = (given[name][None] for name in ("q", "k", "v", "g", "beta"))
+    values = v.clone()
+
+    @torch.no_grad()
+    def launch(turn):
+        values.copy_(v)
+        out, state = chunk_kda(
+            q, k, values, g, beta, initial_state=initial[turn % len(initial)], output_final_state=True,
+            cu_seqlens=given["query_start_loc"], use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return state, out[0]
+
+    return launch
+
+
+def ssd_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    """New states go to the pool; chunks of 128, cut on the host."""
+    given, initial = views(workload), gathered(workload, pools[0])
+    pool, out, loc = view(pools[0])[0], torch.empty_like(given["x"]), given["query_start_loc"]
+    chunks = chunk_rows(loc.cpu().numpy(), np.zeros(len(loc) - 1, np.int32), len(out), 128)
+    count = int(chunks.last_chunk_indices[-1]) + 1
+    arrays = chunks.cu_chunk_seqlens[: count + 1], chunks.last_chunk_indices, chunks.seq_idx[:count]
+    metadata = [torch.from_numpy(np.array(array)).cuda() for array in arrays]
+    inputs = [given[name] for name in ("x", "dt", "A", "B", "C")]
+
+    def launch(turn):
+        chosen = turn % len(initial)
+        mamba_chunk_scan_combined_varlen(
+            *inputs, 128, loc, *metadata, out, D=given["D"], z=given.get("z"), dt_bias=given["dt_bias"],
+            initial_states=initial[chosen], dt_softplus=True, state_dtype=pool.dtype, final_states_out=pool,
+            final_state_indices=given["write"][chosen],
+        )  # fmt: skip
+        return (out,)
+
+    return launch
+
+
+# By the first word of a case's name. vLLM's selective scan is compiled C++, which an unpacked wheel can do without.
 ADAPTERS = {
     "state_copy": state_copy,
     "conv_update": conv_update,
@@ -172,4 +247,8 @@ ADAPTERS = {
     "kda_decode": kda_decode,
     "mamba1_update": state_space_update,
     "mamba2_update": state_space_update,
+    "conv_prefill": conv_prefill,
+    "gdn_prefill": gdn_prefill,
+    "kda_prefill": kda_prefill,
+    "ssd_prefill": ssd_prefill,
 }

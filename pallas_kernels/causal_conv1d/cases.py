@@ -24,4 +24,5 @@ UPDATE_CASES = (
 PREFILL_CASES = (
     Case("conv_prefill 1x8192", (8192,)),
     Case("conv_prefill 16x128", (128,) * 16),
+    Case("conv_prefill ragged", (1, 130, 0, 700, 63)),
 )

@@ -17,6 +17,7 @@ class Case:
     state_dtype: str = "float32"
     packed: bool = True
     kda: bool = False
+    allow_neg_eigval: bool = False  # beta up to 2
 
 
 # Qwen3.5-35B-A3B's linear attention, Kimi-Linear's, and OLMo-Hybrid's heads of 96 x 192.
@@ -30,5 +31,17 @@ UPDATE_CASES = (
 )
 PREFILL_CASES = (
     Case("gdn_prefill 1x8192", (8192,)),
+    Case("gdn_prefill 4x2048", (2048,) * 4),
     Case("gdn_prefill 16x128", (128,) * 16),
+    Case("gdn_prefill 1x65536", (65536,)),
+    Case("kda_prefill 1x8192", (8192,), key_heads=32, kda=True),
+    Case(
+        "gdn_prefill olmo",
+        (1, 130, 0, 700, 63),
+        key_heads=30,
+        value_heads=30,
+        key_dim=96,
+        value_dim=192,
+        allow_neg_eigval=True,
+    ),
 )

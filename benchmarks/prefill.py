@@ -1,0 +1,242 @@
+"""Workloads of the prefill ops: whole prompts, from a state in the pool to the state that replaces it.
+
+The token inputs are the same buffers at every turn, for a peer too, as warm in the L2 as what the layer before has just
+written; what rotates is the blocks. `bytes` counts every input, every output and a state in and out per row, once. No
+checkpoints are kept.
+
+Differences from "xla", which computes in float32, are in units of the largest value, and may be those of products of
+bfloat16 numbers, as on tensor cores; the relative error against float64, over all values of a part, may be no larger.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import reference
+from benchmarks.workloads import Workload, itemsize, locations, random_pool, rotate, tolerance
+from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill
+from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
+from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+
+# Of the longest row: outputs are causal, and float64 is slow.
+REFERENCE_TOKENS, REFERENCE_CHANNELS = 512, 64
+
+
+def _normal() -> Callable[..., jax.Array]:
+    """Draws on the device, other numbers at each call."""
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+    return lambda *shape, dtype="float32": jax.random.normal(next(keys), shape).astype(dtype)
+
+
+def _live(lengths: tuple[int, ...]) -> list[int]:
+    return [row for row, length in enumerate(lengths) if length]
+
+
+def _longest(lengths: tuple[int, ...]) -> tuple[int, slice]:
+    """The longest row and its first tokens."""
+    row = int(np.argmax(lengths))
+    return row, slice(sum(lengths[:row]), sum(lengths[:row]) + min(lengths[row], REFERENCE_TOKENS))
+
+
+def _float64(*arrays: jax.Array) -> list[np.ndarray]:
+    return [np.asarray(x, np.float64) for x in arrays]
+
+
+def _given(lengths: tuple[int, ...], blocks: jax.Array) -> dict[str, jax.Array]:
+    """To a peer: where its rows start and their blocks. Rows without tokens are left out, as not every peer allows them."""
+    live = _live(lengths)
+    return dict(query_start_loc=locations(tuple(lengths[row] for row in live)), write=blocks[:, np.array(live)])
+
+
+def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
+    """Per row a window of width - 1 in and out, per token an input and an output; and the taps."""
+    rows, tokens = len(case.lengths), sum(case.lengths)
+    channel_rows = 2 * len(_live(case.lengths)) * (case.width - 1) + 2 * tokens + case.width
+    moved = channel_rows * case.channels * itemsize(case.dtype)
+    blocks, num_blocks = rotate(rows, 1, moved)
+    blocks = blocks[..., 0]
+    shape = 1, num_blocks, case.width - 1, case.channels
+    row, first = _longest(case.lengths)
+    channels = slice(REFERENCE_CHANNELS)
+
+    def draw():
+        normal = _normal()
+        return dict(
+            x=normal(tokens, case.channels, dtype=case.dtype),
+            weight=normal(case.width, case.channels, dtype=case.dtype),
+            query_start_loc=locations(case.lengths),
+        )
+
+    def step(turn, carry, **arguments):
+        block = blocks[turn % len(blocks)]
+        rows_of = dict(layer=0, read_block=block, read_row=jnp.zeros(rows, jnp.int32), write_block=block)
+        y, pool = causal_conv1d_prefill(pool=carry[0], bias=None, **rows_of, **arguments)
+        return pool, y
+
+    def wanted(inputs, pool):
+        history = pool[0, int(blocks[0, row]), :, channels]
+        return reference.causal_conv1d(*_float64(inputs["x"][first, channels], history, inputs["weight"][:, channels]))
+
+    return Workload(
+        case=case,
+        kernel="causal_conv1d_prefill",
+        bytes=moved,
+        tolerance=tolerance(case.dtype),
+        initial=lambda: (random_pool(shape, case.dtype), jnp.zeros((tokens, case.channels), case.dtype)),
+        step=step,
+        given=_given(case.lengths, blocks),
+        config=None,
+        draw=draw,
+        least=1e-6,
+        part=(first, channels),
+        reference=wanted,
+    )
+
+
+def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
+    """Per row a state in and out, per token q, k, v, an output, and g and beta in float32.
+
+    q and k come unnormalised, so that normalising them is part of every side's work.
+    """
+    rows, tokens = len(case.lengths), sum(case.lengths)
+    state = case.value_heads, case.value_dim, case.key_dim
+    state_bytes = math.prod(state) * itemsize(case.state_dtype)
+    keys, values = case.key_heads * case.key_dim, case.value_heads * case.value_dim
+    gates = case.value_heads, case.key_dim
+    gate_bytes = 4 * case.value_heads * (1 + case.key_dim**case.kda)
+    token_bytes = (2 * keys + 2 * values) * itemsize(case.dtype) + gate_bytes
+    moved = 2 * len(_live(case.lengths)) * state_bytes + tokens * token_bytes
+    blocks, num_blocks = rotate(rows, 1, moved)
+    blocks = blocks[..., 0]
+    row, first = _longest(case.lengths)
+    key_heads = slice(max(1, 4 * case.key_heads // case.value_heads))
+    heads = slice(key_heads.stop * case.value_heads // case.key_heads)
+
+    def draw():
+        normal = _normal()
+        loc = locations(case.lengths)
+        return dict(
+            q=normal(tokens, case.key_heads, case.key_dim, dtype=case.dtype),
+            k=normal(tokens, case.key_heads, case.key_dim, dtype=case.dtype),
+            v=normal(tokens, *state[:2], dtype=case.dtype),
+            g=jax.nn.log_sigmoid(3 + normal(tokens, *gates[: 1 + case.kda])),  # a memory of some 15 tokens
+            beta=(1 + case.allow_neg_eigval) * jax.nn.sigmoid(normal(tokens, case.value_heads)),
+            query_start_loc=loc,
+            chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens),
+        )
+
+    def step(turn, carry, **arguments):
+        block = blocks[turn % len(blocks)]
+        out, pool = gated_delta_rule_prefill(pool=carry[0], layer=0, read_block=block, write_block=block, **arguments)
+        return pool, out
+
+    def wanted(inputs, pool):
+        of_keys = [inputs[name][first, key_heads] for name in ("q", "k")]
+        of_values = [inputs[name][first, heads] for name in ("v", "g", "beta")]
+        return reference.gated_delta_rule(*_float64(*of_keys, *of_values, pool[0, int(blocks[0, row]), heads]))
+
+    return Workload(
+        case=case,
+        kernel="gated_delta_rule_prefill",
+        bytes=moved,
+        tolerance=tolerance(case.dtype, case.state_dtype),
+        initial=lambda: (
+            random_pool((1, num_blocks, *state), case.state_dtype),
+            jnp.zeros((tokens, *state[:2]), case.dtype),
+        ),
+        step=step,
+        given=_given(case.lengths, blocks),
+        config=None,
+        draw=draw,
+        least=1e-6,
+        part=(first, heads),
+        reference=wanted,
+    )
+
+
+def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) -> Workload:
+    """Per row a state in and out, per token its inputs and an output; and A. Mamba-1 has one head, all else per channel."""
+    rows, tokens = len(case.lengths), sum(case.lengths)
+    channel = case.heads, case.head_dim
+    state_bytes = math.prod(channel) * case.state_dim * itemsize(case.state_dtype)
+    is_mamba1 = case.heads == 1
+    per = channel if is_mamba1 else (case.heads,)
+    shape_of_a = (*channel, case.state_dim) if is_mamba1 else per
+    token_values = (2 + case.gated) * math.prod(channel) + math.prod(per) + 2 * case.groups * case.state_dim
+    moved = 2 * len(_live(case.lengths)) * state_bytes + tokens * token_values * itemsize(case.dtype)
+    moved += 4 * math.prod(shape_of_a)
+    blocks, num_blocks = rotate(rows, 1, moved)
+    blocks = blocks[..., 0]
+    row, first = _longest(case.lengths)
+    heads, channels = slice(case.heads // case.groups), slice(REFERENCE_CHANNELS)
+
+    def draw():
+        normal = _normal()
+        loc = locations(case.lengths)
+        inputs = dict(
+            x=normal(tokens, *channel, dtype=case.dtype),
+            dt=normal(tokens, *per, dtype=case.dtype),
+            A=-jnp.exp(normal(*shape_of_a)),
+            B=normal(tokens, case.groups, case.state_dim, dtype=case.dtype),
+            C=normal(tokens, case.groups, case.state_dim, dtype=case.dtype),
+            D=normal(*per),
+            dt_bias=normal(*per),
+            query_start_loc=loc,
+        )
+        if case.gated:
+            inputs |= dict(z=normal(tokens, *channel, dtype=case.dtype))
+        if chunked:
+            inputs |= dict(chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens))
+        return inputs
+
+    def step(turn, carry, **arguments):
+        block = blocks[turn % len(blocks)]
+        out, pool = op(pool=carry[0], layer=0, read_block=block, write_block=block, **arguments)
+        return pool, out
+
+    def wanted(inputs, pool):
+        cut = (heads, channels)[: len(per)]
+        named = {name: inputs[name][(first, heads, channels)] for name in ("x", "z") if name in inputs}
+        named |= {name: inputs[name][:, :1][first] for name in ("B", "C")}
+        named |= {name: inputs[name][cut] for name in ("A", "D", "dt_bias")}
+        named |= dict(dt=inputs["dt"][(first, *cut)], state=pool[0, int(blocks[0, row]), heads, channels])
+        return reference.state_space(**{name: np.asarray(x, np.float64) for name, x in named.items()})
+
+    return Workload(
+        case=case,
+        kernel=op.__name__,
+        bytes=moved,
+        tolerance=tolerance(case.dtype, case.state_dtype),
+        initial=lambda: (
+            random_pool((1, num_blocks, *channel, case.state_dim), case.state_dtype),
+            jnp.zeros((tokens, *channel), case.dtype),
+        ),
+        step=step,
+        given=_given(case.lengths, blocks),
+        config=None,
+        draw=draw,
+        least=1e-6,
+        part=(first, heads, channels),
+        reference=wanted,
+    )
+
+
+# Per op: its cases, and what makes a workload of one.
+OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Workload]]] = {
+    "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_workload),
+    "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_workload),
+}
+
+# To be merged: two ordinary entries above, once both ops are in the tree.
+for _name, _chunked in (("ssd", True), ("selective_scan", False)):
+    if importlib.util.find_spec(f"pallas_kernels.{_name}"):
+        _op = getattr(importlib.import_module("pallas_kernels"), _name)
+        _cases = importlib.import_module(f"pallas_kernels.{_name}.cases").CASES
+        OPS[_name] = (_cases, functools.partial(state_space_workload, op=_op, chunked=_chunked))
