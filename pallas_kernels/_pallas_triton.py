@@ -46,6 +46,12 @@ def row_sum(tile: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
+def barrier(interpret: bool) -> None:
+    """Makes what the program's threads have stored visible to all of them. Interpreted, there is one thread."""
+    if not interpret:
+        plt.debug_barrier()
+
+
 def call(
     kernel: Callable[[SimpleNamespace], None],
     *,

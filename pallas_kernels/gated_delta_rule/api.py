@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels._check import checked, require
 from pallas_kernels._chunks import Chunks, check_prefill
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule import pallas_triton, xla
-from pallas_kernels.gated_delta_rule.config import Config
+from pallas_kernels.gated_delta_rule import pallas_triton, pallas_triton_prefill, xla
+from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
 
 
 @checked
@@ -218,6 +218,8 @@ def gated_delta_rule_prefill(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     implementation: Implementation | None = None,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
     """Runs rows of any length in chunks that end at multiples of `chunks.chunk_size` in the sequence's absolute position.
 
@@ -243,7 +245,9 @@ def gated_delta_rule_prefill(
         checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
         scale: Of the queries; None is key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised here.
-        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernels; None takes the tuned or heuristic one.
+        interpret: Runs the Triton kernels' bodies as plain JAX, on any platform.
 
     Returns:
         Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
@@ -260,7 +264,8 @@ def gated_delta_rule_prefill(
     check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
-    return _prefill(operands, k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, implementation)
+    scale = k.shape[2] ** -0.5 if scale is None else scale
+    return _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret)
 
 
 _STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
@@ -290,7 +295,15 @@ def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "use_qk_l2norm", "implementation"))
-def _prefill(operands, scale, use_qk_l2norm, implementation):
-    prefill = functools.partial(xla.gated_delta_rule_prefill, scale=scale, use_qk_l2norm=use_qk_l2norm)
-    return dispatch(implementation, operands, xla=prefill, triton=None)
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret):
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+    return dispatch(
+        implementation,
+        operands,
+        xla=functools.partial(xla.gated_delta_rule_prefill, **options),
+        triton=functools.partial(
+            pallas_triton_prefill.gated_delta_rule_prefill, **options, config=config, interpret=interpret
+        ),
+        unsupported=pallas_triton_prefill.unsupported(operands[8].chunk_size),
+    )

@@ -26,3 +26,34 @@ def default_config(rows: int, window: int, itemsize: int) -> Config:
         block_value = 16 if window > 1 else 8 if rows >= 4 else 4
         return Config(block_value, tile_value=4, segment=128, num_warps=1)
     return Config(block_value=32 if window > 1 else 4, tile_value=4, segment=64, num_warps=1)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How prefill's kernels share the work. Of these, only `pieces` changes what is computed.
+
+    The kernel that carries states gives a program `tile_value` of a head's value dims, `num_warps` warps, and `num_stages`
+    chunks in flight; the one that multiplies a chunk's keys takes `products_warps`. Where inputs are bfloat16, float32
+    values enter products that make states in `pieces` of bfloat16: an error of 2^-16 with two of them, 2^-8 with one.
+    """
+
+    tile_value: int
+    num_warps: int
+    num_stages: int
+    products_warps: int
+    pieces: int = 2
+
+
+def default_prefill_config(values: int, itemsize: int, per_channel: bool) -> PrefillConfig:
+    """For `values` value dims of all heads and rows: few of them are cut small, to fill the card.
+
+    Best of `benchmarks.tune` on an H200 (JAX 0.11.2) for heads of 128 x 128 and bfloat16 inputs.
+    """
+    small = values <= 32 * 132
+    if itemsize == 4:
+        return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8)
+    if per_channel:
+        return PrefillConfig(tile_value=16, num_warps=4, num_stages=2, products_warps=8)
+    if small:
+        return PrefillConfig(tile_value=32, num_warps=4, num_stages=3, products_warps=2)
+    return PrefillConfig(tile_value=64, num_warps=4, num_stages=1, products_warps=2)

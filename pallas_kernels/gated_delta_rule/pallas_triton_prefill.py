@@ -1,0 +1,415 @@
+"""gated_delta_rule's prefill as three Pallas kernels: two for all chunks at once, one that carries the states.
+
+L holds the decayed products of a chunk's keys with the earlier ones, times beta; S is the state before the chunk. What
+the tokens add to the state is then T beta (v - decay k S) with T = (I + L)^-1 (the UT transform).
+
+    products   a chunk and head to a program: L, the decayed products of queries with keys, and decays
+    inverse    likewise: T beta
+    states     some value dims of a head of a row to a program: its chunks in order, S in registers
+
+Only the last one touches the pool. What is multiplied is bfloat16: inputs as they are, and float32 values in pieces of
+bfloat16 (see `Config`). Other inputs are multiplied as float32, in three products of tf32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import dot, pieces
+from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+
+CHUNK_SIZES = (16, 32, 64)
+_BLOCK = 16  # the smallest product
+_LOG2_E = 1.4426950408889634
+
+
+def _iota(shape, axis):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _as_operand(x):
+    return x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+
+
+def _store_pieces(ref, values, *at, mask=None):
+    """In as many pieces as the array has."""
+    parts = pieces(values, ref.shape[0]) if ref.dtype == jnp.bfloat16 else (values,)
+    for n, part in enumerate(parts):
+        pt.store(ref.at[(jnp.int32(n), *at)], part, mask=mask)
+
+
+def _load_pieces(ref, *at, mask=None):
+    other = None if mask is None else 0.0
+    parts = tuple(pt.load(ref.at[(jnp.int32(n), *at)], mask=mask, other=other) for n in range(ref.shape[0]))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _running_sums(x):
+    """Sums along axis 0 of non-positive numbers up to each, and in all, in two parts, so that differences lose nothing.
+
+    The first part is a multiple of a unit that no sum exceeds 2^24 times: its sums are exact, however small a difference.
+    `x` must come from memory: a product could be fused into one of its uses, and be another number there.
+    """
+    magic = -4.0 * jnp.sum(x, axis=0)
+    coarse = (x + magic) - magic
+    return [(jnp.cumsum(part, axis=0), jnp.sum(part, axis=0)) for part in (coarse, x - coarse)]
+
+
+def _decay(*differences):
+    """Of the sum of differences of log decays, which rounding may leave above zero."""
+    return jnp.exp2(_LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
+
+
+def _norm(tile, use_qk_l2norm):
+    """What brings each row of keys to unit length."""
+    if not use_qk_l2norm:
+        return jnp.ones(tile.shape[:1], jnp.float32)
+    return jax.lax.rsqrt(jnp.sum(tile.astype(jnp.float32) * tile.astype(jnp.float32), axis=1) + L2_EPSILON)
+
+
+def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
+    """With one decay per head: all value heads of a key head."""
+    _, key_heads, key_dim = refs.k.shape
+    repeats = refs.beta.shape[1] // key_heads
+    lane, later, earlier = _iota((size,), 0), _iota((size, size), 0), _iota((size, size), 1)
+    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    token = start + lane
+    inside = token < end
+
+    def tile(ref):
+        mask = inside[:, None] & key_inside[None, :]
+        return _as_operand(pt.load(ref.at[token[:, None], key_head, key[None, :]], mask=mask, other=0.0))
+
+    # Inputs enter products as they are; what scales them follows.
+    product = functools.partial(dot, contract=(1, 1), interpret=interpret)
+    q, k = tile(refs.q), tile(refs.k)
+    q_norm, k_norm = scale * _norm(q, use_qk_l2norm), _norm(k, use_qk_l2norm)
+    keys = jnp.where(earlier < later, product(k, k) * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    queries = jnp.where(earlier <= later, product(q, k) * (q_norm[:, None] * k_norm[None, :]), 0.0)
+
+    def of_value_head(n, _):
+        head = key_head * repeats + n
+        take = lambda ref: pt.load(ref.at[token, head], mask=inside, other=0.0)
+        (coarse, coarse_total), (fine, fine_total) = _running_sums(take(refs.g))
+        between = _decay(coarse[:, None] - coarse[None, :], fine[:, None] - fine[None, :])
+        at = head, chunk, lane[:, None], lane[None, :]
+        pt.store(refs.system.at[at], between * keys * take(refs.beta)[:, None])
+        _store_pieces(refs.attention, between * queries, *at)
+        before, after = _decay(coarse, fine), _decay(coarse_total - coarse, fine_total - fine)
+        for kind, values in enumerate((before * k_norm, before * q_norm, after * k_norm)):
+            pt.store(refs.scales.at[jnp.int32(kind), head, chunk, lane], values)
+        refs.decay[head, chunk] = _decay(coarse_total, fine_total)
+
+    jax.lax.fori_loop(0, repeats, of_value_head, None)
+
+
+def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
+    """With a decay per key channel: queries and keys decayed beforehand, in blocks of tokens."""
+    _, key_heads, key_dim = refs.k.shape
+    key_head = head // (refs.beta.shape[1] // key_heads)
+    lane, block_lane = _iota((size,), 0), _iota((_BLOCK,), 0)
+    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    product = functools.partial(dot, contract=(1, 1), interpret=interpret)
+    exact = refs.k.dtype == jnp.bfloat16
+    split = (lambda x: pieces(x, 2)) if exact else (lambda x: x)
+
+    def tile(ref, head, lanes):
+        token = start + lanes
+        mask = (token < end)[:, None] & key_inside[None, :]
+        return pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0).astype(jnp.float32)
+
+    def row(ref, head, lane):
+        mask = key_inside & (start + lane < end)
+        return pt.load(ref.at[start + lane, head, key], mask=mask, other=0.0).astype(jnp.float32)
+
+    def beta(lane):
+        return pt.load(refs.beta.at[start + lane, head], mask=start + lane < end, other=0.0)
+
+    q, k = tile(refs.q, key_head, lane), tile(refs.k, key_head, lane)
+    q, k = q * (scale * _norm(q, use_qk_l2norm))[:, None], k * _norm(k, use_qk_l2norm)[:, None]
+    (coarse, coarse_total), (fine, fine_total) = _running_sums(tile(refs.g, head, lane))
+    before, after = _decay(coarse, fine), _decay(coarse_total[None, :] - coarse, fine_total[None, :] - fine)
+    at = head, chunk, lane[:, None], key[None, :]
+    mask = key_inside[None, :] & (lane >= 0)[:, None]
+    _store_pieces(refs.k_before, before * k, *at, mask=mask)
+    _store_pieces(refs.q_before, before * q, *at, mask=mask)
+    _store_pieces(refs.k_after, after * k, *at, mask=mask)
+    pt.store(refs.decay.at[head, chunk, key], _decay(coarse_total, fine_total), mask=key_inside)
+
+    def of_block(n, _):
+        first = n * _BLOCK
+        lanes = first + block_lane
+        g_block = tile(refs.g, head, lanes)
+        q_block, k_block = tile(refs.q, key_head, lanes), tile(refs.k, key_head, lanes)
+        q_norm, k_norm = scale * _norm(q_block, use_qk_l2norm), _norm(k_block, use_qk_l2norm)
+        k_block = k_block * k_norm[:, None]
+
+        # Blocks before: both decayed to where this one begins, so that no exponent is positive.
+        earlier = (lane < first)[:, None]
+        begin = lambda sums: jnp.sum(jnp.where((lane == first - 1)[:, None], sums, 0.0), axis=0)[None, :] - sums
+        until = jnp.where(earlier, k * _decay(begin(coarse), begin(fine)), 0.0)
+        (coarse_since, _), (fine_since, _) = _running_sums(g_block)
+        since = _decay(coarse_since, fine_since)
+        keys = product(split(k_block * since), split(until))
+        queries = product(split(q_block * q_norm[:, None] * since), split(until))
+        at = head, chunk, lanes[:, None], lane[None, :]
+        mask = ((lane < first) | (lane >= first + _BLOCK))[None, :] & (block_lane >= 0)[:, None]
+        pt.store(refs.system.at[at], keys * beta(lanes)[:, None], mask=mask)
+        _store_pieces(refs.attention, queries, *at, mask=mask)
+
+        # Within the block, row by row.
+        def of_row(i, between):
+            here = first + i
+            between = jnp.where(block_lane[:, None] < i, between + row(refs.g, head, here)[None, :], 0.0)
+            decayed = k_block * _decay(between)
+            norm = lambda x: jax.lax.rsqrt(jnp.sum(x * x) + L2_EPSILON) if use_qk_l2norm else 1.0
+            k_row, q_row = row(refs.k, key_head, here), row(refs.q, key_head, here)
+            keys = jnp.sum(decayed * (k_row * norm(k_row))[None, :], axis=1)
+            queries = jnp.sum(decayed * (q_row * (scale * norm(q_row)))[None, :], axis=1)
+            at = head, chunk, here, lanes
+            pt.store(refs.system.at[at], jnp.where(block_lane < i, keys, 0.0) * beta(here))
+            _store_pieces(refs.attention, jnp.where(block_lane <= i, queries, 0.0), *at)
+            return between
+
+        jax.lax.fori_loop(0, _BLOCK, of_row, jnp.zeros(k_block.shape, jnp.float32))
+
+    jax.lax.fori_loop(0, size // _BLOCK, of_block, None)
+
+
+def _inverse(refs, head, chunk, start, end, *, size, interpret):
+    """By forward substitution, alone on the diagonal and in blocks off it: exact but for rounding, whatever L holds."""
+    blocks = range(size // _BLOCK)
+    lane, row, column = _iota((_BLOCK,), 0), _iota((_BLOCK, _BLOCK), 0), _iota((_BLOCK, _BLOCK), 1)
+    product = functools.partial(dot, interpret=interpret)
+    split = (lambda x: pieces(x, 2)) if refs.solve.dtype == jnp.bfloat16 else (lambda x: x)
+    load = lambda row, column: pt.load(refs.system.at[head, chunk, row, column])
+
+    def substitute(i, tiles):
+        after = []
+        for b, tile in enumerate(tiles):
+            known = jnp.sum(load(b * _BLOCK + i, b * _BLOCK + lane)[:, None] * tile, axis=0)
+            after.append(jnp.where(row == i, tile - known[None, :], tile))
+        return after
+
+    identity = jnp.where(row == column, 1.0, 0.0)
+    tiles = jax.lax.fori_loop(1, _BLOCK, substitute, [identity for _ in blocks])
+
+    inverse = {(b, b): tile for b, tile in enumerate(tiles)}
+    operand = {at: split(tile) for at, tile in inverse.items()}
+    for i in blocks:
+        left = [split(load((i * _BLOCK + lane)[:, None], (m * _BLOCK + lane)[None, :])) for m in range(i)]
+        for j in reversed(range(i)):
+            known = sum(product(left[m], operand[m, j]) for m in range(j, i))
+            inverse[i, j] = -product(operand[i, i], split(known))
+            operand[i, j] = split(inverse[i, j])
+
+    for j in blocks:
+        token = start + j * _BLOCK + lane
+        beta = pt.load(refs.beta.at[token, head], mask=token < end, other=0.0)
+        for i in blocks:
+            values = inverse[i, j] * beta[None, :] if i >= j else jnp.zeros((_BLOCK, _BLOCK), jnp.float32)
+            at = (i * _BLOCK + lane)[:, None], (j * _BLOCK + lane)[None, :]
+            _store_pieces(refs.solve, values, head, chunk, *at)
+
+
+def _of_chunk(kernel, **options):
+    """A kernel with a program per head and chunk that isn't empty."""
+
+    def body(refs):
+        head, chunk = pt.program_id(0), pt.program_id(1)
+        start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
+        pt.when(end > start)(lambda: kernel(refs, head, chunk, start, end, **options))
+
+    return body
+
+
+def _states(refs, *, size, config, interpret):
+    tokens, value_heads, value_dim = refs.v.shape
+    _, key_heads, key_dim = refs.k.shape
+    value_tile, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
+    # All that addresses depend on is loaded here, ahead of any branch.
+    rows = refs.read_block.shape[0]
+    begin, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
+    layer, read, write, first = refs.layer[...], refs.read_block[row], refs.write_block[row], refs.first_chunk[row]
+    key_head = head // (value_heads // key_heads)
+    value, value_inside = pt.lanes(value_tile, config.tile_value, value_dim)
+    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    lane = _iota((size,), 0)
+    checkpoints = 0 if refs.checkpoint_block is None else refs.checkpoint_block.shape[1]
+    exact = refs.k.dtype == jnp.bfloat16
+    split = (lambda x: pieces(x, config.pieces)) if exact else (lambda x: x)
+    rounded = (lambda x: x[0] if isinstance(x, tuple) else x.astype(jnp.bfloat16)) if exact else (lambda x: x)
+    product = functools.partial(dot, interpret=interpret)
+
+    def place(block):
+        at = refs.pool.at[layer, block, head, value[None, :], key[:, None]]
+        return at, value_inside[None, :] & key_inside[:, None] & (block != NULL_BLOCK)
+
+    @pt.when(end > begin)
+    def _():
+        # Where in its cell of the grid the row begins; any place if one cell holds it all.
+        lead = size - (refs.cu_chunk_seqlens[first + 1] - begin)
+
+        def advance(n, state):
+            """One chunk, from a state [key, value]."""
+            chunk = first + n
+            token = begin + jnp.maximum(n * size - lead, 0) + lane
+            inside = token < jnp.minimum(begin + (n + 1) * size - lead, end)
+            square = lambda ref: _load_pieces(ref, head, chunk, lane[:, None], lane[None, :])
+
+            # What no product needs is loaded first: the compiler fetches ahead for products alone.
+            if refs.scales is None:
+                mask = key_inside[None, :] & (lane >= 0)[:, None]
+                keys = lambda ref: _load_pieces(ref, head, chunk, lane[:, None], key[None, :], mask=mask)
+                decay = pt.load(refs.decay.at[head, chunk, key], mask=key_inside, other=0.0)[:, None]
+                q_before, k_before, k_after = keys(refs.q_before), keys(refs.k_before), keys(refs.k_after)
+                of_query = of_key = to_end = 1.0
+            else:
+                mask = inside[:, None] & key_inside[None, :]
+                keys = lambda ref: _as_operand(
+                    pt.load(ref.at[token[:, None], key_head, key[None, :]], mask=mask, other=0.0)
+                )
+                scale = lambda kind: pt.load(refs.scales.at[jnp.int32(kind), head, chunk, lane])[:, None]
+                of_key, of_query, to_end, decay = scale(0), scale(1), scale(2), refs.decay[head, chunk]
+                q_before, k_before = keys(refs.q), keys(refs.k)
+                k_after = k_before
+            at, mask = (token[:, None], head, value[None, :]), inside[:, None] & value_inside[None, :]
+            v = pt.load(refs.v.at[at], mask=mask, other=0.0).astype(jnp.float32)
+            solve, attention = square(refs.solve), square(refs.attention)
+
+            before = split(state)
+            added = product(solve, split(v - of_key * product(k_before, before)))
+            out = of_query * product(q_before, rounded(before)) + product(attention, rounded(added))
+            pt.store(refs.out.at[at], out.astype(refs.out.dtype), mask=mask)
+            return decay * state + product(k_after, split(to_end * added), contract=(0, 0))
+
+        def segment(n, carry):
+            """To checkpoint n; the final state is the last one, at the row's end."""
+            chunk, state = carry
+            offset, block = end - begin, write
+            if checkpoints:
+                final, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
+                offset = jnp.where(final, offset, jnp.minimum(refs.checkpoint_offset[row, at], offset))
+                block = jnp.where(final, block, refs.checkpoint_block[row, at])
+            stop = jnp.maximum(chunk, (lead + offset + size - 1) // size)
+            state = jax.lax.fori_loop(chunk, stop, advance, state)
+            at, mask = place(block)
+            pt.store(at, state.astype(refs.pool.dtype), mask=mask & (offset > 0))
+            return stop, state
+
+        at, mask = place(read)
+        state = pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
+
+    def clear(n, _):
+        token = total + (row + n * rows) * size + lane
+        mask = (token < tokens)[:, None] & value_inside[None, :]
+        zeros = jnp.zeros((size, config.tile_value), refs.out.dtype)
+        pt.store(refs.out.at[token[:, None], head, value[None, :]], zeros, mask=mask)
+
+    # Tokens behind the last row, shared among the rows.
+    jax.lax.fori_loop(0, ((tokens - total + size - 1) // size - row + rows - 1) // rows, clear, None)
+
+
+def unsupported(chunk_size: int) -> str | None:
+    """Why the kernels can't run these arguments; None if they can."""
+    return None if chunk_size in CHUNK_SIZES else f"chunks must be of {CHUNK_SIZES} tokens, got {chunk_size}"
+
+
+def gated_delta_rule_prefill(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    pool,
+    layer,
+    query_start_loc,
+    chunks,
+    read_block,
+    write_block,
+    checkpoint_offset=None,
+    checkpoint_block=None,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
+):
+    """See api.py."""
+    size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
+    (key_heads, key_dim), (value_heads, value_dim), rows = k.shape[1:], v.shape[1:], read_block.shape[0]
+    per_channel = g.ndim == 3
+    config = config or default_prefill_config(value_heads * value_dim * rows, k.dtype.itemsize, per_channel)
+    array = jax.ShapeDtypeStruct
+
+    def in_pieces(count, *shape):
+        if k.dtype == jnp.bfloat16:
+            return array((count, value_heads, number, size, *shape), jnp.bfloat16)
+        return array((1, value_heads, number, size, *shape), jnp.float32)
+
+    outputs = dict(system=array((value_heads, number, size, size), jnp.float32), attention=in_pieces(1, size))
+    if per_channel:
+        decayed = in_pieces(config.pieces, key_dim)
+        outputs |= dict(q_before=in_pieces(1, key_dim), k_before=decayed, k_after=decayed)
+        outputs |= dict(decay=array((value_heads, number, key_dim), jnp.float32))
+    else:
+        outputs |= dict(scales=array((3, value_heads, number, size), jnp.float32))
+        outputs |= dict(decay=array((value_heads, number), jnp.float32))
+    products = pt.call(
+        _of_chunk(
+            _products_per_channel if per_channel else _products,
+            size=size,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            interpret=interpret,
+        ),
+        name="gated_delta_rule_prefill_products",
+        grid=(value_heads if per_channel else key_heads, number),
+        inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
+        outputs=outputs,
+        updates={},
+        num_warps=config.products_warps,
+        interpret=interpret,
+    )
+    inverse = pt.call(
+        _of_chunk(_inverse, size=size, interpret=interpret),
+        name="gated_delta_rule_prefill_inverse",
+        grid=(value_heads, number),
+        inputs=dict(beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens, system=products.pop("system")),
+        outputs=dict(solve=in_pieces(config.pieces, size)),
+        updates={},
+        num_warps=1,
+        interpret=interpret,
+    )
+    results = pt.call(
+        functools.partial(_states, size=size, config=config, interpret=interpret),
+        name="gated_delta_rule_prefill_states",
+        grid=(-(-value_dim // config.tile_value), value_heads, rows),
+        inputs=dict(
+            q=q,
+            k=k,
+            v=v,
+            layer=layer,
+            query_start_loc=query_start_loc,
+            cu_chunk_seqlens=chunks.cu_chunk_seqlens,
+            first_chunk=chunks.first_chunk_indices,
+            read_block=read_block,
+            write_block=write_block,
+            checkpoint_offset=checkpoint_offset,
+            checkpoint_block=checkpoint_block,
+            scales=None,
+        )
+        | inverse
+        | products,
+        outputs=dict(out=array(v.shape, v.dtype)),
+        updates=dict(pool=pool),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    return results["out"], results["pool"]
