@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._chunks import chunk_of_token, spans
 from pallas_kernels._math import softplus
 from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
-from pallas_kernels._chunks import chunk_of_token, spans
 from pallas_kernels._rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
