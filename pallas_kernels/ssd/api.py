@@ -59,8 +59,8 @@ def ssd(
 
     Numerics: states, decays and sums in float32, decays as exponentials of sums no longer than they need be. "xla"
     multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 x, B and C exactly with states and decayed inputs of 16
-    bits (two bfloat16 numbers); if any of them is wider, or float16, everything in three products of tf32. Outside a jit that
-    donates `pool` the call copies the pool.
+    bits (two bfloat16 numbers); if any of them is wider, or float16, everything in three products of tf32. Outside a jit
+    that donates `pool` the call copies the pool.
 
     Args:
         x: Inputs of all rows, packed.

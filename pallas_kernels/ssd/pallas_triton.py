@@ -1,5 +1,7 @@
 """ssd as a Pallas kernel: one program per (block of head_dim, head, row) walks the row's chunks, its state in registers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -21,17 +23,19 @@ def _operand_dtype(*arrays):
     return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
 
 
-def _config(x, B, C, chunk_size):
-    return default_config(B.shape[-1], chunk_size, jnp.dtype(_operand_dtype(x, B, C)).itemsize)
+def _config(x, B, C, chunk_size, config):
+    """`config` or the default, with no larger a block than head_dim needs."""
+    config = config or default_config(B.shape[-1], chunk_size, jnp.dtype(_operand_dtype(x, B, C)).itemsize)
+    return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
 
 
 def unsupported(x, B, C, chunk_size: int, config: Config | None) -> str | None:
     """Why the kernel can't run these arguments; None if it can."""
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
-    config = config or _config(x, B, C, chunk_size)
+    block_dim = _config(x, B, C, chunk_size, config).block_dim
     state_dim = _extent(B.shape[-1])
-    elements = chunk_size * (2 * state_dim + chunk_size) + 2 * config.block_dim * (chunk_size + state_dim)
+    elements = chunk_size * (2 * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
     needed = elements * jnp.dtype(_operand_dtype(x, B, C)).itemsize
     if needed > _SHARED_BYTES:
         return f"chunks of {chunk_size} tokens and states of {state_dim} take {needed} bytes of {_SHARED_BYTES}"
@@ -56,7 +60,7 @@ def _running_sums(g):
     return jax.lax.cumsum(whole), jax.lax.cumsum(rest), 1.0 / unit
 
 
-def _advance_row(refs, head, row, channels, config, *, chunk_size, dt_softplus, interpret):
+def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpret):
     """All of a row's chunks, for the head's `channels`."""
     _, _, heads, _, state_dim = refs.pool.shape
     group = head // (heads // refs.B.shape[1])
@@ -115,7 +119,9 @@ def _advance_row(refs, head, row, channels, config, *, chunk_size, dt_softplus, 
         dt = jnp.where(live, softplus(dt) if dt_softplus else dt, 0.0)
         whole, rest, unit = _running_sums(rate * dt)
         last = lane == chunk_size - 1
-        whole_end, rest_end = jnp.sum(jnp.where(last, whole, 0)), jnp.sum(jnp.where(last, rest, 0.0))
+        # In 64-bit mode a sum of int32 is an int64.
+        whole_end = jnp.sum(jnp.where(last, whole, 0), dtype=jnp.int32)
+        rest_end = jnp.sum(jnp.where(last, rest, 0.0))
         decay = lambda whole, rest: jnp.exp2(whole.astype(jnp.float32) * unit + rest)
 
         between = whole[:, None] - whole[None, :], rest[:, None] - rest[None, :]
@@ -157,7 +163,8 @@ def _advance_row(refs, head, row, channels, config, *, chunk_size, dt_softplus, 
             stop = jnp.where(block == NULL_BLOCK, chunk, stop)
             return stop, advance_to(stop, chunk, block, carry)
 
-        chunk, carry = jax.lax.fori_loop(0, refs.checkpoint_offset.shape[1], segment, (chunk, carry))
+        segments = jnp.int32(refs.checkpoint_offset.shape[1])
+        chunk, carry = jax.lax.fori_loop(jnp.int32(0), segments, segment, (chunk, carry))
     advance_to(count, chunk, refs.write_block[row], carry)
 
 
@@ -186,8 +193,8 @@ def ssd(
     """See api.py."""
     num_tokens, heads, head_dim = x.shape
     num_rows, chunk_size = read_block.shape[0], chunks.chunk_size
-    config = config or _config(x, B, C, chunk_size)
-    block_dim = min(config.block_dim, _extent(head_dim))
+    config = _config(x, B, C, chunk_size, config)
+    block_dim = config.block_dim
 
     def kernel(refs):
         dim_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
@@ -198,7 +205,7 @@ def ssd(
         @pt.when((row < num_rows) & (end > start))
         def _():
             options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=interpret)
-            _advance_row(refs, head, row, channels, config, **options)
+            _advance_row(refs, head, row, channels, **options)
 
         # One more row of programs for the tokens behind the last.
         @pt.when(row == num_rows)
@@ -213,7 +220,7 @@ def ssd(
                 pt.store(refs.out.at[token[:, None], head, channels[0][None, :]], zeros, mask=mask)
 
             tiles = jax.lax.div(num_tokens - tail + chunk_size - 1, jnp.int32(chunk_size))
-            jax.lax.fori_loop(0, tiles, clear, None)
+            jax.lax.fori_loop(jnp.int32(0), tiles, clear, None)
 
     rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_block=write_block)
     rows |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)

@@ -34,37 +34,38 @@ DIMS = {
 def make(
     rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5), blocks=BLOCKS
 ):
-    """What has a row per token, what is the same for all tokens, and the pool."""
+    """What has a row per token and what is the same for all tokens, in NumPy (slices compile nothing), and the pool."""
     tokens = sum(lengths) + extra_tokens
 
     def draw(*shape):
         x = rng.normal(size=(tokens, *shape)).astype(np.float32)
         x[sum(lengths) :] = np.nan  # padding tokens hold anything
-        return jnp.asarray(x).astype(dtype)
+        return x.astype(dtype)
 
     head, channel, group = (dims.heads,), (dims.heads, dims.head_dim), (dims.groups, dims.state_dim)
-    fixed = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    fixed = lambda *shape: rng.normal(size=shape).astype(np.float32)
     packed = dict(x=draw(*channel), dt=draw(*head), B=draw(*group), C=draw(*group), z=draw(*channel))
     skip = channel if dims.skip_per_channel else head
     pool = dirty_pool(rng, (LAYERS, blocks, *channel, dims.state_dim), state_dtype, clean)
-    return packed, dict(A=-jnp.exp(fixed(*head)), D=fixed(*skip), dt_bias=fixed(*head)), pool
+    return packed, dict(A=-np.exp(fixed(*head)), D=fixed(*skip), dt_bias=fixed(*head)), pool
 
 
 def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), chunk_size=64, **options):
     rows, loc = lambda x: jnp.asarray(x, jnp.int32), pack(lengths)
     chunks = chunk_rows(loc, rows(computed), inputs["x"].shape[0], chunk_size)
-    positional = [inputs[name] for name in ("x", "dt", "A", "B", "C")]
-    optional = {name: inputs[name] for name in ("D", "z", "dt_bias") if name in inputs}
+    inputs = {name: jnp.asarray(v) for name, v in inputs.items()}
     plan = *map(rows, (read, write)), *(None if c is None else rows(c) for c in checkpoints)
-    return ssd(*positional, pool, LAYER, loc, chunks, *plan, **optional, **options)
+    names = "read_block", "write_block", "checkpoint_offset", "checkpoint_block"
+    plan = dict(zip(names, plan, strict=True))
+    return ssd(**inputs, pool=pool, layer=LAYER, query_start_loc=loc, chunks=chunks, **plan, **options)
 
 
 def in_float64(tree):
-    return jax.tree.map(lambda v: np.asarray(v.astype(jnp.float32), np.float64), tree)
+    return jax.tree.map(lambda v: np.asarray(v).astype(np.float64), tree)
 
 
 def state_of(pool, block):
-    state = np.asarray(pool.astype(jnp.float32), np.float64)[LAYER, block]
+    state = np.asarray(pool)[LAYER, block].astype(np.float64)
     return state if block else np.zeros_like(state)
 
 
@@ -74,8 +75,8 @@ def tokens_of(packed, start, stop):
 
 def assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, before, out, after, **options):
     """Outputs, the states in `kept` (row, tokens, block), and that nothing else in the pool changed."""
-    loc, (_, _, dim, state_dim) = np.asarray(pack(lengths)), before.shape[1:]
-    packed, fixed = in_float64((packed, fixed))
+    loc, state_dim = np.asarray(pack(lengths)), before.shape[-1]
+    packed, fixed, out = *in_float64((packed, fixed)), np.asarray(out)
     # A token's output sums state_dim products of a state and as many, of as many, for each of a chunk's tokens.
     terms = 16 * (64 + state_dim)
     for r, n in enumerate(lengths):
@@ -85,7 +86,7 @@ def assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, before, o
         assert_close(out[loc[r] : loc[r + 1]], wanted, out.dtype, terms, f"row {r}")
         for _, tokens, block in (k for k in kept if k[0] == r and n):
             assert_close(state_of(after, block), states[tokens - 1], after.dtype, terms, f"state {r} after {tokens}")
-    assert not np.asarray(out[loc[-1] :].astype(jnp.float32)).any()
+    assert not out[loc[-1] :].astype(np.float32).any()
     assert_untouched(before, after, [block for r, _, block in kept if lengths[r]])
     assert_untouched(before[:LAYER], after[:LAYER], written=())
 
@@ -125,12 +126,12 @@ def test_ssd_is_the_recurrence(rng, dims, dtype, state_dtype, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_every_length(rng, implementation):
-    """Every residue of a length modulo the chunk, with and without a whole chunk before it, anywhere on the grid."""
-    lengths = list(range(130))
-    dims, blocks = Dims(1, 4, 8), 1 + 2 * len(lengths)
-    computed, read = rng.integers(0, 200, len(lengths)), np.arange(1, 131) * (rng.random(130) < 0.7)
-    write = np.arange(131, 261)
-    packed, fixed, pool = make(rng, lengths, dims, extra_tokens=100, clean=range(1, 131), blocks=blocks)
+    """Every residue of a length modulo the chunk, from anywhere on the grid."""
+    lengths = [*range(67), 127, 128, 129]
+    rows, dims = len(lengths), Dims(1, 4, 8)
+    computed, read = rng.integers(0, 200, rows), np.arange(1, rows + 1) * (rng.random(rows) < 0.7)
+    write = np.arange(rows + 1, 2 * rows + 1)
+    packed, fixed, pool = make(rng, lengths, dims, extra_tokens=100, clean=range(1, rows + 1), blocks=2 * rows + 1)
     out, after = prefill(packed | fixed, pool, lengths, computed, read, write, **how(implementation))
     kept = [(r, n, write[r]) for r, n in enumerate(lengths)]
     assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, pool, out, after)
@@ -141,7 +142,7 @@ def test_rows_of_every_length(rng, implementation):
 def test_optional_arguments(rng, given, dt_softplus, implementation):
     lengths = [70, 3]
     packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
-    packed["dt"] = packed["dt"] if dt_softplus else jnp.abs(packed["dt"])
+    packed["dt"] = packed["dt"] if dt_softplus else np.abs(packed["dt"])
     keep = lambda tree: {name: v for name, v in tree.items() if name in (*"xABC", "dt", *given)}
     packed, fixed = keep(packed), keep(fixed)
     options = dict(dt_softplus=dt_softplus)
@@ -188,21 +189,22 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
     packed, fixed, pool = make(rng, [total + 50], DIMS[dims], dtype, extra_tokens=0)
     row, others = tokens_of(packed, 0, total), tokens_of(packed, total, total + 50)
 
-    def run(pool, parts, computed, read, write, checkpoints=((0,) * 4, (0,) * 4), bucket=bucket):
+    def run(pool, parts, computed, read, write, checkpoints=((0,) * 4, (0,) * 4)):
         """Parts of one call, in a bucket of tokens and three rows."""
         lengths = [len(part["x"]) for part in parts]
-        fill = lambda x: jnp.full((bucket - sum(lengths), *x.shape[1:]), jnp.nan, x.dtype)
-        inputs = {name: jnp.concatenate([*(p[name] for p in parts), fill(packed[name])]) for name in packed}
+        fill = lambda x: np.full((bucket - sum(lengths), *x.shape[1:]), np.nan, x.dtype)
+        inputs = {name: np.concatenate([*(p[name] for p in parts), fill(packed[name])]) for name in packed}
         pad = lambda values, n=3: [*values, *[0] * (n - len(values))]
         plans = np.zeros((2, 3, 4), np.int32)
         plans[:, 0] = checkpoints
         at = pad(computed), pad(read), pad(write), tuple(plans)
-        return prefill(inputs | fixed, pool, pad(lengths), *at, **options)
+        out, after = prefill(inputs | fixed, jnp.asarray(pool), pad(lengths), *at, **options)
+        return np.asarray(out), np.asarray(after)
 
     whole, after = run(pool, [row], [start], [3], [6], (ends, (10, 11, 12, 13)))
     alone, after_alone = prefill(row | fixed, pool, [total], [start], [3], [6], **options)
     np.testing.assert_array_equal(alone, whole[:total])
-    np.testing.assert_array_equal(after_alone[LAYER, 6], after[LAYER, 6])
+    np.testing.assert_array_equal(np.asarray(after_alone)[LAYER, 6], after[LAYER, 6])
     for n, end in enumerate(ends):
         first, between = run(pool, [tokens_of(row, 0, end)], [start], [3], [7])
         np.testing.assert_array_equal(first[:end], whole[:end])
@@ -217,7 +219,7 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
     for split in (1, 60, 155):
         first, between = run(pool, [tokens_of(row, 0, split)], [start], [3], [7])
         rest, last = run(between, [tokens_of(row, split, total)], [start + split], [7], [8])
-        out = jnp.concatenate([first[:split], rest[: total - split]])
+        out = np.concatenate([first[:split], rest[: total - split]])
         terms = 16 * (64 + DIMS[dims].state_dim)
         assert_close(out, in_float64(whole[:total]), dtype, terms, "outputs")
         assert_close(last[LAYER, 8], in_float64(after[LAYER, 6]), jnp.float32, terms, "state")
@@ -229,11 +231,11 @@ def test_extreme_decays(rng, strong_first, implementation):
     """A difference of two large sums of decays would lose the small one between close tokens."""
     lengths, dims = [130], DIMS["grouped"]
     packed, fixed, pool = make(rng, lengths, dims, extra_tokens=0)
-    fixed = {"A": jnp.array([-1e4, -1e-7, -30.0, -0.1])}
-    packed = {name: v for name, v in packed.items() if name != "z"} | {"dt": jnp.ones((130, 4))}
+    fixed = {"A": np.float32([-1e4, -1e-7, -30.0, -0.1])}
+    packed = {name: v for name, v in packed.items() if name != "z"} | {"dt": np.ones((130, 4), np.float32)}
     if strong_first:
-        fixed = {"A": -jnp.ones(4)}
-        packed["dt"] = jnp.where(jnp.arange(130)[:, None] % 64 < 32, 300.0, 1e-3 * jnp.abs(packed["x"][:, :, 0]))
+        fixed = {"A": -np.ones(4, np.float32)}
+        packed["dt"] = np.where(np.arange(130)[:, None] % 64 < 32, np.float32(300), 1e-3 * np.abs(packed["x"][:, :, 0]))
     out, after = prefill(packed | fixed, pool, lengths, [0], [3], [6], dt_softplus=False, **how(implementation))
     assert_rows_are_the_recurrence(packed, fixed, lengths, [3], [(0, 130, 6)], pool, out, after, dt_softplus=False)
 
@@ -244,31 +246,25 @@ def test_ssd_then_update_continues_one_recurrence(rng, implementation):
     lengths = [70]
     packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
     _, after = prefill(tokens_of(packed, 0, 69) | fixed, pool, [69], [0], [3], [7], **how(implementation))
-    rows = pack([1]), jnp.array([7]), jnp.array([[6]])
-    last, after = selective_state_update(
-        **tokens_of(packed, 69, 70),
-        **fixed,
-        pool=after,
-        layer=LAYER,
-        **dict(zip(("query_start_loc", "read_block", "write_blocks"), rows, strict=True)),
-        **how(implementation),
-    )
+    inputs = {name: jnp.asarray(v) for name, v in (tokens_of(packed, 69, 70) | fixed).items()}
+    rows = dict(query_start_loc=pack([1]), read_block=jnp.array([7]), write_blocks=jnp.array([[6]]))
+    last, after = selective_state_update(**inputs, pool=after, layer=LAYER, **rows, **how(implementation))
     wanted, states = oracle(**in_float64(packed), **in_float64(fixed), state=state_of(pool, 3))
     assert_close(last, wanted[-1:], jnp.float32, 16 * (64 + 32), "output")
     assert_close(after[LAYER, 6], states[-1], jnp.float32, 16 * (64 + 32), "state")
 
 
 def test_ssd_differentiates(rng):
-    packed, fixed, pool = make(rng, [70], Dims(2, 4, 8), extra_tokens=0)
+    packed, fixed, pool = make(rng, [40], Dims(2, 4, 8), extra_tokens=0)
     weights = jnp.asarray(rng.normal(size=packed["x"].shape), jnp.float32)
 
     @jax.jit
     def loss(inputs):
-        out, after = prefill(inputs, pool, [70], [5], [3], [6], implementation="xla")
+        out, after = prefill(inputs, pool, [40], [5], [3], [6], chunk_size=16, implementation="xla")
         return jnp.vdot(out, weights) + jnp.vdot(after[LAYER, 6], after[LAYER, 3])
 
-    inputs = packed | fixed
-    gradients = jax.jit(jax.grad(loss))(inputs)
+    inputs = jax.tree.map(jnp.asarray, packed | fixed)
+    gradients = jax.grad(loss)(inputs)
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
         step = 1e-2 * jnp.sign(gradient)
@@ -295,7 +291,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 def test_a_long_row_is_the_xla_twin(rng):
     n = 65536
     packed, fixed, pool = make(rng, [n], Dims(2, 64, 128), jnp.bfloat16, extra_tokens=0)
-    fixed["A"] = jnp.array([-1e-4, -1.0])  # one head that remembers 10,000 tokens, one that forgets
+    fixed["A"] = np.float32([-1e-4, -1.0])  # one head that remembers 10,000 tokens, one that forgets
     results = [
         prefill(packed | fixed, pool, [n], [0], [3], [6], implementation=implementation)
         for implementation in ("triton", "xla")
@@ -332,7 +328,7 @@ def test_empty_arrays_return_at_once(rng):
     packed, fixed, pool = make(rng, [2], DIMS["grouped"])
     chunks = chunk_rows(pack([2]), jnp.array([0]), 5)
     none = jnp.zeros((0,), jnp.int32)
-    positional = (packed["x"], packed["dt"], fixed["A"], packed["B"], packed["C"])
+    positional = [jnp.asarray((packed | fixed)[name]) for name in ("x", "dt", "A", "B", "C")]
     out, after = ssd(*positional, pool, 0, pack([]), chunks, none, none)
     assert not out.any()
     assert after is pool
@@ -350,19 +346,21 @@ def test_bad_arguments_are_named(rng):
         run(C=inputs["C"][:, :1])
     with pytest.raises(ValueError, match="D must be Float"):
         run(D=jnp.zeros(3))
-    three = jnp.concatenate([inputs["B"], inputs["B"][:, :1]], 1)
+    three = np.concatenate([inputs["B"], inputs["B"][:, :1]], 1)
     with pytest.raises(ValueError, match="B must have a number of groups that divides x's 4 heads, got 3"):
         run(B=three, C=three)
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
         run(checkpoints=([[64]], None))
     chunks, row = chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5), jnp.array([1])
-    positional = (packed["x"], packed["dt"], fixed["A"], packed["B"], packed["C"])
+    positional = [jnp.asarray((packed | fixed)[name]) for name in ("x", "dt", "A", "B", "C")]
     with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
         ssd(*positional, pool, 0, pack([2]), chunks, row, row)
     with pytest.raises(ValueError, match="implementation must be"):
         run(how_=dict(implementation="cuda"))
     with pytest.raises(UnsupportedError, match="chunk_size must be a power of two from 16 to 256, got 48"):
         run(how_=dict(implementation="triton", chunk_size=48))
-    large = Config(block_dim=1024, num_warps=4, num_stages=1)
-    with pytest.raises(UnsupportedError, match="chunks of 64 tokens and states of 32 take .* bytes"):
-        run(how_=dict(implementation="triton", config=large))
+    wide = np.zeros((5, 2, 4096), np.float32)
+    with pytest.raises(UnsupportedError, match=r"chunks of 64 tokens and states of 4096 take \d+ bytes"):
+        prefill(
+            inputs | dict(B=wide, C=wide), jnp.zeros((2, 2, 4, 16, 4096)), [2], [0], [0], [1], implementation="triton"
+        )
