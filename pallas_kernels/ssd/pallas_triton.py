@@ -158,10 +158,9 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
 
         def segment(n, carry):
             chunk, carry = carry
-            block = refs.checkpoint_block[row, n]
+            # Where there is none to keep, the offset may be anything.
             stop = jnp.clip(chunks_up_to(refs.checkpoint_offset[row, n]), chunk, count)
-            stop = jnp.where(block == NULL_BLOCK, chunk, stop)
-            return stop, advance_to(stop, chunk, block, carry)
+            return stop, advance_to(stop, chunk, refs.checkpoint_block[row, n], carry)
 
         segments = jnp.int32(refs.checkpoint_offset.shape[1])
         chunk, carry = jax.lax.fori_loop(jnp.int32(0), segments, segment, (chunk, carry))

@@ -114,7 +114,7 @@ def test_ssd_is_the_recurrence(rng, dims, dtype, state_dtype, implementation):
     offsets, blocks = np.zeros((2, 9, 2), np.int32)
     offsets[4, 0], blocks[4, 0] = 27, 5
     offsets[5], blocks[5] = (64, 128), (12, 13)
-    offsets[3, 1] = 64  # for no block
+    offsets[3], offsets[4, 1], offsets[1] = (-5, 10**6), 20, 7  # for no block
     kept = [(r, n, write[r]) for r, n in enumerate(lengths) if write[r]] + [(4, 27, 5), (5, 64, 12), (5, 128, 13)]
     # Row 6 reads what row 4 writes, and row 5 what row 1 writes: not in one call.
     read[6], read[5] = 0, 4
