@@ -11,14 +11,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 from pallas_kernels import (
     causal_conv1d_update,
+    chunk_rows,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
     selective_state_update,
+    ssd,
     state_copy,
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
+from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
 CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM3": 132, "NVIDIA B200": 148}
@@ -95,6 +98,21 @@ def lower_selective_state_update(device, case, layers=30, blocks=512, implementa
     return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), rows(n), array(jnp.int32, n, window))
 
 
+def lower_ssd(device, case, layers=30, blocks=512, implementation="triton"):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    channel, heads = (case.heads, case.head_dim), array(jnp.float32, case.heads)
+    pool = array(case.state_dtype, layers, blocks, *channel, case.state_dim)
+    x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
+    fixed = dict(D=heads, dt_bias=heads, z=x if case.gated else None)
+    chunks = jax.eval_shape(lambda loc, at: chunk_rows(loc, at, tokens, case.chunk_size), rows(n + 1), rows(n))
+    plan = (array(jnp.int32, n, case.checkpoints),) * 2 if case.checkpoints else (None, None)
+    run = lambda pool, layer, inputs, fixed, *indices: ssd(
+        *inputs, pool, layer, *indices, **fixed, implementation=implementation
+    )
+    inputs = x, array(case.dtype, tokens, case.heads), heads, group, group
+    return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), chunks, rows(n), rows(n), *plan)
+
+
 # Each op's lowering, its cases, and one whose pool passes 2^31 elements at 4097 blocks or fewer.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
@@ -109,6 +127,7 @@ OPS = {
         selective_state_update_cases.CASES,
         selective_state_update_cases.CASES[0],
     ),
+    "ssd": (lower_ssd, ssd_cases.CASES, ssd_cases.CASES[0]),
 }
 
 

@@ -14,6 +14,7 @@ from pallas_kernels import (
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
     selective_state_update,
+    ssd,
     state_copy,
 )
 
@@ -33,6 +34,8 @@ def run(draw, implementation):
     q, k, v = jnp.split(x.reshape(6, 3 * HEADS, DIM), 3, axis=1)
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
     states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
+    chunks, types = chunk_rows(loc, ints(3, 0), 6), (jnp.float32, jnp.bfloat16)
+    prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
     results = (
         state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
         state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
@@ -40,12 +43,15 @@ def run(draw, implementation):
         gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
         gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
         selective_state_update(v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how),
+        *(
+            ssd(v.astype(t), a, -jnp.exp(A_log), q.astype(t), k.astype(t), *prefill, D=dt_bias, z=k, **how)
+            for t in types
+        ),
     )
     if implementation == "interpret":
         return results
     # Ops that have no kernel yet.
-    chunks = chunk_rows(loc, ints(3, 0), 6)
-    prefilled = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3))
+    prefilled = gated_delta_rule_prefill(q, k, v, g, beta, *prefill)
     return *results, causal_conv1d_prefill(x, conv, *rows), prefilled
 
 

@@ -1,0 +1,36 @@
+"""Named workloads of ssd, shared by tests, tuning and benchmarks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """Row lengths of one call and one layer's dims. Every row starts at position 0; `checkpoints` are kept of each."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int = 128
+    head_dim: int = 64
+    state_dim: int = 128
+    groups: int = 8
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    gated: bool = False
+    checkpoints: int = 0
+    chunk_size: int = 64
+
+
+# Nemotron-H-8B's layers, Granite-4's state of 256, and odd dims.
+CASES = (
+    Case("ssd_prefill 1x8192", (8192,)),
+    Case("ssd_prefill 4x2048", (2048,) * 4),
+    Case("ssd_prefill 16x128", (128,) * 16),
+    Case("ssd_prefill checkpoints 1x8192", (8192,), checkpoints=15),
+    Case("ssd_prefill bfloat16 state 1x8192", (8192,), state_dtype="bfloat16"),
+    Case("ssd_prefill gated 4x2048", (2048,) * 4, gated=True),
+    Case("ssd_prefill float32 4x2048", (2048,) * 4, dtype="float32"),
+    Case("ssd_prefill float16 granite 4x2048", (2048,) * 4, state_dim=256, groups=1, dtype="float16"),
+    Case("ssd_prefill granite 4x2048", (2048,) * 4, state_dim=256, groups=1),
+    Case("ssd_prefill chunks of 128 4x2048", (2048,) * 4, chunk_size=128),
+    Case("ssd_prefill odd", (130, 0, 65, 1), heads=6, head_dim=24, state_dim=96, groups=2, gated=True, checkpoints=2),
+)

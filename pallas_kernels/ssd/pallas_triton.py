@@ -1,0 +1,239 @@
+"""ssd as a Pallas kernel: one program per (block of head_dim, head, row) walks the row's chunks, its state in registers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import dot, pieces
+from pallas_kernels._math import silu, softplus
+from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.ssd.config import Config, default_config
+
+_LOG2_E = 1.4426950408889634
+# bfloat16 pieces of the float32 side of each product, where x, B and C are bfloat16.
+_STATE_PIECES = 2  # of the state, read and updated: 2^-16
+_WITHIN_PIECES = 2  # of the products inside a chunk, which reach outputs alone
+_SHARED_BYTES = 200 * 1024  # of an H200's 227 KiB
+
+
+def _operand_dtype(*arrays):
+    """What tensor cores multiply: bfloat16 if all are, else float32 (float16 has no room for pieces of a state)."""
+    return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
+
+
+def _config(x, B, C, chunk_size, config):
+    """`config` or the default, with no larger a block than head_dim needs."""
+    config = config or default_config(B.shape[-1], chunk_size, jnp.dtype(_operand_dtype(x, B, C)).itemsize)
+    return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
+
+
+def unsupported(x, B, C, chunk_size: int, config: Config | None) -> str | None:
+    """Why the kernel can't run these arguments; None if it can."""
+    if chunk_size not in (16, 32, 64, 128, 256):
+        return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
+    block_dim = _config(x, B, C, chunk_size, config).block_dim
+    state_dim = _extent(B.shape[-1])
+    elements = chunk_size * (2 * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
+    needed = elements * jnp.dtype(_operand_dtype(x, B, C)).itemsize
+    if needed > _SHARED_BYTES:
+        return f"chunks of {chunk_size} tokens and states of {state_dim} take {needed} bytes of {_SHARED_BYTES}"
+    return None
+
+
+def _extent(extent):
+    """Of a tile that holds a whole axis: no side of a product may be shorter than 16."""
+    return max(pt.power_of_two(extent), 16)
+
+
+def _running_sums(g):
+    """Sums of the log2 decays `g` [chunk] up to each token, as whole units and a rest.
+
+    Units add up exactly, and the rests to no more than chunk^2 * 2^-22: a difference of two sums, however long, is off by no
+    more than 2^-29 at 64 tokens and 2^-23 at 256. Below -256 nothing is lost: 2^-256 is 0 in float32.
+    """
+    unit = 2**22 // g.shape[0]
+    g = jnp.maximum(g, -256.0)
+    whole = (g * float(unit)).astype(jnp.int32)
+    rest = g - whole.astype(jnp.float32) * (1.0 / unit)
+    return jax.lax.cumsum(whole), jax.lax.cumsum(rest), 1.0 / unit
+
+
+def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpret):
+    """All of a row's chunks, for the head's `channels`."""
+    _, _, heads, _, state_dim = refs.pool.shape
+    group = head // (heads // refs.B.shape[1])
+    start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
+    # Only a row's first chunk can start inside a cell of the grid.
+    first_length = refs.cu_chunk_seqlens[refs.first_chunk_indices[row] + 1] - start
+    layer = refs.layer[...]
+
+    dtype = _operand_dtype(refs.x, refs.B, refs.C)
+    split = lambda tile, n: pieces(tile, n) if dtype == jnp.bfloat16 else (tile,)
+    channel, channel_inside = channels
+    column, column_inside = pt.lanes(0, _extent(state_dim), state_dim)
+    lane, _ = pt.lanes(0, chunk_size, chunk_size)
+    causal = lane[:, None] >= lane[None, :]
+
+    def chunks_up_to(length):
+        return 1 + jax.lax.div(length - first_length + chunk_size - 1, jnp.int32(chunk_size))
+
+    def tokens_of(chunk):
+        """Packed tokens of a chunk, and which exist: none behind the row's last chunk."""
+        token = start + jnp.maximum(first_length + (chunk - 1) * chunk_size, 0) + lane
+        return token, token < jnp.minimum(start + first_length + chunk * chunk_size, end)
+
+    def load_dt(chunk):
+        token, live = tokens_of(chunk)
+        return pt.load(refs.dt.at[token, head], mask=live, other=0.0)
+
+    def place(block):
+        at = refs.pool.at[layer, block, head, channel[None, :], column[:, None]]
+        return at, column_inside[:, None] & channel_inside[None, :] & (block != NULL_BLOCK)
+
+    rate = refs.A[head].astype(jnp.float32) * _LOG2_E
+    dt_bias = None if refs.dt_bias is None else refs.dt_bias[head].astype(jnp.float32)
+    if refs.D is None:
+        skip = None
+    elif len(refs.D.shape) == 1:
+        skip = refs.D[head].astype(jnp.float32)
+    else:
+        skip = pt.load(refs.D.at[head, channel], mask=channel_inside, other=0.0).astype(jnp.float32)[None, :]
+
+    def advance(chunk, carry):
+        raw_dt, state = carry  # state [state_dim, block_dim]
+        token, live = tokens_of(chunk)
+        # Too narrow to be copied asynchronously: the next chunk's are on their way while this one's are used.
+        upcoming = load_dt(chunk + 1)
+
+        def tile(ref, at, index, inside):
+            mask = live[:, None] & inside[None, :]
+            return pt.load(ref.at[token[:, None], at, index[None, :]], mask=mask, other=0.0)
+
+        x = tile(refs.x, head, channel, channel_inside)
+        B, C = (tile(ref, group, column, column_inside).astype(dtype) for ref in (refs.B, refs.C))
+
+        dt = raw_dt.astype(jnp.float32)
+        dt = dt if dt_bias is None else dt + dt_bias
+        dt = jnp.where(live, softplus(dt) if dt_softplus else dt, 0.0)
+        whole, rest, unit = _running_sums(rate * dt)
+        last = lane == chunk_size - 1
+        # In 64-bit mode a sum of int32 is an int64.
+        whole_end = jnp.sum(jnp.where(last, whole, 0), dtype=jnp.int32)
+        rest_end = jnp.sum(jnp.where(last, rest, 0.0))
+        decay = lambda whole, rest: jnp.exp2(whole.astype(jnp.float32) * unit + rest)
+
+        between = whole[:, None] - whole[None, :], rest[:, None] - rest[None, :]
+        log_decay = jnp.where(causal, between[0].astype(jnp.float32) * unit + between[1], -jnp.inf)
+        within = jnp.exp2(log_decay) * dt[None, :] * dot(C, B.T, interpret=interpret)
+        y = decay(whole, rest)[:, None] * dot(C, split(state, _STATE_PIECES), interpret=interpret)
+        for piece in reversed(split(within, _WITHIN_PIECES)):
+            y = y + dot(piece, x.astype(dtype), interpret=interpret)
+
+        # One piece after the other, each onto the state: the sum needs no registers of its own.
+        weighted = (decay(whole_end - whole, rest_end - rest) * dt)[:, None] * x.astype(jnp.float32)
+        state = decay(whole_end, rest_end) * state
+        for piece in reversed(split(weighted, _STATE_PIECES)):
+            state = state + dot(B.T, piece, interpret=interpret)
+
+        y = y if skip is None else y + skip * x.astype(jnp.float32)
+        if refs.z is not None:
+            y = y * silu(tile(refs.z, head, channel, channel_inside).astype(jnp.float32))
+        out = refs.out.at[token[:, None], head, channel[None, :]]
+        pt.store(out, y.astype(refs.out.dtype), mask=live[:, None] & channel_inside[None, :])
+        return upcoming, state
+
+    def advance_to(stop, chunk, block, carry):
+        """From `chunk` up to `stop`, whose state goes to `block`."""
+        dt, state = jax.lax.fori_loop(chunk, stop, advance, carry)
+        at, mask = place(block)
+        pt.store(at, state.astype(refs.pool.dtype), mask=mask)
+        return dt, state
+
+    at, mask = place(refs.read_block[row])
+    carry = load_dt(0), pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+    chunk, count = jnp.int32(0), chunks_up_to(end - start)
+    if refs.checkpoint_offset is not None and refs.checkpoint_offset.shape[1]:
+
+        def segment(n, carry):
+            chunk, carry = carry
+            # Where there is none to keep, the offset may be anything.
+            stop = jnp.clip(chunks_up_to(refs.checkpoint_offset[row, n]), chunk, count)
+            return stop, advance_to(stop, chunk, refs.checkpoint_block[row, n], carry)
+
+        segments = jnp.int32(refs.checkpoint_offset.shape[1])
+        chunk, carry = jax.lax.fori_loop(jnp.int32(0), segments, segment, (chunk, carry))
+    advance_to(count, chunk, refs.write_block[row], carry)
+
+
+def ssd(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    pool,
+    layer,
+    query_start_loc,
+    chunks,
+    read_block,
+    write_block,
+    checkpoint_offset,
+    checkpoint_block,
+    D,
+    z,
+    dt_bias,
+    *,
+    dt_softplus: bool,
+    config: Config | None = None,
+    interpret: bool = False,
+):
+    """See api.py."""
+    num_tokens, heads, head_dim = x.shape
+    num_rows, chunk_size = read_block.shape[0], chunks.chunk_size
+    config = _config(x, B, C, chunk_size, config)
+    block_dim = config.block_dim
+
+    def kernel(refs):
+        dim_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
+        channels = pt.lanes(dim_block, block_dim, head_dim)
+        here = jnp.minimum(row, num_rows - 1)
+        start, end = refs.query_start_loc[here], refs.query_start_loc[here + 1]
+
+        @pt.when((row < num_rows) & (end > start))
+        def _():
+            options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=interpret)
+            _advance_row(refs, head, row, channels, **options)
+
+        # One more row of programs for the tokens behind the last.
+        @pt.when(row == num_rows)
+        def _():
+            lane, _ = pt.lanes(0, chunk_size, chunk_size)
+            zeros = jnp.zeros((chunk_size, block_dim), refs.out.dtype)
+            tail = refs.query_start_loc[num_rows]
+
+            def clear(tile, _):
+                token = tail + tile * chunk_size + lane
+                mask = (token < num_tokens)[:, None] & channels[1][None, :]
+                pt.store(refs.out.at[token[:, None], head, channels[0][None, :]], zeros, mask=mask)
+
+            tiles = jax.lax.div(num_tokens - tail + chunk_size - 1, jnp.int32(chunk_size))
+            jax.lax.fori_loop(jnp.int32(0), tiles, clear, None)
+
+    rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_block=write_block)
+    rows |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    rows |= dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, first_chunk_indices=chunks.first_chunk_indices)
+    results = pt.call(
+        kernel,
+        name="ssd",
+        # The programs of a group side by side: they read the same B and C.
+        grid=(-(-head_dim // block_dim), heads, num_rows + 1),
+        inputs=dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer) | rows,
+        outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
+        updates={"pool": pool},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    return results["out"], results["pool"]
