@@ -12,6 +12,7 @@ from pallas_kernels import (
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    selective_scan,
     selective_state_update,
     state_copy,
 )
@@ -39,12 +40,14 @@ def run(draw, implementation):
         gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
         gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
         selective_state_update(v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how),
+        causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
+        selective_scan(v, k, -jnp.abs(recurrent[0, 0]), q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )
     if implementation == "interpret":
         return results
-    # Ops that have no kernel yet.
+    # It has no kernel yet.
     prefilled = gated_delta_rule_prefill(q, k, v, g, beta, recurrent, 0, loc, ints(3, 0), ints(1, 0), ints(2, 3))
-    return *results, causal_conv1d_prefill(x, conv, *rows), prefilled
+    return *results, prefilled
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
