@@ -14,16 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    causal_conv1d_prefill,
     causal_conv1d_update,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    selective_scan,
     selective_state_update,
     state_copy,
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_config as conv_config
+from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_prefill_config
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.gated_delta_rule.config import default_config as delta_rule_config
+from pallas_kernels.selective_scan import cases as selective_scan_cases
+from pallas_kernels.selective_scan.config import default_config as scan_config
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.selective_state_update.config import default_config as state_space_config
 from pallas_kernels.state_copy import cases as state_copy_cases
@@ -152,6 +157,32 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
     )
 
 
+def conv_prefill_workload(case: causal_conv1d_cases.Case) -> Workload:
+    """Per row an old window and a new one; per token an input and an output."""
+    rows, tokens, window = len(case.lengths), sum(case.lengths), case.width - 1
+    channel_rows = sum(length > 0 for length in case.lengths) * 2 * window + 2 * tokens
+    blocks, num_blocks = _rotate(rows, 1, 2 * rows * window * case.channels * _itemsize(case.dtype))
+    draw = _draw(case.dtype)
+    x, weight = draw(tokens, case.channels), draw(case.width, case.channels)
+    loc, read_row = _locations(case.lengths), jnp.zeros(rows, jnp.int32)
+
+    def step(turn, carry, **options):
+        block = blocks[turn % len(blocks), :, 0]
+        y, pool = causal_conv1d_prefill(x, carry[0], 0, weight, None, loc, block, read_row, block, **options)
+        return pool, y
+
+    return Workload(
+        case=case,
+        kernel="causal_conv1d_prefill",
+        bytes=(channel_rows + case.width) * case.channels * _itemsize(case.dtype),
+        tolerance=_tolerance(case.dtype),
+        initial=lambda: (random_pool((1, num_blocks, window, case.channels), case.dtype), jnp.zeros_like(x)),
+        step=step,
+        given=dict(x=x, weight=weight, query_start_loc=loc, read=blocks[..., 0]),
+        config=conv_prefill_config(),
+    )
+
+
 def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
     """Per row its state, per token a state and the token's inputs and outputs."""
     rows, tokens, window = len(case.lengths), sum(case.lengths), max(case.lengths)
@@ -236,10 +267,46 @@ def state_space_workload(case: selective_state_update_cases.Case) -> Workload:
     )
 
 
+def scan_workload(case: selective_scan_cases.Case) -> Workload:
+    """Per row an old state and a new one; per token its inputs and outputs."""
+    rows, tokens, channel = len(case.lengths), sum(case.lengths), (case.heads, case.head_dim)
+    state_bytes = math.prod(channel) * case.state_dim * _itemsize(case.state_dtype)
+    states = 2 * state_bytes * sum(length > 0 for length in case.lengths)
+    blocks, num_blocks = _rotate(rows, 2, states)
+    draw, loc = _draw(), _locations(case.lengths)
+    token = lambda *shape: draw(tokens, *shape, dtype=case.dtype)
+    inputs: dict[str, Any] = dict(x=token(*channel), dt=token(*channel), A=-jnp.exp(draw(*channel, case.state_dim)))
+    inputs |= dict(B=token(case.groups, case.state_dim), C=token(case.groups, case.state_dim))
+    inputs |= dict(D=draw(*channel), dt_bias=draw(*channel)) | (dict(z=token(*channel)) if case.gated else {})
+    token_values = (3 + case.gated) * math.prod(channel) + 2 * case.groups * case.state_dim
+
+    def step(turn, carry, **options):
+        block = blocks[turn % len(blocks)]
+        indices = dict(query_start_loc=loc, read_block=block[:, 0], write_block=block[:, 1])
+        out, pool = selective_scan(**inputs, pool=carry[0], layer=0, **indices, **options)
+        return pool, out
+
+    return Workload(
+        case=case,
+        kernel="selective_scan",
+        bytes=states + tokens * token_values * _itemsize(case.dtype) + 4 * inputs["A"].size,
+        tolerance=_tolerance(case.dtype, case.state_dtype),
+        initial=lambda: (
+            random_pool((1, num_blocks, *channel, case.state_dim), case.state_dtype),
+            jnp.zeros((tokens, *channel), case.dtype),
+        ),
+        step=step,
+        given=inputs | dict(query_start_loc=loc, read=blocks[..., 0], write=blocks[..., 1]),
+        config=scan_config(case.state_dim, _itemsize(case.state_dtype)),
+    )
+
+
 # Per op: its cases, and what makes a workload of one.
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Workload]]] = {
     "state_copy": (state_copy_cases.CASES, copy_workload),
     "causal_conv1d_update": (causal_conv1d_cases.UPDATE_CASES, conv_workload),
+    "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_prefill_workload),
     "gated_delta_rule_update": (gated_delta_rule_cases.UPDATE_CASES, delta_rule_workload),
     "selective_state_update": (selective_state_update_cases.CASES, state_space_workload),
+    "selective_scan": (selective_scan_cases.CASES, scan_workload),
 }

@@ -12,6 +12,8 @@ SMALL = {
     "state_copy": dict(layers=2, states=(((3, 64), "bfloat16"), ((2, 8, 16), "float32"))),
     "causal_conv1d_update": dict(channels=64),
     "gated_delta_rule_update": dict(key_heads=2, value_heads=2, key_dim=16, value_dim=16),
+    "causal_conv1d_prefill": dict(channels=64, lengths=(9, 2)),
+    "selective_scan": dict(head_dim=16, lengths=(9, 2)),
     "selective_state_update": dict(head_dim=16, groups=1, state_dim=16),
 }
 CASES = [(op, case) for op, (cases, _) in workloads.OPS.items() for case in cases]

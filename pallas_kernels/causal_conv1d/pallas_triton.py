@@ -143,7 +143,7 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
         history = [_load(old(j), of_row) for j in range(width - 1)]
         before = [_load(new(j - (width - 1)), inside & ~is_row) for j in range(width - 1)]
         inputs = [jnp.where(is_row, *pair) for pair in zip(history, before, strict=True)]
-        inputs += [_load(new(t), inside) for t in range(block)]
+        inputs += [_load(new(t), inside & (~is_row | (t < width - 1))) for t in range(block)]
         taps, bias = _parameters(refs, channel, inside)
         for t, behind in enumerate(is_behind()):
             token = first + t

@@ -55,7 +55,7 @@ def selective_scan(
         y = jnp.sum(state * C_t, axis=-1)
         y = y if D is None else y + in_float32(D) * x_t
         y = y if z is None else y * silu(take(z))
-        here = (offset[row] == nth + 1) & valid
+        here = offset[row] == nth + 1
         kept = kept.at[row].set(jnp.where(per_row(here, kept[row]), state, kept[row]))
         return (state, kept), jnp.where(valid, y, 0.0).astype(x.dtype)
 

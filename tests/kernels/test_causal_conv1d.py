@@ -154,7 +154,8 @@ def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype, imple
     x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias, extra_tokens=37, blocks_to_read=(3, 4, 5, 12, 13))
     loc = pack(lengths, padding_rows=1)
     padded = [jnp.array([*v, 5]) for v in (read, row)] + [jnp.array([*write, 11])]
-    offsets, blocks = np.full((11, 2), 10**6, np.int32), np.zeros((11, 2), np.int32)
+    # Where there is no checkpoint, any offset.
+    offsets, blocks = np.tile(np.int32([10**6, 1]), (11, 1)), np.zeros((11, 2), np.int32)
     for r, column, offset, block in checkpoints:
         offsets[r, column], blocks[r, column] = offset, block
     offsets[10], blocks[10] = 1, 19

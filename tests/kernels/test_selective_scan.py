@@ -56,7 +56,8 @@ def is_recurrence(
     lengths, read, write = zip(*rows, strict=True)
     arguments, pool, fixed = make(rng, lengths, dims, dtype, state_dtype, extra_tokens=5)
     fixed = {name: fixed[name] for name in given}
-    offsets, blocks = np.full((len(rows) + 1, 2), 10**6, np.int32), np.zeros((len(rows) + 1, 2), np.int32)
+    # Where there is no checkpoint, any offset.
+    offsets, blocks = np.tile(np.int32([10**6, 1]), (len(rows) + 1, 1)), np.zeros((len(rows) + 1, 2), np.int32)
     for r, column, offset, block in saved:
         offsets[r, column], blocks[r, column] = offset, block
     offsets[-1], blocks[-1] = 1, BLOCKS - 2  # of a padding row
@@ -130,11 +131,13 @@ def test_split_anywhere_is_bit_identical(rng, implementation):
     """In two calls, or at a checkpoint of one."""
     n = 37
     arguments, pool, options = make(rng, [n], extra_tokens=0)
+    # Interpreted, XLA may round one unrolled token differently from another: one in a turn.
+    rolled = dict(config=Config(32, 4, 1, 1)) if implementation == "interpret" else {}
 
     @jax.jit
     def run(arguments, options, pool, length, read, write, offset):
         rows = jnp.stack([length * 0, length]), read[None], write[None], offset[None, None], jnp.array([[9]])
-        return selective_scan(*arguments, pool, LAYER, *rows, **options, **how(implementation))
+        return selective_scan(*arguments, pool, LAYER, *rows, **options, **how(implementation), **rolled)
 
     ints = lambda *values: [jnp.int32(v) for v in values]
     whole, after = run(arguments, options, pool, *ints(n, 3, 6, n))
