@@ -208,18 +208,17 @@ def test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
     )
 
     def results(rows, padding, spoilt=()):
-        of_row = lambda r: jnp.full_like(x[loc[r] : loc[r + 1]], jnp.nan) if r in spoilt else x[loc[r] : loc[r + 1]]
-        tokens = jnp.concatenate([of_row(r) for r in rows] + [x[:padding]])
-        here = pack([lengths[r] for r in rows], padding)
+        x_ = np.asarray(x)
+        tokens = [np.full_like(x_[loc[r] : loc[r + 1]], np.nan if r in spoilt else 0) for r in rows]
+        tokens = np.concatenate([spoil + x_[loc[r] : loc[r + 1]] for r, spoil in zip(rows, tokens, strict=True)])
+        tokens = np.pad(tokens, ((0, len(x_) + padding - len(tokens)), (0, 0)))
+        here = pack([lengths[r] for r in rows], len(lengths) + padding - len(rows))
+        read, write = (np.zeros(len(here) - 1, np.int32) for _ in range(2))
         # Rows from 5 on write nothing.
-        read, write = ([at(r) for r in rows] + [0] * padding for at in (lambda r: (3, 4, 0)[r % 3], lambda r: 6 + r))
-        write = [block if block < 11 else 0 for block in write]
-        y, after = run(tokens, here, jnp.array(read), jnp.zeros(len(read), jnp.int32), jnp.array(write))
+        read[: len(rows)], write[: len(rows)] = [(3, 4, 0)[r % 3] for r in rows], [r + 6 if r < 5 else 0 for r in rows]
+        y, after = jax.tree.map(np.asarray, run(tokens, here, read, np.zeros_like(read), write))
         return {
-            r: (
-                np.asarray(y[here[i] : here[i + 1]].astype(jnp.float32)),
-                np.asarray(after[LAYER, r + 6].astype(jnp.float32)),
-            )
+            r: (y[here[i] : here[i + 1]].astype(np.float32), after[LAYER, r + 6].astype(np.float32))
             for i, r in enumerate(rows)
             if r < 5 and r not in spoilt
         }
@@ -229,7 +228,7 @@ def test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
         ([0], 0, ()),
         ([1], 20, ()),
         ([2, 0, 4], 0, ()),
-        ([4, 3, 2, 1, 0], 3, ()),
+        ([4, 3, 2, 1, 0], 20, ()),
         (range(len(lengths)), 0, range(0, len(lengths), 2)),
     ]:
         for r, (y, window) in results(rows, padding, spoilt).items():
