@@ -137,20 +137,8 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
     @pt.when((program >= rows) | (end > start))
     def _():
         # One channel stays in one thread, which reads a row's block before it writes any: they may be the same.
-        new = lambda t: refs.x.at[jnp.clip(first + t, 0, tokens - 1), channel]
         old = lambda j: refs.pool.at[layer, read, read_row + j, channel]
-        of_row = inside & is_row & (read != NULL_BLOCK)
-        history = [_load(old(j), of_row) for j in range(width - 1)]
-        before = [_load(new(j - (width - 1)), inside & ~is_row) for j in range(width - 1)]
-        inputs = [jnp.where(is_row, *pair) for pair in zip(history, before, strict=True)]
-        inputs += [_load(new(t), inside & (~is_row | (t < width - 1))) for t in range(block)]
-        taps, bias = _parameters(refs, channel, inside)
-        for t, behind in enumerate(is_behind()):
-            token = first + t
-            y = _output(inputs[t : t + width], taps, bias, activate)
-            of_row = is_row & (token < end) & (t < width - 1)
-            live = inside & (of_row | ~is_row & behind & (token < tokens))
-            pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
+        history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
         def keep(offset, block):
             mask = inside & (block != NULL_BLOCK)
@@ -167,9 +155,21 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
 
         @pt.when(is_row)
         def _():
+            keep(end - start, write)
             if refs.checkpoint_block is not None:
                 jax.lax.fori_loop(jnp.int32(0), jnp.int32(refs.checkpoint_block.shape[1]), checkpoint, None)
-            keep(end - start, write)
+
+        new = lambda t: refs.x.at[jnp.clip(first + t, 0, tokens - 1), channel]
+        before = [_load(new(j - (width - 1)), inside & ~is_row) for j in range(width - 1)]
+        inputs = [jnp.where(is_row, *pair) for pair in zip(history, before, strict=True)]
+        inputs += [_load(new(t), inside & (~is_row | (t < width - 1))) for t in range(block)]
+        taps, bias = _parameters(refs, channel, inside)
+        for t, behind in enumerate(is_behind()):
+            token = first + t
+            y = _output(inputs[t : t + width], taps, bias, activate)
+            of_row = is_row & (token < end) & (t < width - 1)
+            live = inside & (of_row | ~is_row & behind & (token < tokens))
+            pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
 
 
 def causal_conv1d_prefill(
