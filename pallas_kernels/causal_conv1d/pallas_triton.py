@@ -142,11 +142,11 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
 
         def keep(offset, block):
             mask = inside & (block != NULL_BLOCK)
-            for j in range(width - 1):
-                at = offset - (width - 1) + j
-                value = _load(refs.x.at[start + jnp.maximum(at, 0), channel], mask)
+            at = [offset - (width - 1) + j for j in range(width - 1)]
+            window = [_load(refs.x.at[start + jnp.maximum(token, 0), channel], mask) for token in at]
+            for j, (token, value) in enumerate(zip(at, window, strict=True)):
                 for k, u in enumerate(history):
-                    value = jnp.where(at == k - (width - 1), u, value)
+                    value = jnp.where(token == k - (width - 1), u, value)
                 pt.store(refs.pool.at[layer, block, jnp.int32(j), channel], value, mask=mask)
 
         def checkpoint(n, _):
