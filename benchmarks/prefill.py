@@ -9,8 +9,6 @@ bfloat16 numbers, as on tensor cores; the relative error against float64, over a
 """
 
 import functools
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +19,11 @@ import numpy as np
 
 from benchmarks import reference
 from benchmarks.workloads import Workload, itemsize, locations, random_pool, rotate, tolerance
-from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill
+from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.selective_scan import cases as selective_scan_cases
+from pallas_kernels.ssd import cases as ssd_cases
 
 # Of the longest row: outputs are causal, and float64 is slow.
 REFERENCE_TOKENS, REFERENCE_CHANNELS = 512, 64
@@ -193,7 +193,7 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) ->
         if case.gated:
             inputs |= dict(z=normal(tokens, *channel, dtype=case.dtype))
         if chunked:
-            inputs |= dict(chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens))
+            inputs |= dict(chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens, case.chunk_size))
         return inputs
 
     def step(turn, carry, **arguments):
@@ -232,11 +232,9 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) ->
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Workload]]] = {
     "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_workload),
     "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_workload),
+    "ssd": (ssd_cases.CASES, functools.partial(state_space_workload, op=ssd, chunked=True)),
+    "selective_scan": (
+        selective_scan_cases.CASES,
+        functools.partial(state_space_workload, op=selective_scan, chunked=False),
+    ),
 }
-
-# To be merged: two ordinary entries above, once both ops are in the tree.
-for _name, _chunked in (("ssd", True), ("selective_scan", False)):
-    if importlib.util.find_spec(f"pallas_kernels.{_name}"):
-        _op = getattr(importlib.import_module("pallas_kernels"), _name)
-        _cases = importlib.import_module(f"pallas_kernels.{_name}.cases").CASES
-        OPS[_name] = (_cases, functools.partial(state_space_workload, op=_op, chunked=_chunked))

@@ -13,8 +13,12 @@ import jax
 
 from benchmarks.kernels import OPS, time_ours
 from pallas_kernels.causal_conv1d.config import Config as ConvConfig
+from pallas_kernels.causal_conv1d.config import PrefillConfig as ConvPrefillConfig
 from pallas_kernels.gated_delta_rule.config import Config as DeltaRuleConfig
+from pallas_kernels.gated_delta_rule.config import PrefillConfig as DeltaRulePrefillConfig
+from pallas_kernels.selective_scan.config import Config as ScanConfig
 from pallas_kernels.selective_state_update.config import Config as StateSpaceConfig
+from pallas_kernels.ssd.config import Config as SsdConfig
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
 
@@ -33,8 +37,51 @@ CONFIGS: dict[str, list[Any]] = {
     "causal_conv1d_update": [
         ConvConfig(*c) for c in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8))
     ],
+    "causal_conv1d_prefill": [
+        ConvPrefillConfig(128 * n * warps, block, warps)
+        for n, block, warps in (
+            (2, 8, 1),
+            (2, 16, 1),
+            (2, 24, 1),
+            (2, 16, 2),
+            (2, 16, 4),
+            (1, 16, 1),
+            (1, 32, 1),
+            (1, 32, 2),
+        )
+    ],
     "gated_delta_rule_update": [DeltaRuleConfig(rows * n, rows, s, 1) for rows, n, s in _TILES],
+    "gated_delta_rule_prefill": sweep(
+        DeltaRulePrefillConfig,
+        tile_value=(16, 32, 64),
+        num_warps=(4,),
+        num_stages=(1, 2, 3),
+        products_warps=(2, 4, 8),
+        pieces=(2,),
+    ),
+    "ssd": [
+        SsdConfig(*c)
+        for c in (
+            (32, 4, 1),
+            (32, 4, 2),
+            (32, 4, 3),
+            (32, 8, 2),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 8, 2),
+            (64, 8, 3),
+            (16, 4, 2),
+        )
+    ],
     "selective_state_update": [StateSpaceConfig(rows * n, rows, s, 1) for rows, n, s in _TILES + _MAMBA1_TILES],
+    # Channels whose states one, two and four threads hold.
+    "selective_scan": [
+        ScanConfig(*c)
+        for c in itertools.chain(
+            ((32, 4, 2, 1), (32, 4, 3, 1), (32, 4, 4, 1), (64, 4, 2, 1), (64, 4, 4, 2), (128, 4, 4, 4)),
+            ((16, 8, 2, 1), (16, 8, 4, 1), (32, 8, 4, 2), (8, 16, 4, 1)),
+        )
+    ],
 }
 
 

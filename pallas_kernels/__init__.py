@@ -12,6 +12,7 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delt
 from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.selective_scan import selective_scan as selective_scan
 from pallas_kernels.selective_state_update import selective_state_update as selective_state_update
 from pallas_kernels.ssd import ssd as ssd
 from pallas_kernels.state_copy import state_copy as state_copy

@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import _math
+
+LOG2_E = 1.4426950408889634
+
 program_id = pl.program_id
 num_programs = pl.num_programs
 when = pl.when
@@ -50,6 +54,24 @@ def barrier(interpret: bool) -> None:
     """Makes what the program's threads have stored visible to all of them. Interpreted, there is one thread."""
     if not interpret:
         plt.debug_barrier()
+
+
+def _instruction(name: str, x: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    asm = f"{name} $0, $1;"
+    return plt.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
+
+
+def exp2(x: jax.Array, interpret: bool) -> jax.Array:
+    """2 ** x in one instruction, within 2 units in the last place; libdevice spends three more on denormal results."""
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
+
+
+def silu(x: jax.Array, interpret: bool) -> jax.Array:
+    """The sigmoid linear unit in five instructions, its sigmoid within 4 units in the last place."""
+    if interpret:
+        return _math.silu(x)
+    return x * _instruction("rcp.approx.ftz.f32", 1.0 + exp2(x * -LOG2_E, interpret))
 
 
 def call(

@@ -84,8 +84,6 @@ class GatedDeltaNet(nnx.Module):
         """
         weight = self.conv_weight[...]
         A_log, dt_bias = self.A_log[...], self.dt_bias[...]
-        # Prefill has no kernels yet: naming "triton" must not fail there.
-        without_kernel = "xla" if implementation == "xla" else None
 
         def decode(rows: Rows, qkv, a, b, conv, recurrent):
             loc, write = rows.query_start_loc, rows.write[group]
@@ -111,7 +109,7 @@ class GatedDeltaNet(nnx.Module):
                 rows.conv_read[group],
                 rows.conv_row,
                 write,
-                implementation=without_kernel,
+                implementation=implementation,
             )
             q, k, v = jnp.split(qkv, [self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim], axis=1)
             heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
@@ -120,7 +118,7 @@ class GatedDeltaNet(nnx.Module):
             chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
             out, recurrent = gated_delta_rule_prefill(
                 q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,
-                implementation=without_kernel,
+                implementation=implementation,
             )  # fmt: skip
             return out, conv, recurrent
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels._check import checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.causal_conv1d import pallas_triton, xla
-from pallas_kernels.causal_conv1d.config import Config
+from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
 
 Activation = Literal["silu"] | None
 
@@ -95,11 +95,13 @@ def causal_conv1d_prefill(
     *,
     activation: Activation = "silu",
     implementation: Implementation | None = None,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
     """Runs rows of any length, and keeps each row's last width-1 inputs (history included) in window rows 0 .. width-2.
 
     The same equation as `causal_conv1d_update`. A row's outputs and window are bit-identical however its tokens were
-    split over calls. Outside a jit that donates `pool` the call copies the pool.
+    split over calls. "xla" differentiates. Outside a jit that donates `pool` the call copies the pool.
 
     Args:
         x: Tokens of all rows, packed.
@@ -114,7 +116,9 @@ def causal_conv1d_prefill(
         checkpoint_offset: Tokens of the row after which the window is kept as well, rising along a row.
         checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
         activation: "silu" or None.
-        implementation: "xla" or "triton"; None is Triton on CUDA, where it has this kernel, and XLA elsewhere.
+        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel; None takes the heuristic one.
+        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
         Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
@@ -131,9 +135,7 @@ def causal_conv1d_prefill(
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    return _prefill(
-        *operands, checkpoint_offset, checkpoint_block, activation=activation, implementation=implementation
-    )
+    return _prefill((*operands, checkpoint_offset, checkpoint_block), activation, implementation, config, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "implementation", "config", "interpret"))
@@ -145,8 +147,10 @@ def _update(operands, activation, implementation, config, interpret):
     return dispatch(implementation, operands, xla=xla_update, triton=triton)
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "implementation"))
-def _prefill(*operands, activation, implementation):
-    return dispatch(
-        implementation, operands, xla=functools.partial(xla.causal_conv1d_prefill, activation=activation), triton=None
+@functools.partial(jax.jit, static_argnames=("activation", "implementation", "config", "interpret"))
+def _prefill(operands, activation, implementation, config, interpret):
+    triton = functools.partial(
+        pallas_triton.causal_conv1d_prefill, activation=activation, config=config, interpret=interpret
     )
+    xla_prefill = functools.partial(xla.causal_conv1d_prefill, activation=activation)
+    return dispatch(implementation, operands, xla=xla_prefill, triton=triton)

@@ -14,3 +14,20 @@ class Config:
 def default_config() -> Config:
     """Four channels to a thread. Best, or within 2 %, of `benchmarks.tune` on an H200 (JAX 0.11.2) at 1 to 256 rows."""
     return Config(tile=1024, num_warps=8)
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Channels of one program's tile (a power of two), its tokens, and its warps."""
+
+    tile: int
+    block: int
+    num_warps: int
+
+
+def default_prefill_config() -> PrefillConfig:
+    """A warp whose threads hold eight channels each: loads of 16 bytes, all of a block's in flight at once.
+
+    Not tuned. A longer block reads less of the block before it twice, and needs more registers.
+    """
+    return PrefillConfig(tile=256, block=16, num_warps=1)

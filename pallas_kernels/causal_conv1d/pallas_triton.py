@@ -1,4 +1,8 @@
-"""causal_conv1d's update as a Pallas kernel: one program per (tile of channels, row of the batch)."""
+"""causal_conv1d as Pallas kernels.
+
+Update: one program per (tile of channels, row of the batch). Prefill: one per (tile of channels, row), which alone touches
+the row's blocks, and one per (tile of channels, block of tokens).
+"""
 
 import functools
 
@@ -8,7 +12,29 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
 from pallas_kernels._pool import NULL_BLOCK
-from pallas_kernels.causal_conv1d.config import Config, default_config
+from pallas_kernels.causal_conv1d.config import Config, PrefillConfig, default_config, default_prefill_config
+
+_WORD = 16  # tokens whose row starts fit one int32, with those of the width-2 tokens before them
+
+
+def _load(at, inside):
+    return pt.load(at, mask=inside, other=0.0)
+
+
+def _parameters(refs, channel, inside):
+    """The taps, and the bias or None."""
+    taps = [
+        _load(refs.weight.at[jnp.int32(j), channel], inside).astype(jnp.float32) for j in range(refs.weight.shape[0])
+    ]
+    return taps, None if refs.bias is None else _load(refs.bias.at[channel], inside).astype(jnp.float32)
+
+
+def _output(window, taps, bias, activate):
+    """The output of the last of `width` inputs."""
+    y = jnp.zeros(window[0].shape, jnp.float32) if bias is None else bias
+    for tap, value in zip(taps, window, strict=True):
+        y = y + tap * value.astype(jnp.float32)
+    return activate(y) if activate else y
 
 
 def _update_kernel(refs, *, tile, activation):
@@ -22,25 +48,20 @@ def _update_kernel(refs, *, tile, activation):
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, read_row, write = refs.layer[...], refs.read_block[row], refs.read_row[row], refs.write_block[row]
 
-    load = lambda at, mask: pt.load(at, mask=mask, other=0.0)
-    taps = [load(refs.weight.at[jnp.int32(j), channel], inside).astype(jnp.float32) for j in range(width)]
-    bias = None if refs.bias is None else load(refs.bias.at[channel], inside).astype(jnp.float32)
+    taps, bias = _parameters(refs, channel, inside)
 
     @pt.when((program < rows) & (end > start))
     def _():
         # Everything is read before anything is written, and one channel stays in one thread: the blocks may be the same.
         old = lambda j: refs.pool.at[layer, read, read_row + j, channel]
-        history = [load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
-        new = [load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
+        history = [_load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
+        new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
         inputs = history + new
         for j, value in enumerate(inputs[1:]):
             keep = inside & (write != NULL_BLOCK) & (j < width - 2 + end - start)
             pt.store(refs.pool.at[layer, write, jnp.int32(j), channel], value, mask=keep)
         for t in range(longest):
-            y = jnp.zeros((tile,), jnp.float32) if bias is None else bias
-            for tap, value in zip(taps, inputs[t : t + width], strict=True):
-                y = y + tap * value.astype(jnp.float32)
-            y = silu(y) if activation == "silu" else y
+            y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
             pt.store(refs.y.at[start + t, channel], y.astype(refs.y.dtype), mask=inside & (start + t < end))
 
     # Tokens behind the last row have no row of their own.
@@ -80,6 +101,112 @@ def causal_conv1d_update(
             read_block=read_block,
             read_row=read_row,
             write_block=write_block,
+        ),
+        outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        updates=dict(pool=pool),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return results["y"], results["pool"]
+
+
+def _prefill_kernel(refs, *, tile, block, activation, interpret):
+    (tokens, channels), rows, width = refs.x.shape, refs.read_block.shape[0], refs.weight.shape[0]
+    activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
+    channel, inside = pt.lanes(pt.program_id(0), tile, channels)
+    # The first programs run a row's first width-1 tokens and keep its windows: whatever needs the window it starts from.
+    # The others run blocks of tokens, and know no rows but by their first tokens.
+    program = pt.program_id(1)
+    is_row, row = program < rows, jnp.minimum(program, rows - 1)
+    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
+    layer, read, read_row, write = refs.layer[...], refs.read_block[row], refs.read_row[row], refs.write_block[row]
+    first = jnp.where(is_row, start, (program - rows) * block)
+
+    def is_behind():
+        """Per token: whether it is behind the first width-1 of its row."""
+        row, exists = pt.lanes(0, pt.power_of_two(rows), rows)
+        start, end = (pt.load(refs.query_start_loc.at[r], mask=exists, other=0) for r in (row, row + 1))
+        for t in range(0, block, _WORD):
+            # Bit n: a row starts at token n - (width - 2) of this word, and only one that does is not empty.
+            n = start - (first + t - (width - 2))
+            seen = (end > start) & (n >= 0) & (n < _WORD + width - 2)
+            starts = jnp.sum(jnp.where(seen, 1 << jnp.where(seen, n, 0), 0), dtype=jnp.int32)
+            for bit in range(min(_WORD, block - t)):
+                yield ((starts >> bit) & ((1 << (width - 1)) - 1)) == 0
+
+    @pt.when((program >= rows) | (end > start))
+    def _():
+        # One channel stays in one thread, which reads a row's block before it writes any: they may be the same.
+        old = lambda j: refs.pool.at[layer, read, read_row + j, channel]
+        history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
+
+        def keep(offset, block):
+            mask = inside & (block != NULL_BLOCK)
+            at = [offset - (width - 1) + j for j in range(width - 1)]
+            window = [_load(refs.x.at[start + jnp.maximum(token, 0), channel], mask) for token in at]
+            for j, (token, value) in enumerate(zip(at, window, strict=True)):
+                for k, u in enumerate(history):
+                    value = jnp.where(token == k - (width - 1), u, value)
+                pt.store(refs.pool.at[layer, block, jnp.int32(j), channel], value, mask=mask)
+
+        def checkpoint(n, _):
+            keep(refs.checkpoint_offset[row, n], refs.checkpoint_block[row, n])
+            return _
+
+        @pt.when(is_row)
+        def _():
+            keep(end - start, write)
+            if refs.checkpoint_block is not None:
+                jax.lax.fori_loop(jnp.int32(0), jnp.int32(refs.checkpoint_block.shape[1]), checkpoint, None)
+
+        new = lambda t: refs.x.at[jnp.clip(first + t, 0, tokens - 1), channel]
+        before = [_load(new(j - (width - 1)), inside & ~is_row) for j in range(width - 1)]
+        inputs = [jnp.where(is_row, *pair) for pair in zip(history, before, strict=True)]
+        inputs += [_load(new(t), inside & (~is_row | (t < width - 1))) for t in range(block)]
+        taps, bias = _parameters(refs, channel, inside)
+        for t, behind in enumerate(is_behind()):
+            token = first + t
+            y = _output(inputs[t : t + width], taps, bias, activate)
+            of_row = is_row & (token < end) & (t < width - 1)
+            live = inside & (of_row | ~is_row & behind & (token < tokens))
+            pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
+
+
+def causal_conv1d_prefill(
+    x,
+    pool,
+    layer,
+    weight,
+    bias,
+    query_start_loc,
+    read_block,
+    read_row,
+    write_block,
+    checkpoint_offset=None,
+    checkpoint_block=None,
+    *,
+    activation: str | None,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
+):
+    """See api.py."""
+    config = config or default_prefill_config()
+    block = max(config.block, weight.shape[0] - 1)
+    results = pt.call(
+        functools.partial(_prefill_kernel, tile=config.tile, block=block, activation=activation, interpret=interpret),
+        name="causal_conv1d_prefill",
+        grid=(-(-x.shape[1] // config.tile), read_block.shape[0] + -(-x.shape[0] // block)),
+        inputs=dict(
+            x=x,
+            layer=layer,
+            weight=weight,
+            bias=bias,
+            query_start_loc=query_start_loc,
+            read_block=read_block,
+            read_row=read_row,
+            write_block=write_block,
+            checkpoint_offset=checkpoint_offset,
+            checkpoint_block=checkpoint_block,
         ),
         outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
         updates=dict(pool=pool),

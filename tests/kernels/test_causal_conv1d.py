@@ -5,10 +5,10 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
 from kernels.oracle_causal_conv1d import causal_conv1d
 
-from pallas_kernels import UnsupportedError, causal_conv1d_prefill, causal_conv1d_update
-from pallas_kernels.causal_conv1d.config import Config
+from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
 
-LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 12, 40
+LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 20, 40
 
 
 def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_read=(3, 4, 5)):
@@ -128,56 +128,165 @@ def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
+def how_prefill(implementation):
+    # The interpreter unrolls a block of tokens at compile time: a short one.
+    small = dict(config=PrefillConfig(64, 5, 1)) if implementation == "interpret" else {}
+    return how(implementation) | small
+
+
+def exact(implementation, *arrays):
+    """Interpreted, XLA may round one unrolled token's sum differently from another's: numbers whose sums are exact."""
+    return [jnp.round(4 * x) / 4 if implementation == "interpret" else x for x in arrays]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     ("width", "K", "bias", "activation"),
-    [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (5, 1, True, "silu")],
+    [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (3, 0, True, None), (5, 1, True, "silu")],
 )
-def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype):
-    lengths = [7, 1, 0, 64, 2, 3]
-    read, row, write = [3, 0, 4, 5, 4, 0], [0, 0, 0, K, K, 0], [3, 6, 7, 8, 9, 10]
-    x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias)
+def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype, implementation):
+    lengths = [7, 1, 0, 64, 2, 3, 65, 1, 1, 63]
+    read, row = [3, 0, 4, 5, 4, 0, 12, 4, 13, 0], [0, 0, 0, K, K, 0, 0, 0, K, 0]
+    write = [3, 6, 7, 8, 9, 10, 14, 0, 13, 15]
+    # Per checkpoint its row, column, tokens and block: the row's own read block, right at the start, and all at once.
+    checkpoints = [(0, 1, 2, 1), (3, 0, 40, 5), (4, 0, 0, 16), (4, 1, 1, 17), (6, 0, 12, 12), (6, 1, 65, 18)]
+    x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias, extra_tokens=37, blocks_to_read=(3, 4, 5, 12, 13))
     loc = pack(lengths, padding_rows=1)
     padded = [jnp.array([*v, 5]) for v in (read, row)] + [jnp.array([*write, 11])]
-    # Checkpoints after two tokens of row 0 (into the block it reads is row 3's case) and after 40 of row 3.
-    offsets = jnp.zeros((7, 2), jnp.int32).at[0, 1].set(2).at[3, 0].set(40)
-    blocks = jnp.zeros((7, 2), jnp.int32).at[0, 1].set(1).at[3, 0].set(5)
-    y, after = causal_conv1d_prefill(x, pool, LAYER, weight, bias, loc, *padded, offsets, blocks, activation=activation)
+    # Where there is no checkpoint, any offset.
+    offsets, blocks = np.tile(np.int32([10**6, 1]), (11, 1)), np.zeros((11, 2), np.int32)
+    for r, column, offset, block in checkpoints:
+        offsets[r, column], blocks[r, column] = offset, block
+    offsets[10], blocks[10] = 1, 19
+    saved = jnp.asarray(offsets), jnp.asarray(blocks)
+    y, after = causal_conv1d_prefill(
+        x, pool, LAYER, weight, bias, loc, *padded, *saved, activation=activation, **how_prefill(implementation)
+    )
     for r, n in enumerate(lengths):
         start = int(loc[r])
         out, inputs = oracle_row(x, pool, weight, bias, start, n, read[r], row[r], activation == "silu")
         assert_close(y[start : start + n], out, dtype, width, f"row {r}")
-        window = lambda block: np.asarray(after.astype(jnp.float32))[LAYER, block, : width - 1]
-        if n:
-            np.testing.assert_array_equal(window(write[r]), inputs[len(inputs) - (width - 1) :])
-        if r == 0:
-            np.testing.assert_array_equal(window(1), inputs[2 : 2 + width - 1])
-        if r == 3:
-            np.testing.assert_array_equal(window(5), inputs[40 : 40 + width - 1])
+        kept = [(offset, block) for row_, _, offset, block in checkpoints if row_ == r]
+        for offset, block in kept + [(n, write[r])] * (n > 0 and write[r] > 0):
+            window = np.asarray(after.astype(jnp.float32))[LAYER, block, : width - 1]
+            np.testing.assert_array_equal(window, inputs[offset : offset + width - 1])
     assert not np.asarray(y[sum(lengths) :]).any()
-    assert_untouched(pool, after, written=(1, 3, 5, 6, 8, 9, 10))
+    assert_untouched(pool, after, written=(1, 3, 5, 6, 8, 9, 10, 12, 13, 14, 15, 16, 17, 18))
+    assert_untouched(pool[:LAYER], after[:LAYER], written=())
 
 
-@pytest.mark.parametrize("split", [1, 2, 3, 5, 19])
-def test_prefill_split_anywhere_is_bit_identical(rng, split):
-    x, pool, weight, _ = make(rng, [20], 4, jnp.float32, extra_tokens=0)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_prefill_split_anywhere_is_bit_identical(rng, implementation):
+    x, pool, weight, _ = make(rng, [37], 4, jnp.float32, extra_tokens=0)
+    x, pool, weight = exact(implementation, x, pool, weight)
+
+    @jax.jit
+    def run(x, pool, loc, read, write):
+        rows = loc, read[None], jnp.array([0]), write[None]
+        return causal_conv1d_prefill(x, pool, LAYER, weight, None, *rows, **how_prefill(implementation))
+
+    whole, after = run(x, pool, pack([37]), jnp.int32(3), jnp.int32(6))
+    for split in (1, 2, 3, 5, 16, 36):
+        first, between = run(x, pool, pack([split]), jnp.int32(3), jnp.int32(7))
+        # The rest, and as many tokens as before, those behind it being padding.
+        rest = jnp.roll(x, -split, axis=0)
+        second, last = run(rest, between, pack([37 - split]), jnp.int32(7), jnp.int32(8))
+        np.testing.assert_array_equal(jnp.concatenate([first[:split], second[: 37 - split]]), whole)
+        np.testing.assert_array_equal(last[LAYER, 8], after[LAYER, 6])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
+    """Alone, among dozens of others, permuted, padded: the same bits, whatever the neighbours hold."""
+    lengths = [1, 19, 64, 2, 3] + [1, 0, 2, 5] * 6
+    x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, bias=True, extra_tokens=0)
+    x, pool, weight, bias = exact(implementation, x, pool, weight, bias)
+    loc = np.asarray(pack(lengths))
+    run = jax.jit(
+        lambda x, *rows: causal_conv1d_prefill(x, pool, LAYER, weight, bias, *rows, **how_prefill(implementation))
+    )
+
+    def results(rows, padding, spoilt=()):
+        x_ = np.asarray(x)
+        tokens = [np.full_like(x_[loc[r] : loc[r + 1]], np.nan if r in spoilt else 0) for r in rows]
+        tokens = np.concatenate([spoil + x_[loc[r] : loc[r + 1]] for r, spoil in zip(rows, tokens, strict=True)])
+        tokens = np.pad(tokens, ((0, len(x_) + padding - len(tokens)), (0, 0)))
+        here = pack([lengths[r] for r in rows], len(lengths) + padding - len(rows))
+        read, write = (np.zeros(len(here) - 1, np.int32) for _ in range(2))
+        # Rows from 5 on write nothing.
+        read[: len(rows)], write[: len(rows)] = [(3, 4, 0)[r % 3] for r in rows], [r + 6 if r < 5 else 0 for r in rows]
+        y, after = jax.tree.map(np.asarray, run(tokens, here, read, np.zeros_like(read), write))
+        return {
+            r: (y[here[i] : here[i + 1]].astype(np.float32), after[LAYER, r + 6].astype(np.float32))
+            for i, r in enumerate(rows)
+            if r < 5 and r not in spoilt
+        }
+
+    wanted = results(range(len(lengths)), 0)
+    for rows, padding, spoilt in [
+        ([0], 0, ()),
+        ([1], 20, ()),
+        ([2, 0, 4], 0, ()),
+        ([4, 3, 2, 1, 0], 20, ()),
+        (range(len(lengths)), 0, range(0, len(lengths), 2)),
+    ]:
+        for r, (y, window) in results(rows, padding, spoilt).items():
+            np.testing.assert_array_equal(y, wanted[r][0])
+            np.testing.assert_array_equal(window, wanted[r][1])
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_every_prefill_config_computes_the_same_bits(rng, implementation):
+    x, pool, weight, _ = make(rng, [1, 50, 2], 4, jnp.float32)
+    x, pool, weight = exact(implementation, x, pool, weight)
+    rows = pack([1, 50, 2]), jnp.array([3, 0, 4]), jnp.array([0, 0, 0]), jnp.array([6, 7, 8])
+    options = how(implementation)
+    results = [
+        causal_conv1d_prefill(x, pool, LAYER, weight, None, *rows, config=PrefillConfig(*config), **options)
+        for config in ((16, 4, 1), (64, 18, 2))
+    ]
+    for y, after in results[1:]:
+        np.testing.assert_array_equal(y, results[0][0])
+        assert_untouched(results[0][1], after, written=())
+
+
+@pytest.mark.gpu
+def test_prefill_reaches_blocks_behind_2_to_the_31_elements(rng):
+    channels, blocks = 8192, 90000  # 2.2e9 elements
+    last = blocks - 1
+    wrapped = last - 2**31 // (3 * channels)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(*shape, channels)), jnp.bfloat16)
+    x, window, weight = draw(20), draw(3), jnp.ones((4, channels))
+    fill = lambda: jnp.zeros((1, blocks, 3, channels), jnp.bfloat16).at[0, last].set(window).at[0, wrapped].set(7.0)
     one = lambda v: jnp.array([v])
-    whole, after = causal_conv1d_prefill(x, pool, LAYER, weight, None, pack([20]), one(3), one(0), one(6))
-    first, pool = causal_conv1d_prefill(x[:split], pool, LAYER, weight, None, pack([split]), one(3), one(0), one(7))
-    rest = pack([20 - split])
-    second, pool = causal_conv1d_prefill(x[split:], pool, LAYER, weight, None, rest, one(7), one(0), one(8))
-    np.testing.assert_array_equal(jnp.concatenate([first, second]), whole)
-    np.testing.assert_array_equal(pool[LAYER, 8], after[LAYER, 6])
+    step = jax.jit(
+        lambda pool: causal_conv1d_prefill(
+            x, pool, 0, weight, None, pack([20]), one(last), one(0), one(last), implementation="triton"
+        ),
+        donate_argnums=0,
+    )
+    y, pool = step(jax.jit(fill)())
+    wanted, _ = causal_conv1d_prefill(
+        x, window[None, None].repeat(2, 1), 0, weight, None, pack([20]), one(1), one(0), one(1), implementation="xla"
+    )
+    np.testing.assert_array_equal(pool[0, last].astype(jnp.float32), x[-3:].astype(jnp.float32))
+    assert_close(y, np.asarray(wanted.astype(jnp.float32), np.float64), jnp.bfloat16, 4, "outputs")
+    assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
-def test_a_prefill_chunk_may_follow_a_verify_step(rng):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
     """Three tokens verified, two accepted, then a chunk: as if five tokens had run in one go."""
     x, pool, weight, _ = make(rng, [8], 4, jnp.float32, K=2, extra_tokens=0)
+    x, pool, weight = exact(implementation, x, pool, weight)
     one = lambda v: jnp.array([v])
-    tokens = jnp.concatenate([x[:2], x[3:6]])
-    whole, _ = causal_conv1d_prefill(tokens, pool, LAYER, weight, None, pack([5]), one(3), one(0), one(6))
-    _, pool = causal_conv1d_update(x[:3], pool, LAYER, weight, None, pack([3]), one(3), one(0), one(7))
-    chunk, _ = causal_conv1d_prefill(x[3:6], pool, LAYER, weight, None, pack([3]), one(7), one(1), one(8))
+    tokens, options = jnp.concatenate([x[:2], x[3:6]]), how_prefill(implementation)
+    whole, _ = causal_conv1d_prefill(tokens, pool, LAYER, weight, None, pack([5]), one(3), one(0), one(6), **options)
+    _, pool = causal_conv1d_update(
+        x[:3], pool, LAYER, weight, None, pack([3]), one(3), one(0), one(7), **how(implementation)
+    )
+    chunk, _ = causal_conv1d_prefill(x[3:6], pool, LAYER, weight, None, pack([3]), one(7), one(1), one(8), **options)
     np.testing.assert_array_equal(chunk, whole[2:])
 
 
@@ -205,8 +314,6 @@ def test_bad_arguments_are_named(rng):
             op(x[:, :8], pool, 0, weight[:, :8], None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
-    with pytest.raises(UnsupportedError, match="no Triton kernel"):
-        causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, implementation="triton")
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
         causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
 

@@ -8,10 +8,7 @@ from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouc
 from kernels.oracle_gated_delta_rule import gated_delta_rule, gates
 
 from pallas_kernels import (
-    UnsupportedError,
-    chunk_rows,
     gated_delta_rule_gates,
-    gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
 )
@@ -351,137 +348,6 @@ def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
-def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), **options):
-    q, k, v, g, beta = inputs
-    rows, loc = lambda x: jnp.asarray(x, jnp.int32), pack(lengths)
-    chunks = chunk_rows(loc, rows(computed), v.shape[0])
-    return gated_delta_rule_prefill(
-        q, k, v, g, beta, pool, LAYER, loc, chunks, rows(read), rows(write), *checkpoints, **options
-    )
-
-
-def make_prefill(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3):
-    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype, extra_tokens)
-    q, k, v = (jnp.asarray(x, jnp.float32).astype(dtype) for x in unpack(qkv, dims))
-    return (q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias)), pool
-
-
-@pytest.mark.parametrize(
-    ("dims", "dtype", "state_dtype"),
-    [
-        ("grouped", jnp.float32, jnp.float32),
-        ("grouped", jnp.bfloat16, jnp.bfloat16),
-        ("96 x 192", jnp.float32, jnp.float32),
-        ("odd", jnp.float32, jnp.float16),
-    ],
-)
-def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype):
-    dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
-    computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 5], [6, 3, 7, 8, 9, 10, 0]
-    inputs, pool = make_prefill(rng, lengths, dims, dtype, state_dtype)
-    offsets = jnp.zeros((7, 2), jnp.int32).at[4, 0].set(27).at[5].set(jnp.array([64, 128]))
-    blocks = jnp.zeros((7, 2), jnp.int32).at[4, 0].set(11).at[5].set(jnp.array([12, 13]))
-    out, after = prefill(inputs, pool, lengths, computed, read, write, (offsets, blocks))
-    q, k, v, g, beta = (np.asarray(x.astype(jnp.float32), np.float64) for x in inputs)
-    loc = np.asarray(pack(lengths))
-    for r, n in enumerate(lengths):
-        tokens = slice(loc[r], loc[r + 1])
-        wanted, states = gated_delta_rule(
-            q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], state_of(pool, read[r]), dims.key_dim**-0.5
-        )
-        terms = 16 * (64 + dims.key_dim)
-        assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
-        kept = [(n, write[r])] + [(int(offsets[r, j]), int(blocks[r, j])) for j in range(2)]
-        for offset, block in kept:
-            if n and block:
-                assert_close(
-                    state_of(after, block), states[offset - 1], state_dtype, terms, f"state {r} after {offset}"
-                )
-    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
-    assert_untouched(pool, after, written=(3, 6, 8, 9, 10, 11, 12, 13))
-
-
-@pytest.mark.parametrize("split", [64, 128, 192])
-def test_prefill_split_on_the_grid_is_bit_identical(rng, split):
-    """Whole, split, resumed from a block, in another bucket and beside other rows."""
-    dims, start, total = DIMS["grouped"], 64, 200
-    inputs, pool = make_prefill(rng, [total], dims, extra_tokens=0)
-    whole, after = prefill(inputs, pool, [total], [start], [3], [6])
-    part = lambda a, b: tuple(x[a:b] for x in inputs)
-    first, pool = prefill(part(0, split), pool, [split], [start], [3], [7])
-    other = tuple(jnp.concatenate([y[:50], x, y[:14]]) for x, y in zip(part(split, total), inputs, strict=True))
-    second, pool = prefill(other, pool, [50, total - split, 0], [3, start + split, 0], [4, 7, 0], [9, 8, 0])
-    np.testing.assert_array_equal(jnp.concatenate([first, second[50 : 50 + total - split]]), whole)
-    np.testing.assert_array_equal(pool[LAYER, 8], after[LAYER, 6])
-
-
-@pytest.mark.parametrize("beta", [1.0, 2.0])
-def test_prefill_of_one_repeated_token(rng, beta):
-    """Identical normalised keys without decay: where inverses by doubling explode."""
-    dims, n = DIMS["grouped"], 192
-    (q, k, v, g, _), pool = make_prefill(rng, [n], dims, extra_tokens=0)
-    q, k, v = (jnp.broadcast_to(x[:1], x.shape) for x in (q, k, v))
-    g, beta = jnp.zeros_like(g), jnp.full_like(g, beta)
-    out, after = prefill((q, k, v, g, beta), pool, [n], [0], [3], [6])
-    arrays = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
-    wanted, states = gated_delta_rule(*arrays, state_of(pool, 3), dims.key_dim**-0.5)
-    # At beta 2 the correction flips sign at every token without shrinking: rounding errors of all n tokens add up.
-    assert_close(out, wanted, jnp.float32, n * n, "outputs")
-    assert_close(after[LAYER, 6], states[-1], jnp.float32, n * n, "state")
-
-
-@pytest.mark.parametrize("decay", [-1e4, -1e-7])
-def test_prefill_at_extreme_decays(rng, decay):
-    dims = DIMS["grouped"]
-    (q, k, v, g, beta), pool = make_prefill(rng, [130], dims, extra_tokens=0)
-    inputs = (q, k, v, jnp.full_like(g, decay), beta)
-    out, _ = prefill(inputs, pool, [130], [0], [3], [6])
-    wanted, _ = gated_delta_rule(*(np.asarray(x, np.float64) for x in inputs), state_of(pool, 3), dims.key_dim**-0.5)
-    assert_close(out, wanted, jnp.float32, 16 * (64 + dims.key_dim), "outputs")
-
-
-def test_prefill_where_strong_decays_precede_weak_ones(rng):
-    """A difference of two large sums of decays would lose the small one between close tokens."""
-    dims = DIMS["grouped"]
-    (q, k, v, g, beta), pool = make_prefill(rng, [64], dims, extra_tokens=0)
-    g = jnp.where(jnp.arange(64)[:, None] < 32, -300.0, -1e-3 * jnp.abs(g))
-    inputs = (q, k, v, g, beta)
-    out, after = prefill(inputs, pool, [64], [0], [3], [6])
-    arrays = (np.asarray(x, np.float64) for x in inputs)
-    wanted, states = gated_delta_rule(*arrays, state_of(pool, 3), dims.key_dim**-0.5)
-    assert_close(out, wanted, jnp.float32, 16 * (64 + dims.key_dim), "outputs")
-    assert_close(after[LAYER, 6], states[-1], jnp.float32, 16 * (64 + dims.key_dim), "state")
-
-
-def test_prefill_then_update_continues_one_recurrence(rng):
-    """Both read the same layout of state: [value_dim, key_dim]."""
-    dims, n = DIMS["grouped"], 70
-    qkv, a, b, A_log, dt_bias, pool = make(rng, [n], dims, extra_tokens=0)
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in unpack(qkv, dims))
-    g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
-    whole, _ = prefill((q, k, v, g, beta), pool, [n], [0], [0], [6])
-    _, pool = prefill(tuple(x[: n - 1] for x in (q, k, v, g, beta)), pool, [n - 1], [0], [0], [7])
-    last, _ = gated_delta_rule_update(
-        qkv[-1:], a[-1:], b[-1:], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([7]), jnp.array([[7]])
-    )
-    assert_close(last, np.asarray(whole[-1:], np.float64), jnp.float32, 16 * (64 + dims.key_dim), "output")
-
-
-def test_prefill_differentiates(rng):
-    dims = DIMS["grouped"]
-    (q, k, v, g, beta), pool = make_prefill(rng, [70], dims, extra_tokens=0)
-    loss = lambda q, k, v, g, beta: jnp.sum(
-        prefill((q, k, v, g, beta), pool, [70], [0], [0], [0], implementation="xla")[0] ** 2
-    )
-    for n in range(5):
-        inputs = [q, k, v, g, beta]
-        gradient = jax.grad(loss, argnums=n)(*inputs)
-        assert np.isfinite(gradient).all()
-        step = 1e-2 * jnp.sign(gradient)
-        up, down = (loss(*inputs[:n], inputs[n] + s, *inputs[n + 1 :]) for s in (step, -step))
-        np.testing.assert_allclose(jnp.vdot(gradient, step), (up - down) / 2, rtol=2e-2)
-
-
 def test_empty_arrays_return_at_once(rng):
     dims = DIMS["grouped"]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
@@ -508,14 +374,3 @@ def test_bad_arguments_are_named(rng):
         update(a=jnp.zeros((*a.shape, dims.key_dim)))
     with pytest.raises(ValueError, match="lower_bound must be negative or None, got 5"):
         gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=5.0)
-    inputs, pool = make_prefill(rng, [2], dims)
-    k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
-    with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):
-        prefill((k, k, *inputs[2:]), pool, [2], [0], [0], [1])
-    with pytest.raises(ValueError, match="g must be Float32"):
-        prefill((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]), pool, [2], [0], [0], [1])
-    chunks = chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
-    with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
-        gated_delta_rule_prefill(*inputs, pool, 0, pack([2]), chunks, row, row)
-    with pytest.raises(UnsupportedError, match="no Triton kernel"):
-        prefill(inputs, pool, [2], [0], [0], [1], implementation="triton")

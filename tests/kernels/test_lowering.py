@@ -10,16 +10,20 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from pallas_kernels import (
+    causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
+    gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    selective_scan,
     selective_state_update,
     ssd,
     state_copy,
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
@@ -63,6 +67,17 @@ def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
     return lower(device, run, pool, x, weight, array(jnp.int32), rows(n + 1), rows(n), rows(n), rows(n))
 
 
+def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="triton"):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pool = array(case.dtype, layers, blocks, case.width - 1, case.channels)
+    x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
+    run = lambda pool, x, weight, layer, *indices: causal_conv1d_prefill(
+        x, pool, layer, weight, None, *indices, implementation=implementation
+    )
+    indices = rows(n + 1), rows(n), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
+    return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
+
+
 def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n, window = sum(case.lengths), len(case.lengths), max(case.lengths)
     pool = array(case.state_dtype, layers, blocks, case.value_heads, case.value_dim, case.key_dim)
@@ -80,6 +95,20 @@ def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="
         inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
         op = gated_delta_rule_recurrent
     run = lambda pool, layer, inputs, indices: op(*inputs, pool, layer, *indices, implementation=implementation)
+    return lower(device, run, pool, array(jnp.int32), inputs, indices)
+
+
+def lower_gated_delta_rule_prefill(device, case, layers=30, blocks=512, implementation="triton", checkpoints=2):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pool = array(case.state_dtype, layers, blocks, case.value_heads, case.value_dim, case.key_dim)
+    keys, beta = array(case.dtype, tokens, case.key_heads, case.key_dim), array(jnp.float32, tokens, case.value_heads)
+    g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
+    inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
+    chunks = jax.eval_shape(lambda loc, at: chunk_rows(loc, at, tokens), rows(n + 1), rows(n))
+    indices = rows(n + 1), chunks, rows(n), rows(n), *[array(jnp.int32, n, checkpoints)] * 2
+    run = lambda pool, layer, inputs, indices: gated_delta_rule_prefill(
+        *inputs, pool, layer, *indices, implementation=implementation
+    )
     return lower(device, run, pool, array(jnp.int32), inputs, indices)
 
 
@@ -113,14 +142,37 @@ def lower_ssd(device, case, layers=30, blocks=512, implementation="triton"):
     return lower(device, run, pool, array(jnp.int32), inputs, fixed, rows(n + 1), chunks, rows(n), rows(n), *plan)
 
 
+def lower_selective_scan(device, case, layers=30, blocks=512, implementation="triton"):
+    tokens, n, channel = sum(case.lengths), len(case.lengths), (case.heads, case.head_dim)
+    pool = array(case.state_dtype, layers, blocks, *channel, case.state_dim)
+    x, group = array(case.dtype, tokens, *channel), array(case.dtype, tokens, case.groups, case.state_dim)
+    per = array(jnp.float32, *channel)
+    run = lambda pool, layer, inputs, fixed, *indices: selective_scan(
+        *inputs, pool, layer, *indices, **fixed, implementation=implementation
+    )
+    inputs, fixed = (x, x, array(jnp.float32, *channel, case.state_dim), group, group), dict(D=per, dt_bias=per)
+    indices = rows(n + 1), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
+    return lower(device, run, pool, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
+
+
 # Each op's lowering, its cases, and one whose pool passes 2^31 elements at 4097 blocks or fewer.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
     "causal_conv1d_update": (lower_conv, causal_conv1d_cases.UPDATE_CASES, causal_conv1d_cases.UPDATE_CASES[0]),
+    "causal_conv1d_prefill": (
+        lower_conv_prefill,
+        causal_conv1d_cases.PREFILL_CASES,
+        causal_conv1d_cases.PREFILL_CASES[0],
+    ),
     "gated_delta_rule_update": (
         lower_gated_delta_rule,
         gated_delta_rule_cases.UPDATE_CASES,
         gated_delta_rule_cases.UPDATE_CASES[0],
+    ),
+    "gated_delta_rule_prefill": (
+        lower_gated_delta_rule_prefill,
+        gated_delta_rule_cases.PREFILL_CASES,
+        gated_delta_rule_cases.PREFILL_CASES[0],
     ),
     "selective_state_update": (
         lower_selective_state_update,
@@ -128,6 +180,7 @@ OPS = {
         selective_state_update_cases.CASES[0],
     ),
     "ssd": (lower_ssd, ssd_cases.CASES, ssd_cases.CASES[0]),
+    "selective_scan": (lower_selective_scan, selective_scan_cases.CASES, selective_scan_cases.CASES[0]),
 }
 
 
@@ -138,7 +191,7 @@ def test_every_case_lowers_for_h200(op, case):
     assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
 
 
-@pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update"])
+@pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update", "selective_scan"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
 def test_every_configuration_lowers(op, state_dtype, lengths):
@@ -179,6 +232,6 @@ def test_pools_of_more_than_2_to_the_31_elements_have_64_bit_offsets(op, monkeyp
         return capsys.readouterr().out.split("The Triton module")[-1]
 
     # 30 layers: a window of 3 x 8192 bfloat16 is 1/21 of a state of 32 x 128 x 128, and half as many bytes an element.
-    few, many = (500, 4097 * 24) if op == "causal_conv1d_update" else (33, 4097)
+    few, many = (500, 4097 * 24) if op.startswith("causal_conv1d") else (33, 4097)
     assert "xi64>" not in triton_ir(few)
     assert "xi64>" in triton_ir(many)

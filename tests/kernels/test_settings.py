@@ -13,6 +13,7 @@ from pallas_kernels import (
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    selective_scan,
     selective_state_update,
     ssd,
     state_copy,
@@ -47,12 +48,12 @@ def run(draw, implementation):
             ssd(v.astype(t), a, -jnp.exp(A_log), q.astype(t), k.astype(t), *prefill, D=dt_bias, z=k, **how)
             for t in types
         ),
+        *(gated_delta_rule_prefill(q.astype(t), k.astype(t), v, g, beta, *prefill, **how) for t in types),
+        gated_delta_rule_prefill(q, k, v, -jnp.abs(k), beta, *prefill, **how),
+        causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
+        selective_scan(v, k, -jnp.abs(recurrent[0, 0]), q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )
-    if implementation == "interpret":
-        return results
-    # Ops that have no kernel yet.
-    prefilled = gated_delta_rule_prefill(q, k, v, g, beta, *prefill)
-    return *results, causal_conv1d_prefill(x, conv, *rows), prefilled
+    return results
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

@@ -1,0 +1,67 @@
+"""selective_scan in plain jax.numpy, token by token."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._math import silu, softplus
+from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
+from pallas_kernels._rows import token_rows
+
+
+def selective_scan(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    pool,
+    layer,
+    query_start_loc,
+    read_block,
+    write_block,
+    checkpoint_offset,
+    checkpoint_block,
+    D,
+    z,
+    dt_bias,
+    *,
+    dt_softplus,
+):
+    """See api.py."""
+    num_tokens, heads = x.shape[:2]
+    length = jnp.diff(query_start_loc)
+    # XLA would inline a loop over one token, and its bits could differ from those of a loop over many: hence 2.
+    rows = token_rows(query_start_loc, max(num_tokens, 2))
+    initial = read_blocks(pool, layer, read_block)
+    in_float32 = lambda v: v.astype(jnp.float32)
+
+    # The final state is the checkpoint at the row's end.
+    offset, block = length[:, None], write_block[:, None]
+    if checkpoint_offset is not None and checkpoint_block is not None:
+        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
+        block = jnp.concatenate([checkpoint_block, block], axis=1)
+
+    def advance(carry, token):
+        state, kept = carry
+        row, nth, valid = (v[token] for v in rows)
+        # Padding tokens hold anything.
+        take = lambda v: jnp.where(valid, in_float32(v[jnp.minimum(token, num_tokens - 1)]), 0.0)
+        x_t, step = take(x), take(dt)
+        step = step if dt_bias is None else step + in_float32(dt_bias)
+        step = softplus(step) if dt_softplus else step
+        B_t, C_t = (jnp.repeat(take(v), heads // v.shape[1], axis=0)[:, None, :] for v in (B, C))
+        state = jnp.where(nth == 0, initial[row], state)
+        state = jnp.exp(in_float32(A) * step[..., None]) * state + (step * x_t)[..., None] * B_t
+        y = jnp.sum(state * C_t, axis=-1)
+        y = y if D is None else y + in_float32(D) * x_t
+        y = y if z is None else y * silu(take(z))
+        here = offset[row] == nth + 1
+        kept = kept.at[row].set(jnp.where(per_row(here, kept[row]), state, kept[row]))
+        return (state, kept), jnp.where(valid, y, 0.0).astype(x.dtype)
+
+    kept = jnp.broadcast_to(initial[:, None], (*offset.shape, *initial.shape[1:]))
+    tokens = jnp.arange(rows.row.shape[0], dtype=jnp.int32)
+    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), tokens)
+    for n in range(offset.shape[1]):
+        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
+    return out[:num_tokens], pool

@@ -1,0 +1,325 @@
+"""gated_delta_rule's prefill: rows of any length against the recurrence, and the bitwise promises at chunk boundaries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, how, pack
+from kernels.oracle_gated_delta_rule import gated_delta_rule
+from kernels.test_gated_delta_rule import DIMS, LAYER, Dims, make, state_of, unpack
+
+from pallas_kernels import (
+    UnsupportedError,
+    chunk_rows,
+    gated_delta_rule_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_update,
+)
+from pallas_kernels.gated_delta_rule.config import PrefillConfig
+
+CHUNK = 64
+GPU = pytest.mark.gpu
+
+
+def prefill(inputs, pool, lengths, computed, read, write, checkpoints=(None, None), padding_rows=0, chunk=CHUNK, **how):
+    """Of NumPy or JAX inputs; `padding_rows` behind the others name blocks that nothing may touch."""
+    rows = lambda x, fill=0: jnp.asarray([*x, *[fill] * padding_rows], jnp.int32)
+    loc = pack(lengths, padding_rows)
+    chunks = chunk_rows(loc, rows(computed), inputs[2].shape[0], chunk)
+    offsets, blocks = (
+        None if x is None else jnp.pad(jnp.asarray(x, jnp.int32), ((0, padding_rows), (0, 0))) for x in checkpoints
+    )
+    read, write = rows(read, 5), rows(write, 20)
+    return gated_delta_rule_prefill(*inputs, pool, LAYER, loc, chunks, read, write, offsets, blocks, **how)
+
+
+def make_prefill(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, kda=False):
+    """Inputs whose tokens behind the last row are NaN, and a dirty pool."""
+    qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype, extra_tokens, kda=kda)
+    q, k, v = (jnp.asarray(x, jnp.float32).astype(dtype) for x in unpack(qkv, dims))
+    return (q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias)), pool
+
+
+def float64(*arrays):
+    return [np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in arrays]
+
+
+def terms_of(dims, tokens=CHUNK):
+    """A chunk's correction sums over its tokens what sums over keys made, a few times over."""
+    return 16 * (tokens + dims.key_dim)
+
+
+def assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, before, after, scale, terms):
+    """Outputs, the states kept (per row {offset: block}), and that nothing else in the pool changed."""
+    loc, arrays = np.cumsum([0, *lengths]), float64(*inputs)
+    for r, n in enumerate(lengths):
+        tokens = slice(loc[r], loc[r] + n)
+        wanted, states = gated_delta_rule(*(x[tokens] for x in arrays), state_of(before, read[r]), scale)
+        assert_close(out[tokens].astype(jnp.float32), wanted, out.dtype, terms, f"row {r}")
+        for offset, block in kept[r].items():
+            if n and block:
+                state = state_of(after, block)
+                assert_close(state, states[offset - 1], after.dtype, terms, f"state of row {r} after {offset}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    written = [block for row, n in zip(kept, lengths, strict=True) for block in row.values() if n and block]
+    assert_untouched(before[LAYER : LAYER + 1], after[LAYER : LAYER + 1], written)
+    assert_untouched(before[:LAYER], after[:LAYER], written=())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dims", "dtype", "state_dtype", "kda"),
+    [
+        ("grouped", jnp.float32, jnp.float32, False),
+        ("grouped", jnp.bfloat16, jnp.float32, False),
+        ("96 x 192", jnp.bfloat16, jnp.bfloat16, False),
+        ("odd", jnp.float16, jnp.float16, False),
+        ("grouped", jnp.float32, jnp.float32, True),
+        ("odd", jnp.bfloat16, jnp.float32, True),
+        *(
+            pytest.param(*values, marks=GPU)
+            for values in (
+                ("96 x 192", jnp.float32, jnp.float32, False),
+                ("256 x 64", jnp.bfloat16, jnp.float32, False),
+                ("256 x 64", jnp.float32, jnp.float32, False),
+                ("kimi", jnp.bfloat16, jnp.float32, False),
+                ("kimi", jnp.bfloat16, jnp.float32, True),
+                ("kimi", jnp.float32, jnp.bfloat16, True),
+            )
+        ),
+    ],
+)
+def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype, kda, implementation):
+    """Positions on and off the grid, fresh rows over dirty blocks, an empty row, checkpoints, blocks written in place."""
+    dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
+    computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 4], [6, 3, 7, 8, 9, 10, 0]
+    inputs, pool = make_prefill(rng, lengths, dims, dtype, state_dtype, kda=kda)
+    # Row 4 keeps a state in the block that it read; an offset without a block may be anything.
+    offsets, blocks = np.zeros((7, 2), np.int32), np.zeros((7, 2), np.int32)
+    offsets[4], blocks[4] = (27, 99), (5, 0)
+    offsets[5], blocks[5] = (64, 128), (12, 13)
+    out, after = prefill(
+        inputs, pool, lengths, computed, read, write, (offsets, blocks), padding_rows=2, **how(implementation)
+    )
+    kept = [
+        {n: write[r]} | dict(zip(offsets[r].tolist(), blocks[r].tolist(), strict=True)) for r, n in enumerate(lengths)
+    ]
+    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *(pytest.param("triton", marks=GPU),)])
+@pytest.mark.parametrize("kda", [False, True])
+def test_prefill_of_every_residue(rng, kda, implementation):
+    """Rows of 1 to 64 tokens in one call, each at another position of the grid."""
+    dims, lengths = DIMS["grouped"], list(range(1, 65))
+    inputs, pool = make_prefill(rng, lengths, dims, kda=kda)
+    read, computed = [0, 3, 4, 5] * 16, [7 * n % 64 for n in lengths]
+    out, after = prefill(inputs, pool, lengths, computed, read, [0] * 64, **how(implementation))
+    kept = [{} for _ in lengths]
+    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+
+
+# Every split of some 200 tokens; fewer of them where the kernels are interpreted, which is slow.
+SPLITS = [
+    ("grouped", jnp.float32, False, "xla", (64, 128, 192)),
+    ("grouped", jnp.float32, True, "xla", (128,)),
+    ("grouped", jnp.float32, False, "interpret", (128,)),
+    ("grouped", jnp.bfloat16, True, "interpret", (64,)),
+    *(
+        pytest.param("kimi", dtype, kda, "triton", (64, 128, 192), marks=GPU)
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for kda in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("dims", "dtype", "kda", "implementation", "splits"), SPLITS)
+def test_prefill_split_on_the_grid_is_bit_identical(rng, dims, dtype, kda, implementation, splits):
+    """Whole, split at every boundary, resumed from a block, with checkpoints, in another bucket and beside other rows."""
+    dims, start, total = DIMS[dims], 64, 200
+    inputs, pool = make_prefill(rng, [total], dims, dtype, extra_tokens=0, kda=kda)
+    run = lambda *arguments: prefill(*arguments, **how(implementation))
+    whole, after = run(inputs, pool, [total], [start], [3], [6])
+    part = lambda a, b: tuple(x[a:b] for x in inputs)
+    for split in splits:
+        offsets, blocks = np.array([[64, split]]), np.array([[0, 11]])
+        again, kept = run(inputs, pool, [total], [start], [3], [6], (offsets, blocks))
+        first, resumed = run(part(0, split), pool, [split], [start], [3], [7])
+        rest = total - split
+        other = tuple(jnp.concatenate([y[:50], x, y[:14]]) for x, y in zip(part(split, total), inputs, strict=True))
+        second, resumed = run(other, resumed, [50, rest, 0], [3, start + split, 0], [4, 7, 0], [9, 8, 0])
+        np.testing.assert_array_equal(again, whole)
+        np.testing.assert_array_equal(kept[LAYER, 6], after[LAYER, 6])
+        np.testing.assert_array_equal(kept[LAYER, 11], resumed[LAYER, 7])
+        np.testing.assert_array_equal(jnp.concatenate([first, second[50 : 50 + rest]]), whole)
+        np.testing.assert_array_equal(resumed[LAYER, 8], after[LAYER, 6])
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=GPU)])
+def test_prefill_split_off_the_grid_is_close(rng, implementation):
+    dims, total, split = DIMS["grouped"], 130, 37
+    inputs, pool = make_prefill(rng, [total], dims, extra_tokens=0)
+    run = lambda *arguments: prefill(*arguments, **how(implementation))
+    whole, after = run(inputs, pool, [total], [0], [3], [6])
+    first, pool = run(tuple(x[:split] for x in inputs), pool, [split], [0], [3], [7])
+    second, pool = run(tuple(x[split:] for x in inputs), pool, [total - split], [split], [7], [8])
+    assert_close(jnp.concatenate([first, second]), *float64(whole), jnp.float32, terms_of(dims), "outputs")
+    assert_close(pool[LAYER, 8], *float64(after[LAYER, 6]), jnp.float32, terms_of(dims), "state")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_prefill_of_a_row_is_the_same_whatever_the_configuration(rng, dtype, kda):
+    """Alone or one of dozens, for which default configurations differ: the same bits."""
+    dims = Dims(16, 32, 128, 128)
+    inputs, pool = make_prefill(rng, [200], dims, dtype, extra_tokens=0, kda=kda)
+    alone, after = prefill(inputs, pool, [200], [0], [3], [6], implementation="triton")
+    many = tuple(jnp.concatenate([x] * 24) for x in inputs)
+    out, pool = prefill(many, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, implementation="triton")
+    for n in range(24):
+        np.testing.assert_array_equal(out[200 * n : 200 * (n + 1)], alone)
+    np.testing.assert_array_equal(pool[LAYER, 6], after[LAYER, 6])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "kda"), [(jnp.float32, False), (jnp.float32, True), pytest.param(jnp.bfloat16, False, marks=GPU)]
+)
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_prefill_of_one_repeated_token(rng, beta, dtype, kda, implementation):
+    """Identical normalised keys without decay: where inverses by doubling explode."""
+    dims, n = DIMS["grouped"], 192
+    (q, k, v, g, b), pool = make_prefill(rng, [n], dims, dtype, extra_tokens=0, kda=kda)
+    inputs = (*(jnp.broadcast_to(x[:1], x.shape) for x in (q, k, v)), jnp.zeros_like(g), jnp.full_like(b, beta))
+    out, after = prefill(inputs, pool, [n], [0], [3], [6], **how(implementation))
+    wanted, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
+    # At beta 2 the corrections flip sign at every token without shrinking. Each is a sum over its chunk of products up to
+    # beta * beta * |v - S k|, and the state sums n of them. bfloat16 inputs meet pieces of 2^-16, 2^7 times float32's.
+    reach = np.abs(float64(v)).max() + np.linalg.norm(state_of(pool, 3), axis=-1).max()
+    terms = CHUNK * n * (beta**2 * reach * (2**7 if dtype == jnp.bfloat16 else 1)) ** 2
+    assert_close(out.astype(jnp.float32), wanted, dtype, terms, "outputs")
+    assert_close(after[LAYER, 6], states[-1], jnp.float32, terms, "state")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("decay", [-1e4, -1e-7, "strong, then weak"])
+def test_prefill_at_extreme_decays(rng, decay, kda, implementation):
+    """A difference of two large sums of decays would lose the small one between close tokens."""
+    dims, n = DIMS["grouped"], 70
+    (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, extra_tokens=0, kda=kda)
+    if decay == "strong, then weak":
+        strong = (jnp.arange(n) % 37 < 21).reshape(-1, *(1,) * (g.ndim - 1))
+        g = jnp.where(strong, -300.0, -1e-3 * jnp.abs(g))
+    else:
+        g = jnp.full_like(g, decay)
+    inputs = q, k, v, g, beta
+    out, after = prefill(inputs, pool, [n], [0], [3], [6], **how(implementation))
+    wanted, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
+    assert_close(out, wanted, jnp.float32, terms_of(dims), "outputs")
+    assert_close(after[LAYER, 6], states[-1], jnp.float32, terms_of(dims), "state")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_prefill_then_update_continues_one_recurrence(rng, implementation):
+    """Both read the same layout of state: [value_dim, key_dim]."""
+    dims, n = DIMS["grouped"], 70
+    qkv, a, b, A_log, dt_bias, pool = make(rng, [n], dims, extra_tokens=0)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in unpack(qkv, dims))
+    inputs = q, k, v, *gated_delta_rule_gates(a, b, A_log, dt_bias)
+    whole, _ = prefill(inputs, pool, [n], [0], [0], [6], **how(implementation))
+    _, pool = prefill(tuple(x[: n - 1] for x in inputs), pool, [n - 1], [0], [0], [7], **how(implementation))
+    last, _ = gated_delta_rule_update(
+        qkv[-1:], a[-1:], b[-1:], A_log, dt_bias, pool, LAYER, pack([1]), jnp.array([7]), jnp.array([[7]]),
+        **how(implementation),
+    )  # fmt: skip
+    assert_close(last, *float64(whole[-1:]), jnp.float32, terms_of(dims), "output")
+
+
+@pytest.mark.parametrize("kda", [False, True])
+def test_prefill_differentiates(rng, kda):
+    dims, n = DIMS["odd"], 70
+    inputs, pool = make_prefill(rng, [n], dims, extra_tokens=0, kda=kda)
+    loss = jax.jit(lambda *inputs: jnp.sum(prefill(inputs, pool, [n], [0], [0], [0], implementation="xla")[0] ** 2))
+    gradients = jax.jit(jax.grad(loss, argnums=range(5)))(*inputs)
+    for at, gradient in enumerate(gradients):
+        assert np.isfinite(gradient).all()
+        step = 1e-2 * jnp.sign(gradient)
+        up, down = (loss(*inputs[:at], inputs[at] + s, *inputs[at + 1 :]) for s in (step, -step))
+        np.testing.assert_allclose(jnp.vdot(gradient, step), (up - down) / 2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=GPU)])
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_chunks_of_other_sizes(rng, chunk, implementation):
+    dims, lengths, computed, read, write = DIMS["grouped"], [50, 7], [5, 0], [3, 0], [6, 7]
+    inputs, pool = make_prefill(rng, lengths, dims)
+    out, after = prefill(inputs, pool, lengths, computed, read, write, chunk=chunk, **how(implementation))
+    kept = [{n: block} for n, block in zip(lengths, write, strict=True)]
+    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=GPU)])
+def test_every_prefill_config_computes_the_same_numbers(rng, implementation):
+    dims, n = DIMS["96 x 192"], 70
+    inputs, pool = make_prefill(rng, [n], dims, jnp.bfloat16, extra_tokens=0)
+    run = lambda config: prefill(inputs, pool, [n], [0], [3], [6], config=config, **how(implementation))
+    out, after = run(None)
+    for config in (PrefillConfig(16, 4, 2, 2), PrefillConfig(64, 4, 1, 4), PrefillConfig(128, 8, 1, 8)):
+        same, pool_ = run(config)
+        if implementation == "triton":
+            np.testing.assert_array_equal(same, out)
+            np.testing.assert_array_equal(pool_[LAYER, 6], after[LAYER, 6])
+        else:  # A CPU's products of other shapes sum in another order.
+            assert_close(pool_[LAYER, 6], *float64(after[LAYER, 6]), jnp.float32, terms_of(dims), "state")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kda", [False, True])
+def test_a_long_row_is_the_xla_twin(rng, kda):
+    dims, n = Dims(1, 1, 64, 64), 65536
+    inputs, pool = make_prefill(rng, [n], dims, extra_tokens=0, kda=kda)
+    wanted = prefill(inputs, pool, [n], [0], [3], [6], implementation="xla")
+    actual = prefill(inputs, pool, [n], [0], [3], [6], implementation="triton")
+    # Decays forget: errors are those of some chunks, not of all.
+    assert_close(actual[0], *float64(wanted[0]), jnp.float32, 16 * terms_of(dims), "outputs")
+    assert_close(actual[1][LAYER, 6], *float64(wanted[1][LAYER, 6]), jnp.float32, 16 * terms_of(dims), "state")
+
+
+@pytest.mark.gpu
+def test_prefill_reaches_blocks_behind_2_to_the_31_elements(rng):
+    dims, blocks, n = Dims(4, 8, 128, 128), 16500, 70
+    inputs, small = make_prefill(rng, [n], dims, extra_tokens=0)
+    pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
+    last = blocks - 1
+    wrapped = last - 2**31 // (8 * 128 * 128)
+    pool = jax.jit(lambda p: p.at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0), donate_argnums=0)(pool)
+    loc, row = pack([n]), jnp.array([last])
+    chunks = chunk_rows(loc, jnp.array([0]), n)
+    step = jax.jit(
+        lambda pool: gated_delta_rule_prefill(*inputs, pool, 0, loc, chunks, row, row, implementation="triton"),
+        donate_argnums=0,
+    )
+    out, pool = step(pool)
+    wanted, after = prefill(inputs, small, [n], [0], [3], [3], implementation="xla")
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
+    assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
+
+
+def test_bad_arguments_are_named(rng):
+    inputs, pool = make_prefill(rng, [2], DIMS["grouped"])
+    run = lambda inputs=inputs, **options: prefill(inputs, pool, [2], [0], [0], [1], **options)
+    k = jnp.concatenate([inputs[1], inputs[1][:, :1]], 1)
+    with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):
+        run((k, k, *inputs[2:]))
+    with pytest.raises(ValueError, match="g must be Float32"):
+        run((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]))
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+        run(checkpoints=(np.array([[1]]), None))
+    row, chunks = jnp.array([1]), chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
+    with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
+        gated_delta_rule_prefill(*inputs, pool, 0, pack([2]), chunks, row, row)
+    with pytest.raises(UnsupportedError, match=r"chunks must be of .* tokens, got 24"):
+        run(chunk=24, implementation="triton")
