@@ -168,7 +168,7 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
             token = first + t
             y = _output(inputs[t : t + width], taps, bias, activate)
             of_row = is_row & (token < end) & (t < width - 1)
-            live = inside & (of_row | ~is_row & behind & (token < tokens))
+            live = inside & (of_row | ~is_row & (behind | (token >= total)) & (token < tokens))
             pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
 
 

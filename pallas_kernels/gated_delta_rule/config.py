@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels._chunks import CHUNK_SIZE
+
 
 @dataclass(frozen=True)
 class Config:
@@ -44,16 +46,21 @@ class PrefillConfig:
     pieces: int = 2
 
 
-def default_prefill_config(values: int, itemsize: int, per_channel: bool) -> PrefillConfig:
+_SHARED_BYTES = 215_000  # for the chunks in flight, of an H200's 232,448
+
+
+def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel: bool) -> PrefillConfig:
     """For `values` value dims of all heads and rows: few of them are cut small, to fill the card.
 
     Best of `benchmarks.tune` on an H200 (JAX 0.11.2) for heads of 128 x 128 and bfloat16 inputs.
     """
-    small = values <= 32 * 132
     if itemsize == 4:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8)
+    # In bfloat16: queries and keys, or with decays of their own the pieces of those, and three squares.
+    chunk_bytes = 2 * CHUNK_SIZE * ((5 if per_channel else 2) * key_dim + 3 * CHUNK_SIZE)
+    stages = max(1, min(3, _SHARED_BYTES // chunk_bytes))
     if per_channel:
-        return PrefillConfig(tile_value=16, num_warps=4, num_stages=2, products_warps=8)
-    if small:
-        return PrefillConfig(tile_value=32, num_warps=4, num_stages=3, products_warps=2)
+        return PrefillConfig(tile_value=16, num_warps=4, num_stages=stages, products_warps=8)
+    if values <= 32 * 132:
+        return PrefillConfig(tile_value=32, num_warps=4, num_stages=stages, products_warps=2)
     return PrefillConfig(tile_value=64, num_warps=4, num_stages=1, products_warps=2)

@@ -108,76 +108,62 @@ def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, 
 
 
 def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
-    """With a decay per key channel: queries and keys decayed beforehand, in blocks of tokens."""
+    """With a decay per key channel, which a product of keys can't be scaled by afterwards.
+
+    The halves of the chunk, the halves of each half, and so on: tokens of an upper half are decayed from where it begins,
+    those of the lower half up to there, so that no exponent is positive; and their products are the decayed ones.
+    """
     _, key_heads, key_dim = refs.k.shape
     key_head = head // (refs.beta.shape[1] // key_heads)
-    lane, block_lane = _iota((size,), 0), _iota((_BLOCK,), 0)
+    lane, row, column = _iota((size,), 0), _iota((size, size), 0), _iota((size, size), 1)
     key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
-    product = functools.partial(dot, contract=(1, 1), interpret=interpret)
+    token = start + lane
+    mask = (token < end)[:, None] & key_inside[None, :]
+    product = functools.partial(dot, interpret=interpret)
     exact = refs.k.dtype == jnp.bfloat16
-    split = (lambda x: pieces(x, 2)) if exact else (lambda x: x)
+    split = (lambda x, count: pieces(x, count)) if exact else (lambda x, _: x)
 
-    def tile(ref, head, lanes):
-        token = start + lanes
-        mask = (token < end)[:, None] & key_inside[None, :]
-        return pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0).astype(jnp.float32)
+    def tile(ref, head):
+        return _as_operand(pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0))
 
-    def row(ref, head, lane):
-        mask = key_inside & (start + lane < end)
-        return pt.load(ref.at[start + lane, head, key], mask=mask, other=0.0).astype(jnp.float32)
+    q, k = tile(refs.q, key_head), tile(refs.k, key_head)
+    q_norm, k_norm = scale * _norm(q, use_qk_l2norm), _norm(k, use_qk_l2norm)
+    g = pieces(tile(refs.g, head), 2 if exact else 3)
 
-    def beta(lane):
-        return pt.load(refs.beta.at[start + lane, head], mask=start + lane < end, other=0.0)
+    # Held in as few registers as they came in.
+    wide = lambda x: x.astype(jnp.float32)
 
-    q, k = tile(refs.q, key_head, lane), tile(refs.k, key_head, lane)
-    q, k = q * (scale * _norm(q, use_qk_l2norm))[:, None], k * _norm(k, use_qk_l2norm)[:, None]
-    (coarse, coarse_total), (fine, fine_total) = _running_sums(tile(refs.g, head, lane))
-    before, after = _decay(coarse, fine), _decay(coarse_total[None, :] - coarse, fine_total[None, :] - fine)
-    at = head, chunk, lane[:, None], key[None, :]
-    mask = key_inside[None, :] & (lane >= 0)[:, None]
-    _store_pieces(refs.k_before, before * k, *at, mask=mask)
-    _store_pieces(refs.q_before, before * q, *at, mask=mask)
-    _store_pieces(refs.k_after, after * k, *at, mask=mask)
-    pt.store(refs.decay.at[head, chunk, key], _decay(coarse_total, fine_total), mask=key_inside)
+    def decay(tokens):
+        """Of the tokens (columns) that `tokens` picks for each row, each sum on its own."""
+        return _decay(product(tokens.astype(jnp.bfloat16), g))
 
-    def of_block(n, _):
-        first = n * _BLOCK
-        lanes = first + block_lane
-        g_block = tile(refs.g, head, lanes)
-        q_block, k_block = tile(refs.q, key_head, lanes), tile(refs.k, key_head, lanes)
-        q_norm, k_norm = scale * _norm(q_block, use_qk_l2norm), _norm(k_block, use_qk_l2norm)
-        k_block = k_block * k_norm[:, None]
+    def of_level(n, products):
+        keys, queries = products
+        shift = size.bit_length() - 2 - n
+        row_half, column_half = row >> shift, column >> shift
+        is_upper = row_half % 2 == 1
+        decayed = decay((row_half == column_half) & (is_upper == (column <= row)))
+        of_keys, of_queries = split(wide(k) * decayed, 2), split(wide(q) * decayed, 1)
+        across = is_upper & (row_half == column_half + 1)
+        keys += jnp.where(across, product(of_keys, of_keys, contract=(1, 1)), 0.0)
+        queries += jnp.where(across, product(of_queries, of_keys[:1] if exact else of_keys, contract=(1, 1)), 0.0)
+        return keys, queries
 
-        # Blocks before: both decayed to where this one begins, so that no exponent is positive.
-        earlier = (lane < first)[:, None]
-        begin = lambda sums: jnp.sum(jnp.where((lane == first - 1)[:, None], sums, 0.0), axis=0)[None, :] - sums
-        until = jnp.where(earlier, k * _decay(begin(coarse), begin(fine)), 0.0)
-        (coarse_since, _), (fine_since, _) = _running_sums(g_block)
-        since = _decay(coarse_since, fine_since)
-        keys = product(split(k_block * since), split(until))
-        queries = product(split(q_block * q_norm[:, None] * since), split(until))
-        at = head, chunk, lanes[:, None], lane[None, :]
-        mask = ((lane < first) | (lane >= first + _BLOCK))[None, :] & (block_lane >= 0)[:, None]
-        pt.store(refs.system.at[at], keys * beta(lanes)[:, None], mask=mask)
-        _store_pieces(refs.attention, queries, *at, mask=mask)
+    own = jnp.where(row == column, jnp.sum(wide(q) * wide(k), axis=1)[:, None], 0.0)
+    levels = size.bit_length() - 1
+    keys, queries = jax.lax.fori_loop(0, levels, of_level, (jnp.zeros((size, size), jnp.float32), own))
+    beta = pt.load(refs.beta.at[token, head], mask=token < end, other=0.0)
+    at = head, chunk, lane[:, None], lane[None, :]
+    pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
+    _store_pieces(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
 
-        # Within the block, row by row.
-        def of_row(i, between):
-            here = first + i
-            between = jnp.where(block_lane[:, None] < i, between + row(refs.g, head, here)[None, :], 0.0)
-            decayed = k_block * _decay(between)
-            norm = lambda x: jax.lax.rsqrt(jnp.sum(x * x) + L2_EPSILON) if use_qk_l2norm else 1.0
-            k_row, q_row = row(refs.k, key_head, here), row(refs.q, key_head, here)
-            keys = jnp.sum(decayed * (k_row * norm(k_row))[None, :], axis=1)
-            queries = jnp.sum(decayed * (q_row * (scale * norm(q_row)))[None, :], axis=1)
-            at = head, chunk, here, lanes
-            pt.store(refs.system.at[at], jnp.where(block_lane < i, keys, 0.0) * beta(here))
-            _store_pieces(refs.attention, jnp.where(block_lane <= i, queries, 0.0), *at)
-            return between
-
-        jax.lax.fori_loop(0, _BLOCK, of_row, jnp.zeros(k_block.shape, jnp.float32))
-
-    jax.lax.fori_loop(0, size // _BLOCK, of_block, None)
+    before, after = decay(column <= row), decay(column > row)
+    at, inside = (head, chunk, lane[:, None], key[None, :]), key_inside[None, :] & (lane >= 0)[:, None]
+    _store_pieces(refs.k_before, before * wide(k) * k_norm[:, None], *at, mask=inside)
+    _store_pieces(refs.q_before, before * wide(q) * q_norm[:, None], *at, mask=inside)
+    _store_pieces(refs.k_after, after * wide(k) * k_norm[:, None], *at, mask=inside)
+    total = jnp.sum(tile(refs.g, head), axis=0)
+    pt.store(refs.decay.at[head, chunk, key], _decay(total), mask=key_inside)
 
 
 def _inverse(refs, head, chunk, start, end, *, size, interpret):
@@ -344,7 +330,8 @@ def gated_delta_rule_prefill(
     size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
     (key_heads, key_dim), (value_heads, value_dim), rows = k.shape[1:], v.shape[1:], read_block.shape[0]
     per_channel = g.ndim == 3
-    config = config or default_prefill_config(value_heads * value_dim * rows, k.dtype.itemsize, per_channel)
+    values, keys = value_heads * value_dim * rows, pt.power_of_two(key_dim)
+    config = config or default_prefill_config(values, keys, k.dtype.itemsize, per_channel)
     array = jax.ShapeDtypeStruct
 
     def in_pieces(count, *shape):

@@ -113,5 +113,5 @@ def _prefill(operands, dt_softplus, implementation, config, interpret):
         operands,
         xla=functools.partial(xla.ssd, dt_softplus=dt_softplus),
         triton=functools.partial(pallas_triton.ssd, dt_softplus=dt_softplus, config=config, interpret=interpret),
-        unsupported=pallas_triton.unsupported(x, B, C, operands[8].chunk_size, config),
+        unsupported=pallas_triton.unsupported(x, B, C, operands[9].shape[0], operands[8].chunk_size, config),
     )

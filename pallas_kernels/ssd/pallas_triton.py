@@ -1,6 +1,7 @@
 """ssd as a Pallas kernel: one program per (block of head_dim, head, row) walks the row's chunks, its state in registers."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.ssd.config import Config, default_config
 _LOG2_E = 1.4426950408889634
 # bfloat16 pieces of the float32 side of each product, where x, B and C are bfloat16.
 _STATE_PIECES = 2  # of the state, read and updated: 2^-16
-_WITHIN_PIECES = 2  # of the products inside a chunk, which reach outputs alone
+_WITHIN_PIECES = 1  # of the products inside a chunk, which reach outputs alone: 2^-8, as their own rounding
 _SHARED_BYTES = 200 * 1024  # of an H200's 227 KiB
 
 
@@ -23,20 +24,23 @@ def _operand_dtype(*arrays):
     return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
 
 
-def _config(x, B, C, chunk_size, config):
+def _config(x, B, C, num_rows, chunk_size, config):
     """`config` or the default, with no larger a block than head_dim needs."""
-    config = config or default_config(B.shape[-1], chunk_size, jnp.dtype(_operand_dtype(x, B, C)).itemsize)
+    itemsize = jnp.dtype(_operand_dtype(x, B, C)).itemsize
+    config = config or default_config(num_rows * math.prod(x.shape[1:]), B.shape[-1], chunk_size, itemsize)
     return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
 
 
-def unsupported(x, B, C, chunk_size: int, config: Config | None) -> str | None:
+def unsupported(x, B, C, num_rows: int, chunk_size: int, config: Config | None) -> str | None:
     """Why the kernel can't run these arguments; None if it can."""
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
-    block_dim = _config(x, B, C, chunk_size, config).block_dim
-    state_dim = _extent(B.shape[-1])
-    elements = chunk_size * (2 * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
-    needed = elements * jnp.dtype(_operand_dtype(x, B, C)).itemsize
+    block_dim = _config(x, B, C, num_rows, chunk_size, config).block_dim
+    state_dim, itemsize = _extent(B.shape[-1]), jnp.dtype(_operand_dtype(x, B, C)).itemsize
+    # What comes as float32 is copied as it is, and float32 has no transposed operands: B and C are there in both orders.
+    tiles = 4 if B.dtype == jnp.float32 else 2
+    elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
+    needed = elements * itemsize
     if needed > _SHARED_BYTES:
         return f"chunks of {chunk_size} tokens and states of {state_dim} take {needed} bytes of {_SHARED_BYTES}"
     return None
@@ -192,7 +196,7 @@ def ssd(
     """See api.py."""
     num_tokens, heads, head_dim = x.shape
     num_rows, chunk_size = read_block.shape[0], chunks.chunk_size
-    config = _config(x, B, C, chunk_size, config)
+    config = _config(x, B, C, num_rows, chunk_size, config)
     block_dim = config.block_dim
 
     def kernel(refs):
