@@ -56,11 +56,11 @@ def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel
     """
     if itemsize == 4:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8)
-    # In bfloat16: queries and keys, or with decays of their own the pieces of those, and three squares.
-    chunk_bytes = 2 * CHUNK_SIZE * ((5 if per_channel else 2) * key_dim + 3 * CHUNK_SIZE)
+    # In bfloat16: queries and keys, which with decays of their own come twice, and three squares.
+    chunk_bytes = 2 * CHUNK_SIZE * ((2 + per_channel) * key_dim + 3 * CHUNK_SIZE)
     stages = max(1, min(3, _SHARED_BYTES // chunk_bytes))
     if per_channel:
-        return PrefillConfig(tile_value=16, num_warps=4, num_stages=stages, products_warps=8)
+        return PrefillConfig(tile_value=32, num_warps=4, num_stages=stages, products_warps=8)
     if values <= 32 * 132:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=stages, products_warps=2)
     return PrefillConfig(tile_value=64, num_warps=4, num_stages=1, products_warps=2)

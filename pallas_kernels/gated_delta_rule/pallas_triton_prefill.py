@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
@@ -24,6 +25,7 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 CHUNK_SIZES = (16, 32, 64)
 _BLOCK = 16  # the smallest product
+_KEYS = 64
 _LOG2_E = 1.4426950408889634
 
 
@@ -107,6 +109,14 @@ def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, 
     jax.lax.fori_loop(0, repeats, of_value_head, None)
 
 
+def _spans(size):
+    """Which tokens (columns) decay each (row): per level within its half, as below; then up to it; then behind it."""
+    row, column = np.arange(size)[:, None], np.arange(size)[None, :]
+    halves = [1 << n for n in reversed(range(size.bit_length() - 1))]
+    within = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in halves]
+    return jnp.asarray(np.stack([*within, column <= row, column > row]), jnp.bfloat16)
+
+
 def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
     """With a decay per key channel, which a product of keys can't be scaled by afterwards.
 
@@ -116,54 +126,70 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
     _, key_heads, key_dim = refs.k.shape
     key_head = head // (refs.beta.shape[1] // key_heads)
     lane, row, column = _iota((size,), 0), _iota((size, size), 0), _iota((size, size), 1)
-    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
-    token = start + lane
-    mask = (token < end)[:, None] & key_inside[None, :]
-    product = functools.partial(dot, interpret=interpret)
-    exact = refs.k.dtype == jnp.bfloat16
-    split = (lambda x, count: pieces(x, count)) if exact else (lambda x, _: x)
-
-    def tile(ref, head):
-        return _as_operand(pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0))
-
-    q, k = tile(refs.q, key_head), tile(refs.k, key_head)
-    q_norm, k_norm = scale * _norm(q, use_qk_l2norm), _norm(k, use_qk_l2norm)
-    g = pieces(tile(refs.g, head), 2 if exact else 3)
-
-    # Held in as few registers as they came in.
-    wide = lambda x: x.astype(jnp.float32)
-
-    def decay(tokens):
-        """Of the tokens (columns) that `tokens` picks for each row, each sum on its own."""
-        return _decay(product(tokens.astype(jnp.bfloat16), g))
-
-    def of_level(n, products):
-        keys, queries = products
-        shift = size.bit_length() - 2 - n
-        row_half, column_half = row >> shift, column >> shift
-        is_upper = row_half % 2 == 1
-        decayed = decay((row_half == column_half) & (is_upper == (column <= row)))
-        of_keys, of_queries = split(wide(k) * decayed, 2), split(wide(q) * decayed, 1)
-        across = is_upper & (row_half == column_half + 1)
-        keys += jnp.where(across, product(of_keys, of_keys, contract=(1, 1)), 0.0)
-        queries += jnp.where(across, product(of_queries, of_keys[:1] if exact else of_keys, contract=(1, 1)), 0.0)
-        return keys, queries
-
-    own = jnp.where(row == column, jnp.sum(wide(q) * wide(k), axis=1)[:, None], 0.0)
     levels = size.bit_length() - 1
-    keys, queries = jax.lax.fori_loop(0, levels, of_level, (jnp.zeros((size, size), jnp.float32), own))
-    beta = pt.load(refs.beta.at[token, head], mask=token < end, other=0.0)
+    token = start + lane
+    live = token < end
+    product = functools.partial(dot, interpret=interpret)
+    exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
+    split = (lambda x, count: pieces(x, count)) if exact else (lambda x, _: x)
+    wide = lambda x: x.astype(jnp.float32)
+    # Some keys at a time: more of them would not fit a program's registers.
+    tile = min(pt.power_of_two(key_dim), _KEYS)
+    tiles = pt.power_of_two(key_dim) // tile
+
+    def take(n):
+        """q, k and g of tile n, and its keys and which exist."""
+        key, inside = pt.lanes(n, tile, key_dim)
+        mask = live[:, None] & inside[None, :]
+        load = lambda ref, head: pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0)
+        return _as_operand(load(refs.q, key_head)), _as_operand(load(refs.k, key_head)), load(refs.g, head), key, inside
+
+    def decay(g, span):
+        """Over span number `span`, each sum of decays on its own."""
+        return _decay(product(pt.load(refs.spans.at[span, lane[:, None], lane[None, :]]), g))
+
+    def of_tile(n, carry):
+        q, k, g, _, _ = take(n)
+        g = pieces(g, 2 if exact else 3)
+
+        def of_level(level, products):
+            keys, queries = products
+            decayed = decay(g, level)
+            of_keys, of_queries = split(wide(k) * decayed, count), split(wide(q) * decayed, 1)
+            # From a lower half to the upper one behind it.
+            half = lane >> (levels - 1 - level)
+            across = jnp.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
+            keys += jnp.where(across, product(of_keys, of_keys, contract=(1, 1)), 0.0)
+            queries += jnp.where(across, product(of_queries, of_keys[:1] if exact else of_keys, contract=(1, 1)), 0.0)
+            return keys, queries
+
+        keys, queries, *sums = carry
+        keys, queries = jax.lax.fori_loop(0, levels, of_level, (keys, queries))
+        dots = [jnp.sum(wide(x) * wide(y), axis=1) for x, y in ((q, q), (k, k), (q, k))]
+        return keys, queries, *(x + y for x, y in zip(sums, dots, strict=True))
+
+    zeros = jnp.zeros((size, size), jnp.float32)
+    carry = zeros, zeros, *[jnp.zeros((size,), jnp.float32) for _ in range(3)]
+    keys, queries, *sums = jax.lax.fori_loop(0, tiles, of_tile, carry)
+    norm = lambda square: jax.lax.rsqrt(square + L2_EPSILON) if use_qk_l2norm else jnp.ones((size,), jnp.float32)
+    q_norm, k_norm, own = scale * norm(sums[0]), norm(sums[1]), sums[2]
+    queries = jnp.where(row == column, own[:, None], queries)
+    beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
     at = head, chunk, lane[:, None], lane[None, :]
     pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
     _store_pieces(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
 
-    before, after = decay(column <= row), decay(column > row)
-    at, inside = (head, chunk, lane[:, None], key[None, :]), key_inside[None, :] & (lane >= 0)[:, None]
-    _store_pieces(refs.k_before, before * wide(k) * k_norm[:, None], *at, mask=inside)
-    _store_pieces(refs.q_before, before * wide(q) * q_norm[:, None], *at, mask=inside)
-    _store_pieces(refs.k_after, after * wide(k) * k_norm[:, None], *at, mask=inside)
-    total = jnp.sum(tile(refs.g, head), axis=0)
-    pt.store(refs.decay.at[head, chunk, key], _decay(total), mask=key_inside)
+    def of_ends(n, _):
+        q, k, g, key, inside = take(n)
+        q, k = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None]
+        parts = pieces(g, 2 if exact else 3)
+        before, after = decay(parts, jnp.int32(levels)), decay(parts, jnp.int32(levels + 1))
+        at, mask = (head, chunk, lane[:, None], key[None, :]), inside[None, :] & (lane >= 0)[:, None]
+        for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
+            _store_pieces(ref, values, *at, mask=mask)
+        pt.store(refs.decay.at[head, chunk, key], _decay(jnp.sum(g, axis=0)), mask=inside)
+
+    jax.lax.fori_loop(0, tiles, of_ends, None)
 
 
 def _inverse(refs, head, chunk, start, end, *, size, interpret):
@@ -357,7 +383,8 @@ def gated_delta_rule_prefill(
         ),
         name="gated_delta_rule_prefill_products",
         grid=(value_heads if per_channel else key_heads, number),
-        inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
+        inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+        | (dict(spans=_spans(size)) if per_channel else {}),
         outputs=outputs,
         updates={},
         num_warps=config.products_warps,
