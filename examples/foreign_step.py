@@ -37,8 +37,9 @@ def prefill(weights, rows, x, conv, recurrent):
     )
     q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
     g, beta = pk.gated_delta_rule_gates(x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"])
+    chunks = pk.chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
     out, recurrent = pk.gated_delta_rule_prefill(
-        q, k, v, g, beta, recurrent, 0, loc, rows.num_computed_tokens, rows.recurrent_read[0], write
+        q, k, v, g, beta, recurrent, 0, loc, chunks, rows.recurrent_read[0], write
     )
     return out, conv, recurrent
 

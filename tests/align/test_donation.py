@@ -27,6 +27,7 @@ from mamba_align_jax import (
 from pallas_kernels import (
     causal_conv1d_prefill,
     causal_conv1d_update,
+    chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
@@ -83,8 +84,9 @@ def make_step(spec, num_decode_rows, implementation):
         )
         q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
         g, beta = gated_delta_rule_gates(gate, gate, A_log, dt_bias)
+        chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
         out, recurrent = gated_delta_rule_prefill(
-            *(q, k, v, g, beta, recurrent, layer, loc, rows.num_computed_tokens, rows.recurrent_read[0], write),
+            *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write),
             implementation="xla",
         )
         return out, conv, recurrent
