@@ -20,10 +20,15 @@ import numpy as np
 from benchmarks import reference
 from benchmarks.workloads import Workload, itemsize, locations, random_pool, rotate, tolerance
 from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
+from pallas_kernels._pallas_triton import power_of_two
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
+from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_config
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.gated_delta_rule.config import default_prefill_config as delta_rule_config
 from pallas_kernels.selective_scan import cases as selective_scan_cases
+from pallas_kernels.selective_scan.config import default_config as scan_config
 from pallas_kernels.ssd import cases as ssd_cases
+from pallas_kernels.ssd.config import default_config as ssd_config
 
 # Of the longest row: outputs are causal, and float64 is slow.
 REFERENCE_TOKENS, REFERENCE_CHANNELS = 512, 64
@@ -92,7 +97,7 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
         initial=lambda: (random_pool(shape, case.dtype), jnp.zeros((tokens, case.channels), case.dtype)),
         step=step,
         given=_given(case.lengths, blocks),
-        config=None,
+        config=conv_config(),
         draw=draw,
         least=1e-6,
         part=(first, channels),
@@ -153,7 +158,9 @@ def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
         ),
         step=step,
         given=_given(case.lengths, blocks),
-        config=None,
+        config=delta_rule_config(
+            rows * math.prod(state[:2]), power_of_two(case.key_dim), itemsize(case.dtype), case.kda
+        ),
         draw=draw,
         least=1e-6,
         part=(first, heads),
@@ -161,7 +168,7 @@ def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
     )
 
 
-def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) -> Workload:
+def state_space_workload(case: Any, *, op: Callable[..., Any], config: Callable[[Any], Any], chunked: bool) -> Workload:
     """Per row a state in and out, per token its inputs and an output; and A. Mamba-1 has one head, all else per channel."""
     rows, tokens = len(case.lengths), sum(case.lengths)
     channel = case.heads, case.head_dim
@@ -220,7 +227,7 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) ->
         ),
         step=step,
         given=_given(case.lengths, blocks),
-        config=None,
+        config=config(case),
         draw=draw,
         least=1e-6,
         part=(first, heads, channels),
@@ -228,13 +235,25 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], chunked: bool) ->
     )
 
 
+def _ssd_config(case: ssd_cases.Case) -> Any:
+    channels = len(case.lengths) * case.heads * case.head_dim
+    return ssd_config(channels, case.state_dim, case.chunk_size, 2 if case.dtype == "bfloat16" else 4)
+
+
+def _scan_config(case: selective_scan_cases.Case) -> Any:
+    return scan_config(case.state_dim, itemsize(case.state_dtype))
+
+
 # Per op: its cases, and what makes a workload of one.
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Workload]]] = {
     "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_workload),
     "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_workload),
-    "ssd": (ssd_cases.CASES, functools.partial(state_space_workload, op=ssd, chunked=True)),
+    "ssd": (
+        ssd_cases.CASES,
+        functools.partial(state_space_workload, op=ssd, config=_ssd_config, chunked=True),
+    ),
     "selective_scan": (
         selective_scan_cases.CASES,
-        functools.partial(state_space_workload, op=selective_scan, chunked=False),
+        functools.partial(state_space_workload, op=selective_scan, config=_scan_config, chunked=False),
     ),
 }
