@@ -50,12 +50,6 @@ def row_sum(tile: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
-def barrier(interpret: bool) -> None:
-    """Makes what the program's threads have stored visible to all of them. Interpreted, there is one thread."""
-    if not interpret:
-        plt.debug_barrier()
-
-
 def _instruction(name: str, x: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     asm = f"{name} $0, $1;"

@@ -8,7 +8,7 @@ the tokens add to the state is then T beta (v - decay k S) with T = (I + L)^-1 (
     states     some value dims of a head of a row to a program: its chunks in order, S in registers
 
 Only the last one touches the pool. What is multiplied is bfloat16: inputs as they are, and float32 values in pieces of
-bfloat16 (see `Config`). Other inputs are multiplied as float32, in three products of tf32.
+bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.
 """
 
 import functools
@@ -25,7 +25,7 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 CHUNK_SIZES = (16, 32, 64)
 _BLOCK = 16  # the smallest product
-_KEYS = 64
+_KEYS = 64  # of a tile, where a whole head's would not fit a program's registers
 _LOG2_E = 1.4426950408889634
 
 
@@ -133,7 +133,6 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
     exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
     split = (lambda x, count: pieces(x, count)) if exact else (lambda x, _: x)
     wide = lambda x: x.astype(jnp.float32)
-    # Some keys at a time: more of them would not fit a program's registers.
     tile = min(pt.power_of_two(key_dim), _KEYS)
     tiles = pt.power_of_two(key_dim) // tile
 
@@ -184,7 +183,7 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
         q, k = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None]
         parts = pieces(g, 2 if exact else 3)
         before, after = decay(parts, jnp.int32(levels)), decay(parts, jnp.int32(levels + 1))
-        at, mask = (head, chunk, lane[:, None], key[None, :]), inside[None, :] & (lane >= 0)[:, None]
+        at, mask = (head, chunk, lane[:, None], key[None, :]), jnp.broadcast_to(inside[None, :], (size, tile))
         for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
             _store_pieces(ref, values, *at, mask=mask)
         pt.store(refs.decay.at[head, chunk, key], _decay(jnp.sum(g, axis=0)), mask=inside)
@@ -275,7 +274,7 @@ def _states(refs, *, size, config, interpret):
 
             # What no product needs is loaded first: the compiler fetches ahead for products alone.
             if refs.scales is None:
-                mask = key_inside[None, :] & (lane >= 0)[:, None]
+                mask = jnp.broadcast_to(key_inside[None, :], (size, key.shape[0]))
                 keys = lambda ref: _load_pieces(ref, head, chunk, lane[:, None], key[None, :], mask=mask)
                 decay = pt.load(refs.decay.at[head, chunk, key], mask=key_inside, other=0.0)[:, None]
                 q_before, k_before, k_after = keys(refs.q_before), keys(refs.k_before), keys(refs.k_after)
