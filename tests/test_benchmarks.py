@@ -16,7 +16,6 @@ from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_select
 from benchmarks import kernels, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
 from benchmarks.report import table
-from pallas_kernels import selective_state_update
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.state_copy.config import Config as CopyConfig
@@ -119,36 +118,16 @@ def test_bytes_are_those_of_the_formulas():
 
 
 def test_bytes_of_state_space_prefill():
-    def op():
-        pass
+    def bytes_of(op, name):
+        cases, make = prefill.OPS[op]
+        return make(next(case for case in cases if case.name == name)).bytes
 
-    case = SimpleNamespace(
-        lengths=(2048,) * 4, heads=128, head_dim=64, state_dim=128, groups=8, dtype="bfloat16", state_dtype="float32",
-        gated=False,
-    )  # fmt: skip
-    workload = prefill.state_space_workload(case, op=op, chunked=True)
-    assert workload.bytes == 8 * 128 * 64 * 128 * 4 + 8192 * 2 * (2 * 8192 + 128 + 2 * 1024) + 4 * 128
-    case.heads, case.head_dim, case.state_dim, case.groups, case.gated = 1, 8192, 16, 1, True
-    workload = prefill.state_space_workload(case, op=op, chunked=False)
-    assert workload.bytes == 8 * 8192 * 16 * 4 + 8192 * 2 * (4 * 8192 + 32) + 4 * 8192 * 16
-
-
-@pytest.mark.parametrize("mamba1", [False, True])
-def test_state_space_prefill_agrees_with_float64(mamba1):
-    def op(read_block, write_block, query_start_loc, chunks=None, **arguments):
-        """What the prefill ops compute, by the update op."""
-        last = jnp.diff(query_start_loc)[:, None] - 1
-        write_blocks = jnp.where(jnp.arange(40, dtype=jnp.int32) == last, write_block[:, None], 0)
-        rows = dict(query_start_loc=query_start_loc, read_block=read_block, write_blocks=write_blocks)
-        return selective_state_update(**rows, **arguments)
-
-    dims = dict(heads=1, head_dim=128, groups=1) if mamba1 else dict(heads=4, head_dim=80, groups=2)
-    common = dict(lengths=(3, 0, 40), state_dim=16, dtype="float32", state_dtype="float32", gated=mamba1)
-    workload = prefill.state_space_workload(SimpleNamespace(**dims, **common), op=op, chunked=not mamba1)
-    pool, out = workload.first_turn(implementation="xla")
-    assert workload.rms_error(out) < 1e-5
-    assert out[workload.part].shape == ((40, 1, 64) if mamba1 else (40, 2, 64))
-    assert pool.shape == workload.initial()[0].shape
+    assert bytes_of("ssd", "ssd_prefill 4x2048") == (
+        8 * 128 * 64 * 128 * 4 + 8192 * 2 * (2 * 8192 + 128 + 2 * 1024) + 4 * 128
+    )
+    assert bytes_of("selective_scan", "selective_scan 4x2048") == (
+        8 * 8192 * 16 * 4 + 8192 * 2 * (3 * 8192 + 32) + 4 * 8192 * 16
+    )
 
 
 class FakeTensor(SimpleNamespace):

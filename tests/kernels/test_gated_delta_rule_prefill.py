@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, how, pack
+from kernels.common import assert_close, assert_untouched, how, pack
 from kernels.oracle_gated_delta_rule import gated_delta_rule
 from kernels.test_gated_delta_rule import DIMS, LAYER, Dims, make, state_of, unpack
 
@@ -69,29 +69,33 @@ def assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, before, aft
     assert_untouched(before[:LAYER], after[:LAYER], written=())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("dims", "dtype", "state_dtype", "kda"),
-    [
-        ("grouped", jnp.float32, jnp.float32, False),
-        ("grouped", jnp.bfloat16, jnp.float32, False),
-        ("96 x 192", jnp.bfloat16, jnp.bfloat16, False),
-        ("odd", jnp.float16, jnp.float16, False),
-        ("grouped", jnp.float32, jnp.float32, True),
-        ("odd", jnp.bfloat16, jnp.float32, True),
-        *(
-            pytest.param(*values, marks=GPU)
-            for values in (
-                ("96 x 192", jnp.float32, jnp.float32, False),
-                ("256 x 64", jnp.bfloat16, jnp.float32, False),
-                ("256 x 64", jnp.float32, jnp.float32, False),
-                ("kimi", jnp.bfloat16, jnp.float32, False),
-                ("kimi", jnp.bfloat16, jnp.float32, True),
-                ("kimi", jnp.float32, jnp.bfloat16, True),
-            )
-        ),
-    ],
-)
+CASES = [
+    ("grouped", jnp.float32, jnp.float32, False, "xla"),
+    ("odd", jnp.float16, jnp.float16, False, "xla"),
+    ("grouped", jnp.float32, jnp.float32, True, "xla"),
+    ("grouped", jnp.float32, jnp.float32, False, "interpret"),
+    ("96 x 192", jnp.bfloat16, jnp.bfloat16, False, "interpret"),
+    ("odd", jnp.float16, jnp.float16, True, "interpret"),
+    ("odd", jnp.bfloat16, jnp.float32, True, "interpret"),
+    *(
+        pytest.param(dims, dtype, state_dtype, kda, "triton", marks=GPU)
+        for dims, dtype, state_dtype in (
+            ("grouped", jnp.float32, jnp.float32),
+            ("grouped", jnp.bfloat16, jnp.float32),
+            ("odd", jnp.float16, jnp.float16),
+            ("96 x 192", jnp.bfloat16, jnp.bfloat16),
+            ("96 x 192", jnp.float32, jnp.float32),
+            ("256 x 64", jnp.bfloat16, jnp.float32),
+            ("256 x 64", jnp.float32, jnp.float32),
+            ("kimi", jnp.bfloat16, jnp.float32),
+            ("kimi", jnp.float32, jnp.bfloat16),
+        )
+        for kda in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("dims", "dtype", "state_dtype", "kda", "implementation"), CASES)
 def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype, kda, implementation):
     """Positions on and off the grid, fresh rows over dirty blocks, an empty row, checkpoints, blocks written in place."""
     dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
