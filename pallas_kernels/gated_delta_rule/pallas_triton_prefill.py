@@ -26,7 +26,6 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 CHUNK_SIZES = (16, 32, 64)
 _BLOCK = 16  # the smallest product
 _KEYS = 64  # of a tile, where a whole head's would not fit a program's registers
-_LOG2_E = 1.4426950408889634
 
 
 def _iota(shape, axis):
@@ -63,7 +62,7 @@ def _running_sums(x):
 
 def _decay(*differences):
     """Of the sum of differences of log decays, which rounding may leave above zero."""
-    return jnp.exp2(_LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
+    return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
 
 
 def _norm(tile, use_qk_l2norm):

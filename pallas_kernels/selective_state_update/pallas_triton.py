@@ -10,8 +10,6 @@ from pallas_kernels import _state_rows
 from pallas_kernels._math import silu, softplus
 from pallas_kernels.selective_state_update.config import Config, default_config
 
-_LOG2_E = 1.4426950408889634
-
 
 def _recurrence(head, tiles, columns, *, refs, dt_softplus):
     column, column_inside = columns
@@ -32,11 +30,11 @@ def _recurrence(head, tiles, columns, *, refs, dt_softplus):
     def rates():
         """Per tile: A in units of log 2, as exp2 is the faster exponential."""
         if len(refs.A.shape) == 1:
-            return [refs.A[head].astype(jnp.float32) * _LOG2_E] * len(tiles)
+            return [refs.A[head].astype(jnp.float32) * pt.LOG2_E] * len(tiles)
         at = lambda channel: refs.A.at[head, channel[None, :, None], column[:, None, :]]
         mask = lambda inside: column_inside[:, None, :] & inside[None, :, None]
         return [
-            pt.load(at(channel), mask=mask(inside), other=0.0).astype(jnp.float32) * _LOG2_E
+            pt.load(at(channel), mask=mask(inside), other=0.0).astype(jnp.float32) * pt.LOG2_E
             for channel, inside in tiles
         ]
 

@@ -12,7 +12,6 @@ from pallas_kernels._math import silu, softplus
 from pallas_kernels._pool import NULL_BLOCK
 from pallas_kernels.ssd.config import Config, default_config
 
-_LOG2_E = 1.4426950408889634
 # bfloat16 pieces of the float32 side of each product, where x, B and C are bfloat16.
 _STATE_PIECES = 2  # of the state, read and updated: 2^-16
 _WITHIN_PIECES = 1  # of the products inside a chunk, which reach outputs alone: 2^-8, as their own rounding
@@ -96,7 +95,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
         at = refs.pool.at[layer, block, head, channel[None, :], column[:, None]]
         return at, column_inside[:, None] & channel_inside[None, :] & (block != NULL_BLOCK)
 
-    rate = refs.A[head].astype(jnp.float32) * _LOG2_E
+    rate = refs.A[head].astype(jnp.float32) * pt.LOG2_E
     dt_bias = None if refs.dt_bias is None else refs.dt_bias[head].astype(jnp.float32)
     if refs.D is None:
         skip = None
