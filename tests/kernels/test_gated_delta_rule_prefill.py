@@ -357,7 +357,7 @@ def test_bad_arguments_are_named(rng):
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
         run(checkpoints=(np.array([[1]]), None), padded=False)
     row, chunks = jnp.array([1]), chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
-    with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 5 tokens \\(2 chunks\\), got 2 rows"):
+    with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 2 tokens \\(2 chunks\\), got 2 rows"):
         gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, 0, pack([2]), chunks, row, row)
     with pytest.raises(UnsupportedError, match=r"chunks must be of .* tokens, got 24"):
         run(chunk=24, implementation="triton")
