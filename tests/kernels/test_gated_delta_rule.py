@@ -98,24 +98,24 @@ def assert_rows_are_the_recurrence(lengths, read, write, out, before, after, row
     assert_untouched(before[:LAYER], after[:LAYER], written=())
 
 
-@pytest.mark.parametrize(("window", "implementation"), [*WINDOWS, (1, "interpret")])
-@pytest.mark.parametrize(
-    ("dims", "dtype", "state_dtype", "l2norm"),
-    [
-        ("grouped", jnp.float32, jnp.float32, True),
-        ("grouped", jnp.float32, jnp.float32, False),
-        # float32 outputs tell whether a narrow state is rounded between tokens too.
-        ("grouped", jnp.float32, jnp.bfloat16, True),
-        ("grouped", jnp.bfloat16, jnp.float32, True),
-        ("grouped", jnp.bfloat16, jnp.bfloat16, True),
-        ("grouped", jnp.float16, jnp.float16, True),
-        ("equal heads", jnp.float32, jnp.float32, True),
-        ("96 x 192", jnp.float32, jnp.float32, True),
-        ("96 x 192", jnp.bfloat16, jnp.bfloat16, True),
-        ("256 x 64", jnp.bfloat16, jnp.float16, True),
-        ("odd", jnp.float32, jnp.float32, True),
-    ],
-)
+NUMBERS = [
+    ("grouped", jnp.float32, jnp.float32, True),
+    ("96 x 192", jnp.bfloat16, jnp.bfloat16, True),
+    ("odd", jnp.float32, jnp.float32, True),
+    ("grouped", jnp.float32, jnp.float32, False),
+    # float32 outputs tell whether a narrow state is rounded between tokens too.
+    ("grouped", jnp.float32, jnp.bfloat16, True),
+    ("grouped", jnp.bfloat16, jnp.float32, True),
+    ("grouped", jnp.bfloat16, jnp.bfloat16, True),
+    ("grouped", jnp.float16, jnp.float16, True),
+    ("equal heads", jnp.float32, jnp.float32, True),
+    ("96 x 192", jnp.float32, jnp.float32, True),
+    ("256 x 64", jnp.bfloat16, jnp.float16, True),
+]
+
+
+@pytest.mark.parametrize(("window", "implementation"), WINDOWS)
+@pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS)
 def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window, implementation):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(window)
@@ -138,6 +138,12 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window,
     )
     gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
     assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
+
+
+@pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS[:3])
+def test_update_of_one_token_each_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm):
+    """A window of one is a kernel of its own."""
+    test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, 1, "interpret")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
