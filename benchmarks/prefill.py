@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks import reference
 from benchmarks.workloads import Workload, itemsize, locations, random_pool, rotate, tolerance
 from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
-from pallas_kernels._pallas_triton import power_of_two
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_config
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
@@ -158,9 +157,7 @@ def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
         ),
         step=step,
         given=_given(case.lengths, blocks),
-        config=delta_rule_config(
-            rows * math.prod(state[:2]), power_of_two(case.key_dim), itemsize(case.dtype), case.kda
-        ),
+        config=delta_rule_config(rows * math.prod(state[:2]), case.key_dim, itemsize(case.dtype), case.kda),
         draw=draw,
         least=1e-6,
         part=(first, heads),

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 from jaxtyping import AbstractArray, jaxtyped
 
 P = ParamSpec("P")
@@ -60,3 +61,11 @@ def require(condition: bool, message: str) -> None:
     """Raises ValueError(message) unless `condition`: for relations that an annotation can't state."""
     if not condition:
         raise ValueError(message)
+
+
+def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:
+    """Raises ValueError if only one of the checkpoint arguments of op `name` is given."""
+    require(
+        (checkpoint_offset is None) == (checkpoint_block is None),
+        f"{name}: checkpoint_offset and checkpoint_block go together",
+    )

@@ -4,6 +4,7 @@ A state at such a position is then the same however the tokens before it were sp
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_checkpoints, checked, require
+from pallas_kernels._pool import per_row
 
 CHUNK_SIZE = 64
 
@@ -112,10 +114,7 @@ def check_prefill(
         f"{name}: chunks must be chunk_rows of {rows} rows in {tokens.shape[0]} tokens ({bound} chunks), "
         f"got {came[0]} rows and {came[1]} chunks",
     )
-    require(
-        (checkpoint_offset is None) == (checkpoint_block is None),
-        f"{name}: checkpoint_offset and checkpoint_block go together",
-    )
+    check_checkpoints(name, checkpoint_offset, checkpoint_block)
 
 
 class Span(NamedTuple):
@@ -138,3 +137,42 @@ def chunk_of_token(chunks: Chunks, num_tokens: int) -> tuple[jax.Array, jax.Arra
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     chunk = jnp.searchsorted(chunks.cu_chunk_seqlens[1:], token, side="right")
     return chunk, token - chunks.cu_chunk_seqlens[chunk]
+
+
+def scan_chunks(
+    advance: Callable[[jax.Array, Callable[[jax.Array], jax.Array], jax.Array], tuple[jax.Array, jax.Array]],
+    initial: jax.Array,
+    chunks: Chunks,
+    query_start_loc: jax.Array,
+    offset: jax.Array,
+    num_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs rows chunk after chunk, each of the same shape: that is what makes a split bit-identical.
+
+    Args:
+        advance: Takes a state, a function that takes a chunk's tokens [chunk, ...] of an array (0 where there is none), and
+            which there are [chunk]; returns the new state and the outputs [chunk, ...].
+        initial: State before each row. [rows, ...]
+        chunks: The rows' chunks.
+        query_start_loc: First token of each row.
+        offset: After how many tokens of a row its state is kept. [rows, places]
+        num_tokens: Packed tokens, padding included.
+
+    Returns:
+        The outputs [tokens, ...], 0 behind the last row, and the states kept [rows, places, ...].
+    """
+    lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
+
+    def step(carry, chunk):
+        state, kept = carry
+        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
+        live = lane < chunk.length
+        take = lambda x: jnp.where(per_row(live, x[token]), x[token], 0)
+        state, out = advance(jnp.where(chunk.offset == 0, initial[chunk.row], state), take, live)
+        here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
+        kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))
+        return (state, kept), out
+
+    kept = jnp.zeros((*offset.shape, *initial.shape[1:]), jnp.float32)
+    (_, kept), out = jax.lax.scan(step, (jnp.zeros_like(initial[0]), kept), spans(chunks, query_start_loc))
+    return out.at[chunk_of_token(chunks, num_tokens)].get(mode="fill", fill_value=0), kept

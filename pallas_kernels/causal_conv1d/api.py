@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_checkpoints, checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
@@ -128,10 +128,7 @@ def causal_conv1d_prefill(
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
     _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation)
-    require(
-        (checkpoint_offset is None) == (checkpoint_block is None),
-        "causal_conv1d_prefill: checkpoint_offset and checkpoint_block go together",
-    )
+    check_checkpoints("causal_conv1d_prefill", checkpoint_offset, checkpoint_block)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool

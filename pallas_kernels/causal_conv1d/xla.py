@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
-from pallas_kernels._pool import NULL_BLOCK, per_row, write_blocks
+from pallas_kernels._pool import NULL_BLOCK, per_row, places_to_keep, write_blocks
 from pallas_kernels._rows import token_rows
 
 
@@ -78,16 +78,11 @@ def causal_conv1d_prefill(
 ):
     """See api.py."""
     width, window = weight.shape[0], pool.shape[2]
-    start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
     history = _history(pool, layer, read_block, read_row, width)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
-    # The final window is the checkpoint at the row's end.
-    offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None and checkpoint_block is not None:
-        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
-        block = jnp.concatenate([checkpoint_block, block], axis=1)
+    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     for n in range(offset.shape[1]):
         at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
-        kept = jnp.pad(_windows(x, history, start, at), ((0, 0), (0, window - (width - 1)), (0, 0)))
-        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept)
+        kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
+        pool = write_blocks(pool, layer, block[:, n], kept)
     return y, pool

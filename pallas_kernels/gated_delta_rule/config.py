@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pallas_kernels._chunks import CHUNK_SIZE
+from pallas_kernels._pallas_triton import power_of_two
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel
     if itemsize == 4:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8, pieces=1)
     # In bfloat16: queries and keys, which with decays of their own come twice, and three squares.
-    chunk_bytes = 2 * CHUNK_SIZE * ((2 + per_channel) * key_dim + 3 * CHUNK_SIZE)
+    chunk_bytes = 2 * CHUNK_SIZE * ((2 + per_channel) * power_of_two(key_dim) + 3 * CHUNK_SIZE)
     stages = max(1, min(3, _SHARED_BYTES // chunk_bytes))
     if per_channel:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=stages, products_warps=4, pieces=1)

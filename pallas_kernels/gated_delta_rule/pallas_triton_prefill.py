@@ -65,11 +65,13 @@ def _decay(*differences):
     return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
 
 
-def _norm(tile, use_qk_l2norm):
-    """What brings each row of keys to unit length."""
-    if not use_qk_l2norm:
-        return jnp.ones(tile.shape[:1], jnp.float32)
-    return jax.lax.rsqrt(jnp.sum(tile.astype(jnp.float32) * tile.astype(jnp.float32), axis=1) + L2_EPSILON)
+def _products_of_rows(x, y):
+    return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
+
+
+def _norm(squares, use_qk_l2norm):
+    """What brings rows of keys, given their squares' sums, to unit length."""
+    return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
 
 
 def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
@@ -88,7 +90,8 @@ def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, 
     # Inputs enter products as they are; what scales them follows.
     product = functools.partial(dot, contract=(1, 1), interpret=interpret)
     q, k = tile(refs.q), tile(refs.k)
-    q_norm, k_norm = scale * _norm(q, use_qk_l2norm), _norm(k, use_qk_l2norm)
+    norm = lambda x: _norm(_products_of_rows(x, x), use_qk_l2norm)
+    q_norm, k_norm = scale * norm(q), norm(k)
     keys = jnp.where(earlier < later, product(k, k) * (k_norm[:, None] * k_norm[None, :]), 0.0)
     queries = jnp.where(earlier <= later, product(q, k) * (q_norm[:, None] * k_norm[None, :]), 0.0)
 
@@ -130,7 +133,7 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
     live = token < end
     product = functools.partial(dot, interpret=interpret)
     exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
-    split = (lambda x, count: pieces(x, count)) if exact else (lambda x, _: x)
+    split = pieces if exact else (lambda x, _: x)
     wide = lambda x: x.astype(jnp.float32)
     tile = min(pt.power_of_two(key_dim), _KEYS)
     tiles = pt.power_of_two(key_dim) // tile
@@ -163,14 +166,13 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
 
         keys, queries, *sums = carry
         keys, queries = jax.lax.fori_loop(0, levels, of_level, (keys, queries))
-        dots = [jnp.sum(wide(x) * wide(y), axis=1) for x, y in ((q, q), (k, k), (q, k))]
+        dots = [_products_of_rows(x, y) for x, y in ((q, q), (k, k), (q, k))]
         return keys, queries, *(x + y for x, y in zip(sums, dots, strict=True))
 
     zeros = jnp.zeros((size, size), jnp.float32)
     carry = zeros, zeros, *[jnp.zeros((size,), jnp.float32) for _ in range(3)]
     keys, queries, *sums = jax.lax.fori_loop(0, tiles, of_tile, carry)
-    norm = lambda square: jax.lax.rsqrt(square + L2_EPSILON) if use_qk_l2norm else jnp.ones((size,), jnp.float32)
-    q_norm, k_norm, own = scale * norm(sums[0]), norm(sums[1]), sums[2]
+    q_norm, k_norm, own = scale * _norm(sums[0], use_qk_l2norm), _norm(sums[1], use_qk_l2norm), sums[2]
     queries = jnp.where(row == column, own[:, None], queries)
     beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
     at = head, chunk, lane[:, None], lane[None, :]
@@ -354,8 +356,7 @@ def gated_delta_rule_prefill(
     size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
     (key_heads, key_dim), (value_heads, value_dim), rows = k.shape[1:], v.shape[1:], read_block.shape[0]
     per_channel = g.ndim == 3
-    values, keys = value_heads * value_dim * rows, pt.power_of_two(key_dim)
-    config = config or default_prefill_config(values, keys, k.dtype.itemsize, per_channel)
+    config = config or default_prefill_config(value_heads * value_dim * rows, key_dim, k.dtype.itemsize, per_channel)
     array = jax.ShapeDtypeStruct
 
     def in_pieces(count, *shape):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._chunks import chunk_of_token, spans
+from pallas_kernels._chunks import scan_chunks
 from pallas_kernels._math import softplus
-from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
+from pallas_kernels._pool import places_to_keep, read_blocks, write_blocks, write_kept
 from pallas_kernels._rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -124,37 +124,18 @@ def gated_delta_rule_prefill(
     scale,
     use_qk_l2norm,
 ):
-    """See api.py. One chunk after another, each of the same shape: that is what makes a split bit-identical."""
+    """See api.py."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
-    length = jnp.diff(query_start_loc)
-    initial = read_blocks(pool, layer, read_block)
-    lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
+    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     g = g.reshape(*g.shape[:2], -1)
 
-    # The final state is the checkpoint at the row's end.
-    offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None and checkpoint_block is not None:
-        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
-        block = jnp.concatenate([checkpoint_block, block], axis=1)
-
-    def advance(carry, chunk):
-        state, kept = carry
-        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-        live = lane < chunk.length
-        take = lambda x: jnp.where(per_row(live, x[token]), x[token], 0)
+    def advance(state, take, _):
         q_c, k_c = _prepare_qk(take(q), take(k), scale, use_qk_l2norm)
         q_c, k_c = (jnp.repeat(x, repeats, axis=1).swapaxes(0, 1) for x in (q_c, k_c))
         v_c = take(v).astype(jnp.float32).swapaxes(0, 1)
-        state = jnp.where(chunk.offset == 0, initial[chunk.row], state)
         state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).swapaxes(0, 1), take(beta).T)
-        here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
-        kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))
-        return (state, kept), out.swapaxes(0, 1)
+        return state, out.swapaxes(0, 1)
 
-    kept = jnp.zeros((*offset.shape, *initial.shape[1:]), jnp.float32)
-    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), spans(chunks, query_start_loc))
-
-    out = out.at[chunk_of_token(chunks, num_tokens)].get(mode="fill", fill_value=0).astype(v.dtype)
-    for n in range(offset.shape[1]):
-        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
-    return out, pool
+    initial = read_blocks(pool, layer, read_block)
+    out, kept = scan_chunks(advance, initial, chunks, query_start_loc, offset, num_tokens)
+    return out.astype(v.dtype), write_kept(pool, layer, block, kept)

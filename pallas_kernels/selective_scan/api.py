@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_checkpoints, checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.selective_scan import pallas_triton, xla
 from pallas_kernels.selective_scan.config import Config
@@ -78,10 +78,7 @@ def selective_scan(
         x.shape[1] % B.shape[1] == 0,
         f"selective_scan: B must have a number of groups that divides x's {x.shape[1]} heads, got {B.shape[1]}",
     )
-    require(
-        (checkpoint_offset is None) == (checkpoint_block is None),
-        "selective_scan: checkpoint_offset and checkpoint_block go together",
-    )
+    check_checkpoints("selective_scan", checkpoint_offset, checkpoint_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
     operands = (x, dt, A, B, C, pool, jnp.int32(layer), query_start_loc, read_block, write_block)

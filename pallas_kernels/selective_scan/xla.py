@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
+from pallas_kernels._pool import per_row, places_to_keep, read_blocks, write_kept
 from pallas_kernels._rows import token_rows
 
 
@@ -29,17 +29,12 @@ def selective_scan(
 ):
     """See api.py."""
     num_tokens, heads = x.shape[:2]
-    length = jnp.diff(query_start_loc)
     # XLA would inline a loop over one token, and its bits could differ from those of a loop over many: hence 2.
     rows = token_rows(query_start_loc, max(num_tokens, 2))
     initial = read_blocks(pool, layer, read_block)
     in_float32 = lambda v: v.astype(jnp.float32)
 
-    # The final state is the checkpoint at the row's end.
-    offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None and checkpoint_block is not None:
-        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
-        block = jnp.concatenate([checkpoint_block, block], axis=1)
+    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
 
     def advance(carry, token):
         state, kept = carry
@@ -62,6 +57,4 @@ def selective_scan(
     kept = jnp.broadcast_to(initial[:, None], (*offset.shape, *initial.shape[1:]))
     tokens = jnp.arange(rows.row.shape[0], dtype=jnp.int32)
     (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), tokens)
-    for n in range(offset.shape[1]):
-        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
-    return out[:num_tokens], pool
+    return out[:num_tokens], write_kept(pool, layer, block, kept)

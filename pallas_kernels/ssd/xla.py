@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._chunks import chunk_of_token, spans
+from pallas_kernels._chunks import scan_chunks
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import NULL_BLOCK, per_row, read_blocks, write_blocks
+from pallas_kernels._pool import places_to_keep, read_blocks, write_kept
 
 
 def _advance_chunk(state, x, dt, A, B, C):
@@ -48,41 +48,22 @@ def ssd(
     *,
     dt_softplus,
 ):
-    """See api.py. One chunk after another, each of the same shape: that is what makes a split bit-identical."""
+    """See api.py."""
     num_tokens, heads, _ = x.shape
-    length = jnp.diff(query_start_loc)
-    initial = read_blocks(pool, layer, read_block)
-    lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
+    offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     A = A.astype(jnp.float32)
 
-    # The final state is the checkpoint at the row's end.
-    offset, block = length[:, None], write_block[:, None]
-    if checkpoint_offset is not None:
-        offset = jnp.concatenate([checkpoint_offset, offset], axis=1)
-        block = jnp.concatenate([checkpoint_block, block], axis=1)
-
-    def advance(carry, chunk):
-        state, kept = carry
-        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-        live = lane < chunk.length
-        take = lambda v: jnp.where(per_row(live, v[token]), v[token].astype(jnp.float32), 0.0).swapaxes(0, 1)
-        x_c = take(x)
-        B_c, C_c = (jnp.repeat(take(v), heads // v.shape[1], axis=0) for v in (B, C))
-        step = take(dt)
+    def advance(state, take, live):
+        of_heads = lambda v: take(v).astype(jnp.float32).swapaxes(0, 1)
+        x_c, step = of_heads(x), of_heads(dt)
+        B_c, C_c = (jnp.repeat(of_heads(v), heads // v.shape[1], axis=0) for v in (B, C))
         step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)[:, None]
         step = jnp.where(live, softplus(step) if dt_softplus else step, 0.0)
-        state = jnp.where(chunk.offset == 0, initial[chunk.row], state)
         state, out = _advance_chunk(state, x_c, step, A, B_c, C_c)
         out = out if D is None else out + D.astype(jnp.float32).reshape(heads, 1, -1) * x_c
-        out = out if z is None else out * silu(take(z))
-        here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
-        kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))
-        return (state, kept), out.swapaxes(0, 1)
+        out = out if z is None else out * silu(of_heads(z))
+        return state, out.swapaxes(0, 1)
 
-    kept = jnp.zeros((*offset.shape, *initial.shape[1:]), jnp.float32)
-    (_, kept), out = jax.lax.scan(advance, (jnp.zeros_like(initial[0]), kept), spans(chunks, query_start_loc))
-
-    out = out.at[chunk_of_token(chunks, num_tokens)].get(mode="fill", fill_value=0).astype(x.dtype)
-    for n in range(offset.shape[1]):
-        pool = write_blocks(pool, layer, jnp.where(length > 0, block[:, n], NULL_BLOCK), kept[:, n])
-    return out, pool
+    initial = read_blocks(pool, layer, read_block)
+    out, kept = scan_chunks(advance, initial, chunks, query_start_loc, offset, num_tokens)
+    return out.astype(x.dtype), write_kept(pool, layer, block, kept)
