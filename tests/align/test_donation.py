@@ -80,14 +80,14 @@ def make_step(spec, num_decode_rows, implementation):
         loc, write = rows.query_start_loc, rows.write[0, :, 0]
         qkv, conv = causal_conv1d_prefill(
             *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, write),
-            implementation="xla",
+            implementation=implementation,
         )
         q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
         g, beta = gated_delta_rule_gates(gate, gate, A_log, dt_bias)
         chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
         out, recurrent = gated_delta_rule_prefill(
             *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write),
-            implementation="xla",
+            implementation=implementation,
         )
         return out, conv, recurrent
 
