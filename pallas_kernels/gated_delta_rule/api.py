@@ -226,11 +226,12 @@ def gated_delta_rule_prefill(
     The equations stand at the top of this file. With a float32 pool, states and outputs are bit-identical whether the
     tokens ran whole, were split at a multiple of `chunks.chunk_size`, or resumed from a block. "xla" differentiates.
 
-    Numerics: decays as exponentials of non-positive numbers only, each sum of them as exact as if alone; the triangular
-    system by forward substitution; sums in float32. "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16
+    Numerics: decays as exponentials of numbers that are not positive, or bounded, each sum of them as exact as if alone; the
+    triangular system by forward substitution; sums in float32. "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16
     inputs as they are with float32 values in two pieces of bfloat16 (2^-16; one, where only outputs depend on them), and
     other inputs as float32 in three products of tf32 (2^-21). With a decay per key channel it decays bfloat16 keys to
-    bfloat16 before it multiplies them, and takes one piece (2^-8) unless `config` says otherwise.
+    bfloat16 before it multiplies them, and takes one piece (2^-8) unless `config` says otherwise; see docs/design.md section
+    6 for how little a token can decay there.
     Outside a jit that donates `pool` the call copies the pool.
 
     Args:

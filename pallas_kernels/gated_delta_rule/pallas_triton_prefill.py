@@ -26,6 +26,7 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 CHUNK_SIZES = (16, 32, 64)
 _BLOCK = 16  # the smallest product
 _KEYS = 64  # of a tile, where a whole head's would not fit a program's registers
+_LARGEST = 112.0  # exponent of a decay that is taken backwards: to base 2, with room for what it scales
 
 
 def _iota(shape, axis):
@@ -111,69 +112,98 @@ def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, 
     jax.lax.fori_loop(0, repeats, of_value_head, None)
 
 
-def _spans(size):
-    """Which tokens (columns) decay each (row): per level within its half, as below; then up to it; then behind it."""
+def _halves(size, last):
+    """Of a chunk, of its halves, and so on, down to blocks of `last` tokens."""
+    return [1 << n for n in reversed(range(last.bit_length() - 1, size.bit_length() - 1))]
+
+
+def _spans(size, last):
+    """Which tokens (columns) decay each (row): for each of `_halves`; in blocks of `last`; up to it; behind it."""
     row, column = np.arange(size)[:, None], np.arange(size)[None, :]
-    halves = [1 << n for n in reversed(range(size.bit_length() - 1))]
-    within = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in halves]
-    return jnp.asarray(np.stack([*within, column <= row, column > row]), jnp.bfloat16)
+    halves = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in _halves(size, last)]
+    middle = row // last * last + last // 2
+    in_block = 1 * ((middle <= column) & (column <= row)) - 1 * ((row < column) & (column < middle))
+    return jnp.asarray(np.stack([*halves, in_block, column <= row, column > row]), jnp.bfloat16)
+
+
+def _last_block(decayed_keys):
+    """Tokens of a block that is decayed from its middle.
+
+    What one token decays counts within its block as no less than 2^-14, or 2^-28 where keys keep more than one bfloat16.
+    """
+    return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
 
 
 def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_l2norm, interpret):
     """With a decay per key channel, which a product of keys can't be scaled by afterwards.
 
     The halves of the chunk, the halves of each half, and so on: tokens of an upper half are decayed from where it begins,
-    those of the lower half up to there, so that no exponent is positive; and their products are the decayed ones.
+    those of the lower half up to there, so that no exponent is positive; and their products are the decayed ones. The last
+    blocks are decayed from their middles, forwards and backwards: exponents are bounded there.
     """
     _, key_heads, key_dim = refs.k.shape
     key_head = head // (refs.beta.shape[1] // key_heads)
     lane, row, column = _iota((size,), 0), _iota((size, size), 0), _iota((size, size), 1)
-    levels = size.bit_length() - 1
     token = start + lane
     live = token < end
     product = functools.partial(dot, interpret=interpret)
     exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
+    last = _last_block(refs.k_before)
+    levels = len(_halves(size, last))
     split = pieces if exact else (lambda x, _: x)
     wide = lambda x: x.astype(jnp.float32)
     tile = min(pt.power_of_two(key_dim), _KEYS)
     tiles = pt.power_of_two(key_dim) // tile
 
     def take(n):
-        """q, k and g of tile n, and its keys and which exist."""
+        """q, k and log2 decays of tile n, and its keys and which exist."""
         key, inside = pt.lanes(n, tile, key_dim)
         mask = live[:, None] & inside[None, :]
         load = lambda ref, head: pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0)
-        return _as_operand(load(refs.q, key_head)), _as_operand(load(refs.k, key_head)), load(refs.g, head), key, inside
+        q, k = _as_operand(load(refs.q, key_head)), _as_operand(load(refs.k, key_head))
+        return q, k, pt.LOG2_E * load(refs.g, head), key, inside
 
-    def decay(g, span):
-        """Over span number `span`, each sum of decays on its own."""
-        return _decay(product(pt.load(refs.spans.at[span, lane[:, None], lane[None, :]]), g))
+    def over_spans(g):
+        """Sums of log decays over a span by its number, each on its own."""
+        parts = pieces(g, 2 if exact else 3)
+        return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), parts)
+
+    def products(of_keys, of_queries, of_earlier):
+        """Of keys, and of queries, with earlier keys."""
+        of_earlier = split(of_earlier, count)
+        keys = product(split(of_keys, count), of_earlier, contract=(1, 1))
+        return keys, product(split(of_queries, 1), of_earlier[:1] if exact else of_earlier, contract=(1, 1))
+
+    def of_squares(n, carry):
+        q, k, _, _, _ = take(n)
+        return [x + _products_of_rows(y, z) for x, (y, z) in zip(carry, ((q, q), (k, k), (q, k)), strict=True)]
 
     def of_tile(n, carry):
         q, k, g, _, _ = take(n)
-        g = pieces(g, 2 if exact else 3)
+        sums = over_spans(jnp.maximum(g, -_LARGEST / (last // 2)))
 
-        def of_level(level, products):
-            keys, queries = products
-            decayed = decay(g, level)
-            of_keys, of_queries = split(wide(k) * decayed, count), split(wide(q) * decayed, 1)
+        def of_level(level, carry):
+            decay = jnp.exp2(sums(level))
+            decayed = wide(k) * decay
             # From a lower half to the upper one behind it.
-            half = lane >> (levels - 1 - level)
+            half = lane >> (size.bit_length() - 2 - level)
             across = jnp.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
-            keys += jnp.where(across, product(of_keys, of_keys, contract=(1, 1)), 0.0)
-            queries += jnp.where(across, product(of_queries, of_keys[:1] if exact else of_keys, contract=(1, 1)), 0.0)
-            return keys, queries
+            both = products(decayed, wide(q) * decay, decayed)
+            return [total + jnp.where(across, x, 0.0) for total, x in zip(carry, both, strict=True)]
 
-        keys, queries, *sums = carry
-        keys, queries = jax.lax.fori_loop(0, levels, of_level, (keys, queries))
-        dots = [_products_of_rows(x, y) for x, y in ((q, q), (k, k), (q, k))]
-        return keys, queries, *(x + y for x, y in zip(sums, dots, strict=True))
+        exponents = sums(levels)
+        forwards, backwards = jnp.exp2(exponents), jnp.exp2(-exponents)
+        in_block = (row // last == column // last) & (column < row)
+        both = products(wide(k) * forwards, wide(q) * forwards, wide(k) * backwards)
+        carry = [total + jnp.where(in_block, x, 0.0) for total, x in zip(carry, both, strict=True)]
+        return jax.lax.fori_loop(0, levels, of_level, carry)
 
-    zeros = jnp.zeros((size, size), jnp.float32)
-    carry = zeros, zeros, *[jnp.zeros((size,), jnp.float32) for _ in range(3)]
-    keys, queries, *sums = jax.lax.fori_loop(0, tiles, of_tile, carry)
-    q_norm, k_norm, own = scale * _norm(sums[0], use_qk_l2norm), _norm(sums[1], use_qk_l2norm), sums[2]
-    queries = jnp.where(row == column, own[:, None], queries)
+    # In a loop of their own: the other one has no registers to spare.
+    vector, square = jnp.zeros((size,), jnp.float32), jnp.zeros((size, size), jnp.float32)
+    qq, kk, qk = jax.lax.fori_loop(0, tiles, of_squares, [vector] * 3)
+    q_norm, k_norm = scale * _norm(qq, use_qk_l2norm), _norm(kk, use_qk_l2norm)
+    keys, queries = jax.lax.fori_loop(0, tiles, of_tile, [square] * 2)
+    queries = jnp.where(row == column, qk[:, None], queries)
     beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
     at = head, chunk, lane[:, None], lane[None, :]
     pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
@@ -181,13 +211,12 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
 
     def of_ends(n, _):
         q, k, g, key, inside = take(n)
-        q, k = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None]
-        parts = pieces(g, 2 if exact else 3)
-        before, after = decay(parts, jnp.int32(levels)), decay(parts, jnp.int32(levels + 1))
+        q, k, sums = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None], over_spans(g)
+        before, after = jnp.exp2(sums(levels + 1)), jnp.exp2(sums(levels + 2))
         at, mask = (head, chunk, lane[:, None], key[None, :]), jnp.broadcast_to(inside[None, :], (size, tile))
         for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
             _store_pieces(ref, values, *at, mask=mask)
-        pt.store(refs.decay.at[head, chunk, key], _decay(jnp.sum(g, axis=0)), mask=inside)
+        pt.store(refs.decay.at[head, chunk, key], jnp.exp2(jnp.sum(g, axis=0)), mask=inside)
 
     jax.lax.fori_loop(0, tiles, of_ends, None)
 
@@ -383,7 +412,7 @@ def gated_delta_rule_prefill(
         name="gated_delta_rule_prefill_products",
         grid=(value_heads if per_channel else key_heads, number),
         inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
-        | (dict(spans=_spans(size)) if per_channel else {}),
+        | (dict(spans=_spans(size, _last_block(outputs["k_before"]))) if per_channel else {}),
         outputs=outputs,
         updates={},
         num_warps=config.products_warps,

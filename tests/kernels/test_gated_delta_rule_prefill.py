@@ -224,19 +224,27 @@ def test_prefill_of_one_repeated_token(rng, beta, dtype, kda, implementation):
     assert_close(after[LAYER, 6], states[-1], jnp.float32, terms, "state")
 
 
+DECAYS = (-1e4, -1e-7, "strong, then weak")
+
+
 @pytest.mark.parametrize(
-    ("decay", "implementation"),
+    ("decay", "dtype", "kda", "implementation"),
     [
-        *((decay, "xla") for decay in (-1e4, -1e-7, "strong, then weak")),
-        ("strong, then weak", "interpret"),
-        *(pytest.param(decay, "triton", marks=GPU) for decay in (-1e4, -1e-7, "strong, then weak")),
+        *((decay, jnp.float32, kda, "xla") for decay in DECAYS for kda in (False, True)),
+        *(("strong, then weak", jnp.float32, kda, "interpret") for kda in (False, True)),
+        ("strong, then weak", jnp.bfloat16, True, "interpret"),
+        *(
+            pytest.param(decay, dtype, kda, "triton", marks=GPU)
+            for decay in DECAYS
+            for dtype in (jnp.float32, jnp.bfloat16)
+            for kda in (False, True)
+        ),
     ],
 )
-@pytest.mark.parametrize("kda", [False, True])
-def test_prefill_at_extreme_decays(rng, decay, kda, implementation):
+def test_prefill_at_extreme_decays(rng, decay, dtype, kda, implementation):
     """A difference of two large sums of decays would lose the small one between close tokens."""
     dims, n = DIMS["grouped"], 70
-    (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, kda=kda)
+    (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     if decay == "strong, then weak":
         strong = (np.arange(n) % 37 < 21).reshape(-1, *(1,) * (g.ndim - 1))
         g = np.where(strong, -300.0, -1e-3 * np.abs(g)).astype(np.float32)
@@ -245,8 +253,8 @@ def test_prefill_at_extreme_decays(rng, decay, kda, implementation):
     inputs = q, k, v, g, beta
     out, after = prefill(inputs, pool, [n], [0], [3], [6], **how(implementation))
     wanted, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
-    assert_close(out[:n], wanted, jnp.float32, terms_of(dims), "outputs")
-    assert_close(after[LAYER, 6], states[-1], jnp.float32, terms_of(dims), "state")
+    assert_close(out[:n], wanted, dtype, terms_of(dims), "outputs")
+    assert_close(after[LAYER, 6], states[-1], dtype, terms_of(dims), "state")
 
 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=GPU)])
