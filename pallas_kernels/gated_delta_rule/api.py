@@ -227,11 +227,11 @@ def gated_delta_rule_prefill(
     tokens ran whole, were split at a multiple of `chunks.chunk_size`, or resumed from a block. "xla" differentiates.
 
     Numerics: decays as exponentials of numbers that are not positive, or bounded, each sum of them as exact as if alone; the
-    triangular system by forward substitution; sums in float32. "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16
-    inputs as they are with float32 values in two pieces of bfloat16 (2^-16; one, where only outputs depend on them), and
-    other inputs as float32 in three products of tf32 (2^-21). With a decay per key channel it decays bfloat16 keys to
-    bfloat16 before it multiplies them, and takes one piece (2^-8) unless `config` says otherwise; see docs/design.md section
-    6 for how little a token can decay there.
+    triangular system by forward substitution; sums in float32. "xla" multiplies at Precision.HIGHEST. "triton" multiplies
+    bfloat16 inputs as they are with float32 values in two pieces of bfloat16 (2^-16; one, where only outputs depend on
+    them), and other inputs as float32 in three products of tf32 (2^-21). With a decay per key channel it decays bfloat16
+    keys to bfloat16 before it multiplies them, and takes one piece (2^-8) unless `config` says otherwise; section 6 of
+    docs/design.md says how little a token can decay there.
     Outside a jit that donates `pool` the call copies the pool.
 
     Args:
