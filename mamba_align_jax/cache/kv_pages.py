@@ -1,6 +1,7 @@
 """Which KV page holds which positions of each request, for the attention layers of a hybrid model."""
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -12,10 +13,12 @@ class _Request:
     chain: HashChain
     pages: list[int] = field(default_factory=list)
     num_published: int = 0
+    # False once the cache was reset: what the request computed before it must not be found.
+    shares: bool = True
 
 
 class KVPageManager:
-    """Pages of keys and values, all attention layers together. Full pages of committed tokens are findable."""
+    """Pages of keys and values, all attention layers together."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         """An empty cache over `num_pages` pages, the NULL page included."""
@@ -27,65 +30,81 @@ class KVPageManager:
         """Pages that `num_tokens` fill, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)
 
-    def lookup(self, tokens: Sequence[int], salt: bytes = b"") -> list[int]:
+    def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Cached pages from the left, as many as match. Holds nothing yet."""
         pages = []
-        for key in HashChain(self.page_size, salt).upto(tokens, len(tokens) // self.page_size):
-            page = self.pool.find(key)
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            page = self.pool.find(chain.at(tokens, end))
             if page is None:
                 break
             pages.append(page)
         return pages
 
+    def fits(self, request: Hashable, num_tokens: int, hit: Sequence[int] = ()) -> bool:
+        """Whether `allocate` would give them."""
+        shared = () if request in self._requests else hit
+        return self.pool.fits(self._missing(request, num_tokens, len(shared)), shared)
+
     def allocate(
-        self, request: Hashable, num_tokens: int, *, hit: Sequence[int] = (), salt: bytes = b""
+        self, request: Hashable, num_tokens: int, *, hit: Sequence[int] = (), chain: HashChain | None = None
     ) -> list[tuple[int, int]] | None:
         """Gives the request pages for its first `num_tokens` positions.
 
         Args:
-            request: Any name; unknown ones enter, with the pages of `hit` and under `salt`.
+            request: Any name; unknown ones enter, with the pages of `hit` and the hashes of `chain`.
             num_tokens: Positions, this step's included.
             hit: The first pages, as `lookup` found them in this same scheduling pass.
-            salt: As for `lookup`.
+            chain: As for `lookup`.
 
         Returns:
             The (number, page) entries that are new in the request's row; None, and nothing changed, if the pool can't
             give them.
         """
+        if not self.fits(request, num_tokens, hit):
+            return None
         record = self._requests.get(request)
         shared = [] if record else list(hit)
         for page in shared:
             self.pool.hold(page)
-        known = len(record.pages) if record else len(shared)
-        fresh = self.pool.allocate(max(self.pages_for(num_tokens) - known, 0))
-        if fresh is None:
-            self.pool.release(shared)
-            return None
+        fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
         if record is None:
-            record = self._requests[request] = _Request(HashChain(self.page_size, salt), num_published=len(shared))
+            chain = chain or HashChain(self.page_size)
+            record = self._requests[request] = _Request(chain, num_published=len(shared))
         first = len(record.pages)
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))
 
-    def take_back(self, request: Hashable, count: int) -> None:
-        """Undoes an `allocate` that gave `count` entries; a request without pages leaves."""
+    def publish(self, request: Hashable, tokens: Sequence[int]) -> list[bytes]:
+        """Makes the full pages of `tokens` findable; returns the keys that are new."""
         record = self._requests[request]
-        keep = len(record.pages) - count
-        self.pool.release(record.pages[keep:][::-1])
-        del record.pages[keep:]
-        if not record.pages:
-            del self._requests[request]
-
-    def commit(self, request: Hashable, tokens: Sequence[int]) -> None:
-        """Publishes the full pages of `tokens`, all of them computed."""
-        record = self._requests[request]
-        full = len(tokens) // self.page_size
-        for number in range(record.num_published, full):
-            self.pool.publish(record.pages[number], record.chain.upto(tokens, number + 1)[number])
-        record.num_published = max(record.num_published, full)
+        new = []
+        for number in range(record.num_published, len(tokens) // self.page_size if record.shares else 0):
+            key = record.chain.at(tokens, (number + 1) * self.page_size)
+            if self.pool.publish(record.pages[number], key):
+                new.append(key)
+            record.num_published = number + 1
+        return new
 
     def free(self, request: Hashable) -> None:
         """Forgets a request; published pages stay findable until they are evicted, the last ones first."""
         record = self._requests.pop(request, None)
         if record is not None:
             self.pool.release(record.pages[::-1])
+
+    def holders(self, pages: Collection[int]) -> set[Hashable]:
+        """Requests that hold one of `pages`."""
+        return {name for name, record in self._requests.items() if not set(pages).isdisjoint(record.pages)}
+
+    def reset(self) -> None:
+        """Makes every page unfindable, and what present requests have and will have, for good."""
+        self.pool.reset()
+        for record in self._requests.values():
+            record.shares = False
+
+    def check(self) -> None:
+        """Raises AssertionError unless the pool accounts for every page and its holders are the requests."""
+        self.pool.check(Counter(page for record in self._requests.values() for page in record.pages))
+
+    def _missing(self, request: Hashable, num_tokens: int, shared: int) -> int:
+        record = self._requests.get(request)
+        return max(self.pages_for(num_tokens) - (len(record.pages) if record else shared), 0)

@@ -1,35 +1,50 @@
 """Which state block each column of each request has: the host's side of the block table's contract."""
 
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A cached prefix: `length` tokens, and the (column, block) pairs that hold it."""
+    """A cached prefix: `length` tokens, the (column, block) pairs that hold it, and the hashes it was looked up by."""
 
     length: int
     blocks: tuple[tuple[int, int], ...] = ()
-    salt: bytes = b""
+    chain: HashChain | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass
+class _Step:
+    """One whose result the host has not read. `offered`: its boundary was published when it was dispatched."""
+
+    num_tokens: int
+    drafts: int
+    offered: bool = False
 
 
 @dataclass
 class _Request:
     chain: HashChain
     committed: int
+    keep: Checkpoints | None
     columns: dict[int, int] = field(default_factory=dict)
-    # Tokens and drafts of the steps whose results the host has not read.
-    in_flight: deque[tuple[int, int]] = field(default_factory=deque)
+    in_flight: deque[_Step] = field(default_factory=deque)
+    # Key of the newest boundary, if it is let go when the next one is passed.
+    rolling: bytes | None = None
+    # False once the cache was reset: what the request computed before it must not be found.
+    shares: bool = True
 
 
 class StateBlockManager:
-    """State blocks of one group. A step goes: `allocate`, dispatch, `release`; and `commit` once its result is read.
+    """State blocks of all groups, which share block ids: a column is one block for every recurrent layer.
 
+    A step goes: `allocate`, dispatch, `release` and, for rows of known tokens, `publish`; `commit` once its result is read.
     Blocks are never moved between columns, and a column's block never changes while its request lives. Columns that a
     prefill chunk jumps over have none.
     """
@@ -58,7 +73,9 @@ class StateBlockManager:
                 f"StateBlockManager: num_blocks must be at least {1 + self.blocks_needed()} for one request, "
                 f"got {num_blocks}"
             )
-        self.pool = BlockPool(num_blocks)
+        # Keys that stay only until somebody passes the next boundary, and for whom.
+        self._rolling: dict[bytes, set[Hashable]] = {}
+        self.pool = BlockPool(num_blocks, on_lost=lambda key: self._rolling.pop(key, None))
         self._requests: dict[Hashable, _Request] = {}
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
@@ -67,27 +84,45 @@ class StateBlockManager:
             return 1 + self.num_speculative_tokens
         return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
 
-    def lookup(self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None) -> Hit:
+    def lookup(
+        self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None, chain: HashChain | None = None
+    ) -> Hit:
         """The longest cached state that `tokens` continue, at least one of them left to compute. Holds nothing yet.
 
         Args:
             tokens: The request's tokens.
             salt: Only states committed under the same salt match.
             limit: Longest prefix of use, where another cache ends earlier.
+            chain: Hashes of these tokens in blocks that divide `block_size`, instead of `salt`; the request goes on with it.
         """
+        chain = chain or HashChain(self.block_size, salt)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        if self.mode == "none" or most < self.block_size:
-            return Hit(0, (), salt)
-        keys = HashChain(self.block_size, salt).upto(tokens, most // self.block_size)
+        if self.mode == "none":
+            return Hit(0, (), chain)
         # From the right: a state stands for all that came before it, so the longest one is enough.
-        for column in range(len(keys) - 1, -1, -1):
-            block = self.pool.find(keys[column])
+        for column in range(most // self.block_size - 1, -1, -1):
+            block = self.pool.find(chain.at(tokens, (column + 1) * self.block_size))
             if block is not None:
-                return Hit((column + 1) * self.block_size, ((column, block),), salt)
-        return Hit(0, (), salt)
+                return Hit((column + 1) * self.block_size, ((column, block),), chain)
+        return Hit(0, (), chain)
+
+    def fits(
+        self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int = 0, *, hit: Hit | None = None
+    ) -> bool:
+        """Whether `allocate` would give the blocks."""
+        held = self._held(request, hit)
+        return self.pool.fits(len(self._missing(request, nc_lo, nc_hi, q, drafts, held)), held.values())
 
     def allocate(
-        self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int = 0, *, hit: Hit | None = None
+        self,
+        request: Hashable,
+        nc_lo: int,
+        nc_hi: int,
+        q: int,
+        drafts: int = 0,
+        *,
+        hit: Hit | None = None,
+        keep: Checkpoints | None = None,
     ) -> list[tuple[int, int]] | None:
         """Gives the request a block in every column that a step of `q` tokens may write.
 
@@ -98,38 +133,45 @@ class StateBlockManager:
             q: Tokens of the step, drafts included.
             drafts: Draft tokens among them.
             hit: What `lookup` found for an entering request, in this same scheduling pass.
+            keep: Boundaries of an entering request that stay cached; None keeps all that a step ends on or passes.
 
         Returns:
             The (column, block) entries that are new in the request's row; None, and nothing changed, if the pool can't
             give them.
         """
-        entering = request not in self._requests
-        if entering:
-            hit = hit or Hit(0)
-            record = _Request(HashChain(self.block_size, hit.salt), hit.length)
-        else:
-            record, hit = self._requests[request], None
-        if self.mode == "none":
-            wanted = range(1 + self.num_speculative_tokens)
-        else:
-            # A verify row may save any boundary that it passes; other rows write their running column alone.
-            first = nc_lo // self.block_size if drafts else column_of(nc_lo + q, self.block_size)
-            last = column_of(nc_hi + q, self.block_size) + (self.num_speculative_tokens if drafts else 0)
-            wanted = range(first, last + 1)
-        held = [] if hit is None else list(hit.blocks)
-        for _, block in held:
-            self.pool.hold(block)
-        taken = {column for column, _ in held} | record.columns.keys()
-        missing = [column for column in wanted if column not in taken]
-        blocks = self.pool.allocate(len(missing))
-        if blocks is None:
-            self.pool.release([block for _, block in held])
+        if not self.fits(request, nc_lo, nc_hi, q, drafts, hit=hit):
             return None
-        entries = held + list(zip(missing, blocks, strict=True))
+        held = self._held(request, hit)
+        for block in held.values():
+            self.pool.hold(block)
+        missing = self._missing(request, nc_lo, nc_hi, q, drafts, held)
+        entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
+        if request not in self._requests:
+            hit = hit or Hit(0)
+            record = _Request(hit.chain or HashChain(self.block_size), hit.length, keep)
+            record.rolling = self._resume_rolling(request, list(held.values()))
+            self._requests[request] = record
+        record = self._requests[request]
         record.columns.update(entries)
-        record.in_flight.append((q, drafts))
-        self._requests[request] = record
+        record.in_flight.append(_Step(q, drafts))
         return entries
+
+    def publish(self, request: Hashable, tokens: Sequence[int]) -> list[bytes]:
+        """Offers the boundary that the newest step ends on, if it is one to keep. Call it once the step is dispatched.
+
+        Args:
+            request: One whose newest step ran known tokens: a prompt's, no drafts.
+            tokens: Its tokens, up to the end of that step.
+
+        Returns:
+            The keys that are new.
+        """
+        record = self._requests[request]
+        record.in_flight[-1].offered = True
+        if len(tokens) % self.block_size:
+            return []
+        _, new = self._offer(request, record, tokens, len(tokens))
+        return new
 
     def commit(self, request: Hashable, tokens: Sequence[int]) -> int:
         """Takes in the result of the request's oldest step in flight, and publishes a boundary that it kept.
@@ -148,20 +190,20 @@ class StateBlockManager:
         record = self._requests[request]
         if not record.in_flight:
             raise ValueError(f"commit: request {request!r} has no step in flight")
-        q, drafts = record.in_flight[0]
-        certain, computed = record.committed + q - drafts, len(tokens)
-        if not certain <= computed <= certain + drafts:
+        step = record.in_flight[0]
+        certain, computed = record.committed + step.num_tokens - step.drafts, len(tokens)
+        if not certain <= computed <= certain + step.drafts:
             raise ValueError(
-                f"commit: request {request!r} must have {certain} to {certain + drafts} computed tokens, got {computed}"
+                f"commit: request {request!r} must have {certain} to {certain + step.drafts} computed tokens, "
+                f"got {computed}"
             )
         record.in_flight.popleft()
         record.committed = computed
         boundary = last_boundary(computed, self.block_size)
-        if self.mode == "none" or boundary < certain or boundary == 0:
+        if step.offered or boundary < certain or boundary == 0:
             return 0
-        column = column_of(boundary, self.block_size)
-        self.pool.publish(record.columns[column], record.chain.upto(tokens, column + 1)[column])
-        return boundary
+        kept, _ = self._offer(request, record, tokens, boundary)
+        return boundary if kept else 0
 
     def release(self, request: Hashable) -> None:
         """Lets go of columns that no step can read any more.
@@ -175,12 +217,85 @@ class StateBlockManager:
         gone = [column for column in record.columns if column < record.committed // self.block_size]
         self.pool.release([record.columns.pop(column) for column in gone])
 
-    def free(self, request: Hashable) -> None:
-        """Forgets a finished, aborted or preempted request; published blocks stay findable until they are evicted."""
+    def free(self, request: Hashable, *, preempted: bool = False) -> None:
+        """Forgets a finished, aborted or preempted request; published blocks stay findable until they are evicted.
+
+        The last boundary of a preempted request stays its own: if it resumes there, it lets it go at the next one.
+        """
         record = self._requests.pop(request, None)
-        if record is not None:
-            self.pool.release(list(record.columns.values()))
+        if record is None:
+            return
+        if record.rolling is not None and not preempted:
+            self._rolling.pop(record.rolling, None)
+        self.pool.release(list(record.columns.values()))
 
     def columns(self, request: Hashable) -> dict[int, int]:
         """The blocks a request holds, by column."""
         return dict(self._requests[request].columns)
+
+    def holders(self, blocks: Collection[int]) -> set[Hashable]:
+        """Requests that hold one of `blocks`."""
+        return {name for name, record in self._requests.items() if not set(blocks).isdisjoint(record.columns.values())}
+
+    def reset(self) -> None:
+        """Makes every state unfindable, and what present requests have and will have, for good."""
+        self.pool.reset()
+        for record in self._requests.values():
+            record.shares, record.rolling = False, None
+
+    def check(self) -> None:
+        """Raises AssertionError unless the pool accounts for every block and its holders are the requests."""
+        self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
+        assert self._rolling.keys() <= self.pool.keys, "a rolling boundary that is not published"
+
+    def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
+        return {} if hit is None or request in self._requests else dict(hit.blocks)
+
+    def _missing(
+        self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int, held: dict[int, int]
+    ) -> list[int]:
+        if self.mode == "none":
+            wanted = range(1 + self.num_speculative_tokens)
+        else:
+            # A verify row may save any boundary that it passes; other rows write their running column alone.
+            first = nc_lo // self.block_size if drafts else column_of(nc_lo + q, self.block_size)
+            last = column_of(nc_hi + q, self.block_size) + (self.num_speculative_tokens if drafts else 0)
+            wanted = range(first, last + 1)
+        record = self._requests.get(request)
+        return [column for column in wanted if column not in (record.columns if record else held)]
+
+    def _offer(
+        self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int
+    ) -> tuple[bool, list[bytes]]:
+        """Whether the boundary is kept, and its key if that is new."""
+        stays = record.keep is None or record.keep.stays(boundary)
+        rolls = record.keep is not None and record.keep.rolls(boundary)
+        if self.mode == "none" or not record.shares or not (stays or rolls):
+            return False, []
+        key = record.chain.at(tokens, boundary)
+        new = self.pool.publish(record.columns[column_of(boundary, self.block_size)], key)
+        if stays:
+            self._rolling.pop(key, None)
+        elif new or key in self._rolling:
+            self._rolling.setdefault(key, set()).add(request)
+        last, record.rolling = record.rolling, key if rolls else None
+        if last != record.rolling:
+            self._let_go(request, last)
+        return True, [key] if new else []
+
+    def _let_go(self, request: Hashable, key: bytes | None) -> None:
+        """The request has passed a further boundary; others may still want this one."""
+        wanted_by = self._rolling.get(key, set()) if key is not None else set()
+        if key is not None and request in wanted_by:
+            wanted_by.discard(request)
+            if not wanted_by:
+                self.pool.unpublish(key)
+
+    def _resume_rolling(self, request: Hashable, blocks: Sequence[int]) -> bytes | None:
+        """A hit on somebody's rolling boundary shows its use: it stays. A preempted request resumes its own."""
+        for key in map(self.pool.key_of, blocks):
+            if key in self._rolling:
+                if request in self._rolling[key]:
+                    return key
+                del self._rolling[key]
+        return None

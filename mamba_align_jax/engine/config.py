@@ -21,6 +21,8 @@ class EngineConfig:
         policy: "copy_free" or "pre_copy": see `AlignConfig`.
         block_size: Tokens between state boundaries.
         kv_page_size: Tokens of a KV page; divides `block_size`.
+        checkpoint_interval: Every so many tokens of each request a state stays cached, a multiple of `block_size`; None
+            keeps only those that are likely to be wanted: see docs/design.md.
         num_state_blocks: State blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
         num_kv_pages: KV pages, the NULL page included; None likewise.
         memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
@@ -30,12 +32,14 @@ class EngineConfig:
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
         state_dtype: Of the recurrent states: "float32", "bfloat16" or "float16".
+        checked: Whether each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
     prefix_cache: str = "align"
     policy: str = "copy_free"
     block_size: int = 64
     kv_page_size: int = 16
+    checkpoint_interval: int | None = None
     num_state_blocks: int | None = None
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
@@ -44,6 +48,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
     state_dtype: str = "float32"
+    checked: bool = False
 
     def __post_init__(self) -> None:
         _require(self.prefix_cache in (*MODES, "all"), "prefix_cache", f"one of {MODES}", self.prefix_cache)
@@ -68,6 +73,13 @@ class EngineConfig:
                 f"a multiple of kv_page_size = {self.kv_page_size}",
                 self.block_size,
             )
+        interval = self.checkpoint_interval
+        _require(
+            interval is None or (interval >= 1 and interval % self.block_size == 0),
+            "checkpoint_interval",
+            f"None or a multiple of block_size = {self.block_size}",
+            interval,
+        )
         _require(0 < self.memory_fraction <= 1, "memory_fraction", "in (0, 1]", self.memory_fraction)
         _require(
             self.state_dtype in ("float32", "bfloat16", "float16"),
@@ -95,6 +107,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end the request, kept in its output, beside the model's own end token.
         ignore_eos: Whether to go on after the model's end token.
         cache_salt: Requests share prefixes only under equal salts.
+        checkpoint_at: Offsets into the prompt, a system prompt's end for one, whose states stay cached: rounded down to
+            `block_size`, without 0 and what the prompt doesn't reach. `RequestOutput.checkpoint_at` says what they came to.
     """
 
     max_tokens: int = 64
@@ -105,11 +119,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    checkpoint_at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "checkpoint_at", tuple(self.checkpoint_at))
         _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
         _require(self.top_k >= 0, "top_k", "at least 0", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        _require(min(self.checkpoint_at, default=0) >= 0, "checkpoint_at", "offsets of at least 0", self.checkpoint_at)

@@ -68,6 +68,8 @@ class Engine:
                 self.sizes.state_blocks, config.block_size, config.num_speculative_tokens, mode=config.prefix_cache
             ),
             KVPageManager(self.sizes.kv_pages, config.kv_page_size),
+            checkpoint_interval=config.checkpoint_interval,
+            check=config.checked,
         )
         self.scheduler = Scheduler(self.cache, config.max_num_seqs, _MAX_PREFILL_ROWS, config.max_num_batched_tokens)
         self.runner = StepRunner(
@@ -174,6 +176,13 @@ class Engine:
         self.scheduler.remove(request)
         return request.output("abort")
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix, after the weights were replaced for one.
+
+        Running requests go on with what they hold, but what they computed and will compute is never shared.
+        """
+        self.cache.reset_prefix_cache()
+
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the requests that finished in it.
 
@@ -185,9 +194,13 @@ class Engine:
             if self._requests:
                 raise OutOfBlocksError(f"the pools can't run one of {len(self._requests)} requests: {self.sizes}")
             return []
-        sampled = self.runner.dispatch(plan)
-        self.scheduler.dispatched(plan)
-        tokens = self.runner.read(sampled)
+        try:
+            sampled = self.runner.dispatch(plan)
+            self.scheduler.dispatched(plan)
+            tokens = self.runner.read(sampled)
+        except BaseException:
+            self.scheduler.withdraw(plan)
+            raise
         sampling = [row.request for row in plan.rows if row.samples]
         self._count(plan)
         self.scheduler.finished(plan, tokens)
@@ -227,7 +240,7 @@ class Engine:
         self._steps += 1
         self._prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         for row in plan.prefill:
-            if row.enters and not row.request.generated:
+            if row.enters and row.request.num_admissions == 1:
                 self._prompt_tokens += len(row.request.prompt)
                 self._cached_tokens += row.request.num_cached
 

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
+from mamba_align_jax.cache.checkpoints import Checkpoints
+from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
 
 
@@ -15,6 +17,9 @@ class RequestOutput:
         prompt_token_ids: The prompt.
         token_ids: The generated tokens, a stop token included.
         num_cached_tokens: Prompt tokens whose states and keys came from the cache.
+        cache_miss: Why not more of them did: see `HybridHit.miss`; None if no more could, or nothing is cached.
+        checkpoint_at: The boundaries that `SamplingParams.checkpoint_at` came to. Those inside `num_cached_tokens` were not
+            made again.
         finish_reason: "stop", "length" or "abort".
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
@@ -25,6 +30,8 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_cached_tokens: int
+    cache_miss: str | None
+    checkpoint_at: tuple[int, ...]
     finish_reason: str
     ttft_s: float | None
     tpot_s: float | None
@@ -43,8 +50,12 @@ class Request:
     num_computed: int = 0
     # End of the tokens that must be run before the next one is sampled: the prompt, or all tokens after a preemption.
     prefill_end: int = 0
-    junction: int = 0
+    num_admissions: int = 0
     num_cached: int = 0
+    cache_miss: str | None = None
+    checkpoint_at: tuple[int, ...] = ()
+    keep: Checkpoints | None = None
+    chain: HashChain | None = None
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     last_token: float | None = None
@@ -78,6 +89,8 @@ class Request:
             prompt_token_ids=self.prompt,
             token_ids=self.generated,
             num_cached_tokens=self.num_cached,
+            cache_miss=self.cache_miss,
+            checkpoint_at=self.checkpoint_at,
             finish_reason=reason,
             ttft_s=None if first is None else first - self.arrival,
             tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),

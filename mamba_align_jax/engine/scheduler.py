@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
+from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit, Published
 from mamba_align_jax.engine.request import Request
 
 
@@ -26,10 +26,11 @@ class Row:
 
 @dataclass
 class Plan:
-    """One step's rows."""
+    """One step's rows, and what its dispatch made findable."""
 
     decode: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
+    published: list[Published] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -57,6 +58,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request."""
+        request.checkpoint_at = self.cache.requested_offsets(request.params.checkpoint_at, len(request.prompt))
         self.waiting.append(request)
 
     def schedule(self) -> Plan:
@@ -71,9 +73,19 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def dispatched(self, plan: Plan) -> None:
-        """The plan's step is on its way: columns that no later step reads may go."""
+        """The plan's step is on its way: columns that no later step reads may go, and what prompts fill is published."""
         for row in plan.rows:
-            self.cache.release(row.request.id)
+            tokens = row.request.tokens[: row.start + row.num_tokens] if row.is_prefilling else None
+            plan.published.append(self.cache.dispatched(row.request.id, tokens))
+
+    def withdraw(self, plan: Plan) -> None:
+        """The plan's step raised: nobody finds what it published; who ran in it, or holds some of it, starts again."""
+        lost = {row.request.id for row in plan.rows}.union(*map(self.cache.withdraw, plan.published))
+        for row in plan.rows:
+            row.request.num_admissions -= row.enters
+        for request in self.running[::-1]:
+            if request.id in lost:
+                self._requeue(request)
 
     def finished(self, plan: Plan, sampled: dict[int, int]) -> None:
         """Takes in a step's result: `sampled` maps request ids to tokens."""
@@ -91,17 +103,20 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def _leave(self, request: Request) -> None:
-        self.cache.free(request.id)
+    def _leave(self, request: Request, preempted: bool = False) -> None:
+        self.cache.free(request.id, preempted=preempted)
         self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        self._leave(request)
+        self._requeue(request)
+        self.num_preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
+        self._leave(request, preempted=True)
         request.num_computed, request.prefill_end = 0, len(request.tokens)
         self.waiting.appendleft(request)
-        self.num_preemptions += 1
 
     def _plan_decode(self, plan: Plan) -> None:
         for request in list(self.running):
@@ -124,8 +139,12 @@ class Scheduler:
                 budget -= self._plan_chunk(plan, request, budget, None)
         while self.waiting and self._free_slots:
             request = self.waiting[0]
-            hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode())
-            request.num_computed, request.junction = hit.length, hit.junction
+            hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode(), request.chain)
+            request.num_computed, request.chain = hit.length, hit.state.chain
+            if request.num_admissions == 0:
+                # What a request keeps is settled when it first enters: a preemption doesn't change it.
+                request.num_cached, request.cache_miss = hit.length, hit.miss
+                request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
             used = self._plan_chunk(plan, request, budget, hit)
             if used == 0:
                 # A request that can't run now waits, and keeps its place: nobody overtakes.
@@ -135,19 +154,18 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(request)
             request.slot = self._free_slots.pop()
-            if not request.generated:
-                request.num_cached = hit.length
+            request.num_admissions += 1
 
     def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int:
         """Adds a row if the budget and the pools allow; returns its tokens."""
         if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
             return 0
         start = request.num_computed
-        stops = (request.junction,)
+        stops = request.keep.stops(start) if request.keep else ()
         end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
         if end == 0:
             return 0
-        allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit)
+        allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         if allocation is None:
             return 0
         plan.prefill.append(Row(request, start, end - start, True, allocation, enters=hit is not None))

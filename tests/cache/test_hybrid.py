@@ -6,26 +6,26 @@ from hypothesis import strategies as st
 
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
-from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 
 BLOCK, PAGE = 8, 4
 
 
-def make(num_blocks=20, num_pages=40, mode="align"):
-    return HybridCache(StateBlockManager(num_blocks, BLOCK, mode=mode), KVPageManager(num_pages, PAGE))
+def make(num_blocks=20, num_pages=40, mode="align", **options):
+    states = StateBlockManager(num_blocks, BLOCK, mode=mode)
+    return HybridCache(states, KVPageManager(num_pages, PAGE), check=True, **options)
 
 
-def prefill(cache, name, tokens, budget=1000):
+def prefill(cache, name, tokens, budget=1000, salt=b""):
     """Runs a prompt; returns how much of it was cached, or None if the pools are full."""
-    hit = cache.lookup(tokens)
-    start, here = hit.length, hit
+    hit = cache.lookup(tokens, salt)
+    start, here, keep = hit.length, hit, cache.checkpoints(len(tokens), (), hit.junction)
     while start < len(tokens):
-        end = next_chunk_end(start, start + budget, len(tokens), BLOCK, (hit.junction,))
-        if cache.allocate(name, start, start, end - start, hit=here) is None:
+        end = cache.chunk_end(start, budget, budget, len(tokens), keep.stops(start))
+        if cache.allocate(name, start, start, end - start, hit=here, keep=keep) is None:
             cache.free(name)
             return None
-        cache.release(name)
+        cache.dispatched(name, tokens[:end])
         cache.commit(name, tokens[:end])
         start, here = end, None
     return hit.length
@@ -56,14 +56,31 @@ def test_a_shared_prefix_hits_on_the_third_at_the_latest():
     assert prefill(cache, "c", shared + [3] * 20) == 16
 
 
-def test_a_state_never_extends_a_hit_beyond_the_pages():
+def test_a_state_whose_pages_are_evicted_goes_first():
     cache, tokens = make(num_pages=9), list(range(30))
     prefill(cache, "a", tokens)
     cache.free("a")
-    # Other tokens take the tail of a's pages: the state at 24 outlives them.
+    assert cache.lookup(tokens).length == 24
+    # Other tokens take the tail of a's pages: nobody could use the state at 24, so its block is free, not cached.
     assert prefill(cache, "b", list(range(50, 59))) == 0
-    assert cache.states.lookup(tokens).length == 24
     assert cache.lookup(tokens).length == 0
+    cache.free("b")
+    assert cache.states.pool.num_cached == 1
+    assert cache.lookup(tokens).miss == "evicted"
+
+
+def test_evicting_what_another_has_computed_as_well_costs_nobody_its_prefix():
+    """b computes the pages behind its hit again. When a's are evicted, b's stand in, and what b built on them is found."""
+    cache, shared = make(num_pages=16), list(range(100, 120))
+    prefill(cache, "a", [*shared, 1, 2, 3, 4])
+    long = shared + [5] * 12
+    prefill(cache, "b", long)
+    cache.free("a")
+    assert cache.kv.allocate("c", 10 * PAGE) is None
+    assert cache.kv.allocate("c", 7 * PAGE) is not None  # all that is left, a's pages among it
+    cache.kv.free("c")
+    cache.free("b")
+    assert cache.lookup([*long, 1]).length == 32
     cache.check()
 
 

@@ -1,0 +1,174 @@
+"""BlockPool against a slow, obvious one: a table of blocks, each with its holders, its key and when it was last used."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mamba_align_jax.cache.block_pool import BlockPool
+
+KEYS = [bytes([n]) for n in range(6)]
+
+
+@dataclass
+class Block:
+    holders: int = 0
+    key: bytes | None = None
+    spare: bytes | None = None
+    used: int = 0
+
+
+class Machine(RuleBasedStateMachine):
+    num_blocks = 8
+
+    def __init__(self):
+        super().__init__()
+        self.lost, self.expected = [], []
+        self.pool = BlockPool(self.num_blocks, self.lost.append)
+        self.blocks = {block: Block() for block in range(1, self.num_blocks)}
+        self.time = 0
+
+    def found(self, key):
+        return next((b for b, block in self.blocks.items() if block.key == key), None)
+
+    def spares(self, key):
+        # In the order in which they were published.
+        return sorted((b for b in self.blocks if self.blocks[b].spare == key), key=lambda b: self.blocks[b].used)
+
+    def pick(self, data, condition):
+        return data.draw(st.sampled_from([b for b, block in self.blocks.items() if condition(block)]))
+
+    def forget(self, key):
+        for block in self.blocks.values():
+            if key in (block.key, block.spare):
+                block.key = block.spare = None
+        self.expected.append(key)
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count):
+        free = {b for b, block in self.blocks.items() if not block.holders and block.key is None}
+        cached = sorted(
+            (b for b, block in self.blocks.items() if not block.holders and block.key is not None),
+            key=lambda b: self.blocks[b].used,
+        )
+        before = self.pool.num_evictions
+        assert self.pool.fits(count) == (count <= len(free) + len(cached))
+        blocks = self.pool.allocate(count)
+        if count > len(free) + len(cached):
+            assert blocks is None
+            return
+        assert len(set(blocks)) == count
+        assert set(blocks[: len(free)]) <= free, "free blocks go first"
+        assert blocks[len(free) :] == cached[: max(count - len(free), 0)], "then the least recently used"
+        evictions = 0
+        for b in blocks:
+            key = self.blocks[b].key
+            if key is not None and self.spares(key):
+                heir = self.blocks[self.spares(key)[0]]
+                heir.key, heir.spare = key, None
+            elif key is not None:
+                evictions += 1
+                self.forget(key)
+                assert self.pool.was_evicted(key)
+            self.blocks[b] = Block(holders=1)
+        assert self.pool.num_evictions - before == evictions
+
+    @precondition(lambda self: any(block.holders or block.key for block in self.blocks.values()))
+    @rule(data=st.data())
+    def hold(self, data):
+        b = self.pick(data, lambda block: block.holders or block.key)
+        assert self.pool.fits(self.pool.num_available, [b]) == (self.blocks[b].holders > 0)
+        self.pool.hold(b)
+        self.blocks[b].holders += 1
+
+    @precondition(lambda self: any(block.holders for block in self.blocks.values()))
+    @rule(data=st.data())
+    def release(self, data):
+        b = self.pick(data, lambda block: block.holders)
+        self.pool.release([b])
+        self.time += 1
+        block = self.blocks[b]
+        block.holders -= 1
+        if block.holders == 0:
+            if block.spare is not None:
+                first = self.blocks[self.found(block.spare)]
+                first.used = first.used if first.holders else self.time
+                block.spare = None
+            else:
+                block.used = self.time
+
+    @precondition(lambda self: any(block.holders for block in self.blocks.values()))
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def publish(self, data, key):
+        b = self.pick(data, lambda block: block.holders)
+        block, new = self.blocks[b], False
+        self.time += 1
+        if block.key is None and block.spare is None:
+            new = self.found(key) is None
+            block.key, block.spare = (key, None) if new else (None, key)
+            block.used = self.time
+        assert self.pool.publish(b, key) == new
+
+    @rule(key=st.sampled_from(KEYS), evicted=st.booleans())
+    def unpublish(self, key, evicted):
+        before, first = self.pool.num_evictions, self.found(key)
+        assert self.pool.unpublish(key, evicted=evicted) == first
+        assert self.pool.num_evictions - before == (evicted and first is not None)
+        if first is not None:
+            self.forget(key)
+
+    @rule()
+    def reset(self):
+        present = [key for key in KEYS if self.found(key) is not None]
+        self.pool.reset()
+        assert all(self.pool.was_evicted(key) for key in present)
+        for key in present:
+            self.forget(key)
+
+    @invariant()
+    def agrees(self):
+        self.pool.check(Counter({b: block.holders for b, block in self.blocks.items() if block.holders}))
+        assert [self.pool.find(key) for key in KEYS] == [self.found(key) for key in KEYS]
+        assert self.pool.keys == {key for key in KEYS if self.found(key) is not None}
+        assert [self.pool.key_of(b) for b in self.blocks] == [block.key for block in self.blocks.values()]
+        assert Counter(self.lost) == Counter(self.expected)
+        held = sum(block.holders > 0 for block in self.blocks.values())
+        cached = sum(not block.holders and block.key is not None for block in self.blocks.values())
+        assert (self.pool.num_held, self.pool.num_cached) == (held, cached)
+        assert self.pool.num_available == len(self.blocks) - held
+
+
+Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestBlockPool = Machine.TestCase
+
+
+def test_the_first_block_of_a_key_stays_and_a_spare_succeeds_it():
+    pool = BlockPool(4)
+    first, second, third = pool.allocate(3)
+    assert pool.publish(first, b"k")
+    assert not pool.publish(second, b"k")
+    assert pool.find(b"k") == first
+    pool.release([first, third])
+    assert set(pool.allocate(2)) == {first, third}
+    assert pool.find(b"k") == second, "the key outlives its first block"
+    assert pool.num_evictions == 0
+    pool.release([second])
+    assert pool.num_cached == 1
+
+
+def test_a_check_sees_what_is_wrong():
+    pool = BlockPool(4)
+    pool.allocate(2)
+    with pytest.raises(AssertionError, match="reference counts disagree"):
+        pool.check({3: 1})
+    pool._free.append(3)
+    with pytest.raises(AssertionError, match="in two places"):
+        pool.check()
+
+
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="num_blocks must be at least 2, one of them NULL_BLOCK, got 1"):
+        BlockPool(1)
