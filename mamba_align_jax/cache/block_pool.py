@@ -15,8 +15,8 @@ class BlockPool:
     is published on top of a prefix is never left without it.
     """
 
-    def __init__(self, num_blocks: int, on_lost: Callable[[bytes], object] = lambda key: None) -> None:
-        """A pool of free blocks; `on_lost` is called with each key that is found no more."""
+    def __init__(self, num_blocks: int, on_lost: Callable[[bytes, bool], object] = lambda key, evicted: None) -> None:
+        """A pool of free blocks; `on_lost` is called with each key that is found no more, and whether it was evicted."""
         if num_blocks < 2:
             raise ValueError(f"BlockPool: num_blocks must be at least 2, one of them NULL_BLOCK, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -178,7 +178,7 @@ class BlockPool:
         if evicted:
             self.num_evictions += 1
             self._remember(key)
-        self.on_lost(key)
+        self.on_lost(key, evicted)
 
     def _remember(self, key: bytes) -> None:
         self._evicted[key] = None

@@ -1,7 +1,7 @@
 """One prefix cache over state blocks and KV pages: a hit is what both have, an allocation is both or neither."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
 from mamba_align_jax.cache.hashing import HashChain
@@ -39,10 +39,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Published:
-    """Keys that a step's dispatch made findable."""
+    """What a step's dispatch made findable: keys, and the blocks under them."""
 
-    states: tuple[bytes, ...] = ()
-    pages: tuple[bytes, ...] = ()
+    states: dict[bytes, int] = field(default_factory=dict)
+    pages: dict[bytes, int] = field(default_factory=dict)
 
 
 class HybridCache:
@@ -86,7 +86,7 @@ class HybridCache:
         self.checkpoint_interval = checkpoint_interval
         self._check = check
         # Pages are evicted from a prefix's end: the first that goes is the one that the prefix's last state is named by.
-        kv.pool.on_lost = lambda key: states.pool.unpublish(key, evicted=True)
+        kv.pool.on_lost = lambda key, evicted: states.pool.unpublish(key, evicted=evicted)
 
     def lookup(self, tokens: Sequence[int], salt: bytes = b"", chain: HashChain | None = None) -> HybridHit:
         """The longest prefix whose pages and state are cached; a state never extends it beyond the pages.
@@ -179,7 +179,7 @@ class HybridCache:
         published = Published()
         if tokens is not None and self.states.mode != "none":
             pages = self.kv.publish(request, tokens)
-            published = Published(tuple(self.states.publish(request, tokens)), tuple(pages))
+            published = Published(self.states.publish(request, tokens), pages)
         self._changed()
         return published
 
@@ -197,12 +197,12 @@ class HybridCache:
             Requests that hold some of it: its own, and those that came upon it meanwhile. What they compute is worth
             nothing, and their steps have failed too, coming later on the device: withdraw those, and free the requests.
         """
-        states = [self.states.pool.unpublish(key) for key in published.states]
-        pages = [self.kv.pool.unpublish(key) for key in reversed(published.pages)]
+        for key in published.states:
+            self.states.pool.unpublish(key)
+        for key in published.pages:
+            self.kv.pool.unpublish(key)
         self._changed()
-        return self.states.holders({b for b in states if b is not None}) | self.kv.holders(
-            {page for page in pages if page is not None}
-        )
+        return self.states.holders(published.states.values()) | self.kv.holders(published.pages.values())
 
     def free(self, request: Hashable, *, preempted: bool = False) -> None:
         """Forgets a finished, aborted or preempted request."""

@@ -1,7 +1,7 @@
 """Which KV page holds which positions of each request, for the attention layers of a hybrid model."""
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -74,14 +74,14 @@ class KVPageManager:
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))
 
-    def publish(self, request: Hashable, tokens: Sequence[int]) -> list[bytes]:
-        """Makes the full pages of `tokens` findable; returns the keys that are new."""
+    def publish(self, request: Hashable, tokens: Sequence[int]) -> dict[bytes, int]:
+        """Makes the full pages of `tokens` findable; returns the keys that are new, and their pages."""
         record = self._requests[request]
-        new = []
+        new = {}
         for number in range(record.num_published, len(tokens) // self.page_size if record.shares else 0):
             key = record.chain.at(tokens, (number + 1) * self.page_size)
             if self.pool.publish(record.pages[number], key):
-                new.append(key)
+                new[key] = record.pages[number]
             record.num_published = number + 1
         return new
 
@@ -91,9 +91,10 @@ class KVPageManager:
         if record is not None:
             self.pool.release(record.pages[::-1])
 
-    def holders(self, pages: Collection[int]) -> set[Hashable]:
+    def holders(self, pages: Iterable[int]) -> set[Hashable]:
         """Requests that hold one of `pages`."""
-        return {name for name, record in self._requests.items() if not set(pages).isdisjoint(record.pages)}
+        pages = set(pages)
+        return {name for name, record in self._requests.items() if not pages.isdisjoint(record.pages)}
 
     def reset(self) -> None:
         """Makes every page unfindable, and what present requests have and will have, for good."""

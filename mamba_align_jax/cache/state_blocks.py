@@ -1,7 +1,7 @@
 """Which state block each column of each request has: the host's side of the block table's contract."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
@@ -75,7 +75,7 @@ class StateBlockManager:
             )
         # Keys that stay only until somebody passes the next boundary, and for whom.
         self._rolling: dict[bytes, set[Hashable]] = {}
-        self.pool = BlockPool(num_blocks, on_lost=lambda key: self._rolling.pop(key, None))
+        self.pool = BlockPool(num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None))
         self._requests: dict[Hashable, _Request] = {}
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
@@ -156,7 +156,7 @@ class StateBlockManager:
         record.in_flight.append(_Step(q, drafts))
         return entries
 
-    def publish(self, request: Hashable, tokens: Sequence[int]) -> list[bytes]:
+    def publish(self, request: Hashable, tokens: Sequence[int]) -> dict[bytes, int]:
         """Offers the boundary that the newest step ends on, if it is one to keep. Call it once the step is dispatched.
 
         Args:
@@ -164,12 +164,12 @@ class StateBlockManager:
             tokens: Its tokens, up to the end of that step.
 
         Returns:
-            The keys that are new.
+            The key that is new, and its block.
         """
         record = self._requests[request]
         record.in_flight[-1].offered = True
         if len(tokens) % self.block_size:
-            return []
+            return {}
         _, new = self._offer(request, record, tokens, len(tokens))
         return new
 
@@ -233,9 +233,10 @@ class StateBlockManager:
         """The blocks a request holds, by column."""
         return dict(self._requests[request].columns)
 
-    def holders(self, blocks: Collection[int]) -> set[Hashable]:
+    def holders(self, blocks: Iterable[int]) -> set[Hashable]:
         """Requests that hold one of `blocks`."""
-        return {name for name, record in self._requests.items() if not set(blocks).isdisjoint(record.columns.values())}
+        blocks = set(blocks)
+        return {name for name, record in self._requests.items() if not blocks.isdisjoint(record.columns.values())}
 
     def reset(self) -> None:
         """Makes every state unfindable, and what present requests have and will have, for good."""
@@ -266,14 +267,14 @@ class StateBlockManager:
 
     def _offer(
         self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int
-    ) -> tuple[bool, list[bytes]]:
-        """Whether the boundary is kept, and its key if that is new."""
+    ) -> tuple[bool, dict[bytes, int]]:
+        """Whether the boundary is kept; its key if that is new, and the block."""
         stays = record.keep is None or record.keep.stays(boundary)
         rolls = record.keep is not None and record.keep.rolls(boundary)
         if self.mode == "none" or not record.shares or not (stays or rolls):
-            return False, []
-        key = record.chain.at(tokens, boundary)
-        new = self.pool.publish(record.columns[column_of(boundary, self.block_size)], key)
+            return False, {}
+        key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
+        new = self.pool.publish(block, key)
         if stays:
             self._rolling.pop(key, None)
         elif new or key in self._rolling:
@@ -281,7 +282,7 @@ class StateBlockManager:
         last, record.rolling = record.rolling, key if rolls else None
         if last != record.rolling:
             self._let_go(request, last)
-        return True, [key] if new else []
+        return True, {key: block} if new else {}
 
     def _let_go(self, request: Hashable, key: bytes | None) -> None:
         """The request has passed a further boundary; others may still want this one."""

@@ -27,7 +27,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.lost, self.expected = [], []
-        self.pool = BlockPool(self.num_blocks, self.lost.append)
+        self.pool = BlockPool(self.num_blocks, lambda key, evicted: self.lost.append((key, evicted)))
         self.blocks = {block: Block() for block in range(1, self.num_blocks)}
         self.time = 0
 
@@ -41,11 +41,11 @@ class Machine(RuleBasedStateMachine):
     def pick(self, data, condition):
         return data.draw(st.sampled_from([b for b, block in self.blocks.items() if condition(block)]))
 
-    def forget(self, key):
+    def forget(self, key, evicted=False):
         for block in self.blocks.values():
             if key in (block.key, block.spare):
                 block.key = block.spare = None
-        self.expected.append(key)
+        self.expected.append((key, evicted))
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count):
@@ -71,7 +71,7 @@ class Machine(RuleBasedStateMachine):
                 heir.key, heir.spare = key, None
             elif key is not None:
                 evictions += 1
-                self.forget(key)
+                self.forget(key, evicted=True)
                 assert self.pool.was_evicted(key)
             self.blocks[b] = Block(holders=1)
         assert self.pool.num_evictions - before == evictions
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.unpublish(key, evicted=evicted) == first
         assert self.pool.num_evictions - before == (evicted and first is not None)
         if first is not None:
-            self.forget(key)
+            self.forget(key, evicted)
 
     @rule()
     def reset(self):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
@@ -14,9 +15,16 @@ from mamba_align_jax.engine.scheduler import Scheduler
 BLOCK, PAGE, SEQS = 8, 4, 3
 
 
-def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2):
-    cache = HybridCache(StateBlockManager(num_blocks, BLOCK, mode=mode), KVPageManager(num_pages, PAGE))
+def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2, interval=None):
+    states = StateBlockManager(num_blocks, BLOCK, mode=mode)
+    cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
     return Scheduler(cache, SEQS, prefill_rows, budget)
+
+
+def kept(scheduler, tokens):
+    """Boundaries of `tokens` whose state can be found."""
+    find, chain = scheduler.cache.states.pool.find, HashChain(PAGE)
+    return [end for end in range(BLOCK, len(tokens) + 1, BLOCK) if find(chain.at(tokens, end)) is not None]
 
 
 def next_token(tokens):
@@ -55,13 +63,14 @@ class Device:
         return sampled
 
 
-def serve(scheduler, requests, arrivals=None, aborts=(), device=None):
+def serve(scheduler, requests, arrivals=None, aborts=(), device=None, between=lambda step: None):
     """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
     device, done, step = device or Device(scheduler.cache.states.mode), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone = set()
     while waiting or scheduler.waiting or scheduler.running:
+        between(step)
         while waiting and waiting[0][0] <= step:
             scheduler.add(requests[waiting.pop(0)[1]])
         for at, number in aborts:
@@ -87,8 +96,8 @@ def serve(scheduler, requests, arrivals=None, aborts=(), device=None):
     return done
 
 
-def request(number, prompt, max_tokens=6):
-    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens))
+def request(number, prompt, max_tokens=6, **params):
+    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params))
 
 
 def assert_complete(requests):
@@ -167,6 +176,136 @@ def test_aborting_frees_exactly_its_blocks():
     assert scheduler.cache.states.pool.num_held == len(held)
     scheduler.remove(a)
     assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_a_request_keeps_depends_on_itself_alone(data):
+    """Neither the budget, nor batch-mates, nor preemptions change which boundaries are cached in the end."""
+    shared = data.draw(st.integers(0, 40))
+    prompt = [7] * shared + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30))
+    max_tokens, at = data.draw(st.integers(1, 30)), tuple(data.draw(st.lists(st.integers(0, 60), max_size=3)))
+    interval = data.draw(st.sampled_from([None, 2 * BLOCK]))
+    results = []
+    for busy in (False, True):
+        budget, rows, mates, preempted = 1000, 1, [], set()
+        if busy:
+            budget, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
+            sizes = data.draw(st.lists(st.integers(1, 40), max_size=3))
+            mates = [request(10 + n, [100 + n] * size, 10) for n, size in enumerate(sizes)]
+            preempted = data.draw(st.sets(st.integers(1, 60), max_size=6))
+        scheduler, device = make(400, 900, budget=1000, interval=interval), Device("align")
+        serve(scheduler, [request(0, [7] * 30)], device=device)
+        scheduler.max_num_batched_tokens, scheduler.max_prefill_rows = budget, rows
+
+        def preempt(step, scheduler=scheduler, preempted=preempted):
+            if step in preempted and scheduler.running:
+                scheduler._preempt(scheduler.running[-1])
+
+        this = request(1, prompt, max_tokens, checkpoint_at=at)
+        before = len(mates) // 2
+        serve(scheduler, [*mates[:before], this, *mates[before:]], device=device, between=preempt)
+        assert scheduler.cache.states.pool.num_evictions == 0
+        assert_complete([this, *mates])
+        results.append((kept(scheduler, this.tokens), this.num_cached, this.cache_miss, this.checkpoint_at))
+    assert results[0] == results[1]
+    boundaries, cached, _, requested = results[0]
+    computed = len(prompt) + max_tokens - 1
+    last = {(len(prompt) - 1) // BLOCK * BLOCK, computed // BLOCK * BLOCK} - {0}
+    asked = {end for end in requested if end > cached}
+    assert last | asked <= set(boundaries)
+    if interval:
+        assert set(range(interval, computed + 1, interval)) - set(range(cached)) <= set(boundaries)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_repeated_prompts_and_prefixes_hit(data):
+    """A prompt that is sent again hits at once; a prefix with new suffixes from the third time on; a chat's next turn where
+    the last one ended."""
+    scheduler = make(400, 900, budget=data.draw(st.integers(1, 50)), prefill_rows=data.draw(st.integers(1, 3)))
+    device = Device("align")
+    prompt = data.draw(st.lists(st.integers(0, 9), min_size=BLOCK + 1, max_size=40))
+    again = [request(n, prompt, data.draw(st.integers(1, 20))) for n in range(2)]
+    for r in again:
+        serve(scheduler, [r], device=device)
+    assert again[1].num_cached == (len(prompt) - 1) // BLOCK * BLOCK
+    assert again[1].cache_miss is None
+    turn = request(2, [*again[1].tokens, 50])
+    serve(scheduler, [turn], device=device)
+    assert turn.num_cached >= (len(again[1].tokens) - 1) // BLOCK * BLOCK
+
+    prefix = [99, *data.draw(st.lists(st.integers(0, 9), min_size=BLOCK - 1, max_size=40))]
+    siblings = [request(3 + n, [*prefix, 20 + n, *[n] * data.draw(st.integers(0, 30))]) for n in range(3)]
+    for r in siblings:
+        serve(scheduler, [r], device=device)
+    assert siblings[2].num_cached == len(prefix) // BLOCK * BLOCK
+    assert_complete([*again, turn, *siblings])
+
+
+def test_one_boundary_rolls_with_a_running_request():
+    scheduler, this = make(), request(0, [3] * 20, max_tokens=50)
+    counts = []
+    serve(scheduler, [this], between=lambda step: counts.append(kept(scheduler, this.tokens)))
+    assert [16] in counts
+    assert [16, 40] in counts
+    assert all(len(boundaries) <= 2 for boundaries in counts)
+    assert kept(scheduler, this.tokens) == [16, 64]  # 69 of its 70 tokens were computed
+
+
+def test_boundaries_that_a_caller_asks_for():
+    scheduler = make(budget=13)
+    this = request(0, range(45), checkpoint_at=[0, 5, 12, 9, 31, 45, 46, 1000])
+    serve(scheduler, [this])
+    assert this.checkpoint_at == (8, 24)
+    assert kept(scheduler, this.tokens) == [8, 24, 40, 48]
+    assert this.output("length").checkpoint_at == (8, 24)
+    scheduler = make(mode="none")
+    this = request(0, range(45), checkpoint_at=[9])
+    serve(scheduler, [this])
+    assert this.checkpoint_at == ()
+
+
+def test_a_step_that_raises_leaves_nothing_behind():
+    scheduler, device = make(budget=40), Device("align")
+    old = request(0, range(100, 121), max_tokens=30)
+    scheduler.add(old)
+    plan = scheduler.schedule()
+    sampled = device.run(plan)
+    scheduler.dispatched(plan)
+    scheduler.finished(plan, sampled)
+    new = request(1, range(20))
+    scheduler.add(new)
+    plan = scheduler.schedule()
+    before = scheduler.cache.states.pool.keys, scheduler.cache.kv.pool.keys
+    scheduler.dispatched(plan)
+    assert scheduler.cache.lookup(list(range(20))).length == 16
+    scheduler.withdraw(plan)
+    assert (scheduler.cache.states.pool.keys, scheduler.cache.kv.pool.keys) == before
+    assert scheduler.cache.lookup(list(range(20))).length == 0
+    assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
+    assert [r.id for r in scheduler.waiting] == [0, 1]
+    assert scheduler.num_preemptions == 0
+    serve(scheduler, [], device=device)
+    assert_complete([old, new])
+    assert (new.num_admissions, new.num_cached) == (1, 0)
+
+
+def test_a_reset_forgets_what_is_cached_and_what_runs():
+    scheduler, device = make(), Device("align")
+    serve(scheduler, [request(0, range(20))], device=device)
+    running = request(1, range(50, 71), max_tokens=20)
+
+    def reset(step):
+        if step == 2:
+            scheduler.cache.reset_prefix_cache()
+
+    serve(scheduler, [running], device=device, between=reset)
+    assert_complete([running])
+    for tokens in (list(range(20)), running.tokens):
+        hit = scheduler.cache.lookup([*tokens, 1])
+        assert (hit.length, hit.junction, hit.miss) == (0, 0, "evicted")
+    assert scheduler.cache.states.pool.num_cached == scheduler.cache.kv.pool.num_cached == 0
 
 
 @settings(max_examples=80, deadline=None)
