@@ -101,6 +101,22 @@ def test_mode_none_never_hits():
     assert prefill(cache, "b", tokens) == 0
 
 
+def test_prefixes_under_different_salts_never_match():
+    cache, tokens = make(), list(range(30))
+    assert [prefill(cache, n, tokens, salt=salt) for n, salt in enumerate([b"a", b"b", b"a", b""])] == [0, 0, 24, 0]
+
+
+def test_offsets_are_rounded_down():
+    cache = make()
+    assert cache.requested_offsets([0, 7, 8, 15, 31, 16, 40, 41, 99], 40) == (8, 16, 24)
+    assert make(mode="none").requested_offsets([8], 40) == ()
+
+
+def test_the_interval_must_be_whole_blocks():
+    with pytest.raises(ValueError, match="checkpoint_interval must be None or a multiple of 8, got 12"):
+        make(checkpoint_interval=12)
+
+
 def test_the_block_size_must_be_whole_pages():
     with pytest.raises(ValueError, match="block_size must be a multiple of the page size 3, got 8"):
         HybridCache(StateBlockManager(9, 8), KVPageManager(9, 3))

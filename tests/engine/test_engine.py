@@ -157,6 +157,47 @@ def test_salts_keep_tenants_apart(rng, model):
     assert [cached("a"), cached("b"), cached("a"), cached("")] == [0, 0, 32, 0]
 
 
+def test_kept_boundaries_and_why_a_prompt_was_not_cached(rng, model, reference):
+    engine = make(model, checkpoint_interval=64)
+    (prompt,) = prompts(rng, 90, [1])
+    answer = lambda tokens, **params: engine.generate(tokens, dataclasses.replace(GREEDY, **params))[0]
+    first = answer(prompt, checkpoint_at=[50, 16, 20, 91, 3])
+    assert (first.checkpoint_at, first.num_cached_tokens, first.cache_miss) == ((16, 48), 0, "not identical")
+    # At 16 and 48 the caller wants a state, at 64 the engine, at 80 the prompt ends; decoding has passed 96.
+    outputs = [answer([*prompt[:end], 1, 2]) for end in (17, 31, 50, 66, 85)]
+    assert [output.num_cached_tokens for output in outputs] == [16, 16, 48, 64, 80]
+    assert answer([*prompt, *first.token_ids, 5]).num_cached_tokens == 96
+    assert answer([1, 2, 3]).cache_miss == "below one block"
+    assert_right(reference, [first, *outputs])
+    engine.reset_prefix_cache()
+    again = answer(prompt)
+    assert (again.token_ids, again.num_cached_tokens, again.cache_miss) == (first.token_ids, 0, "evicted")
+    assert answer(prompt).num_cached_tokens == 80
+    assert_everything_is_returned(engine)
+
+
+def test_a_step_that_raises_is_taken_back(rng, model, reference, monkeypatch):
+    engine = make(model)
+    (prompt,) = prompts(rng, 40, [5])
+    request_id, read = engine.add_request(prompt, GREEDY), engine.runner.read
+
+    def fail(sampled):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.runner, "read", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.step()
+    assert engine.cache.states.pool.keys == engine.cache.kv.pool.keys == frozenset()
+    monkeypatch.setattr(engine.runner, "read", read)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [(request_id, 0)]
+    assert_right(reference, outputs)
+    assert engine.stats.prompt_tokens == len(prompt)
+    assert_everything_is_returned(engine)
+
+
 def test_sampling_is_a_function_of_the_request_alone(rng, model):
     engine = make(model)
     params = [
@@ -201,6 +242,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(num_speculative_tokens=2), "num_speculative_tokens=2 is not available"),
         (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
         (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
+        (dict(checkpoint_interval=24), "checkpoint_interval must be None or a multiple of block_size = 16, got 24"),
         (dict(num_state_blocks=2), "num_state_blocks must be at least 3 for one request, got 2"),
         (dict(num_kv_pages=1), "num_kv_pages must be at least 2, got 1"),
         (dict(max_model_len=2000), "max_model_len must be at most the model's 1024, got 2000"),
@@ -226,7 +268,14 @@ def test_bad_requests_are_named_and_change_nothing(model):
         with pytest.raises(ValueError, match=message):
             engine.generate([[1, 2, 3], prompt], params)
         assert not engine.has_unfinished
-    for bad in (dict(max_tokens=0), dict(temperature=-1), dict(top_p=0.0), dict(top_k=-1), dict(seed=-1)):
+    for bad in (
+        dict(max_tokens=0),
+        dict(temperature=-1),
+        dict(top_p=0.0),
+        dict(top_k=-1),
+        dict(seed=-1),
+        dict(checkpoint_at=[-1]),
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
             SamplingParams(**bad)
     assert_everything_is_returned(engine)
