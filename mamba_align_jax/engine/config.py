@@ -25,7 +25,10 @@ class EngineConfig:
         num_kv_pages: KV pages, the NULL page included; None likewise.
         memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
             hold four times `max_num_seqs` sequences of `max_model_len`.
-        num_speculative_tokens: Draft tokens per step; not yet available.
+        num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
+            request then holds K more state blocks, and `block_size` must be at least K + 1.
+        prompt_lookup_max: Longest n-gram that is looked up for drafts.
+        prompt_lookup_min: Shortest one.
         max_model_len: Longest sequence; None is the model's own limit.
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
@@ -40,6 +43,8 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
@@ -55,6 +60,9 @@ class EngineConfig:
             _require(value is None or value >= 1, name, "None or at least 1", value)
         K = self.num_speculative_tokens
         _require(K >= 0, "num_speculative_tokens", "at least 0", K)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        _require(low >= 1, "prompt_lookup_min", "at least 1", low)
+        _require(high >= low, "prompt_lookup_max", f"at least prompt_lookup_min = {low}", high)
         if self.prefix_cache != "none":
             _require(
                 self.block_size >= K + 1,
@@ -75,11 +83,9 @@ class EngineConfig:
             "'float32', 'bfloat16' or 'float16'",
             self.state_dtype,
         )
-        # The bookkeeping and the kernels have both; the engine's scheduler doesn't drive them yet.
+        # The bookkeeping and the kernels have it; the engine's scheduler doesn't drive it yet.
         if self.prefix_cache == "all":
             raise ValueError("prefix_cache='all' is not available yet: use 'align'")
-        if K:
-            raise ValueError(f"num_speculative_tokens={K} is not available in the engine yet: use 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,8 @@ class SamplingParams:
         stop_token_ids: Tokens that end the request, kept in its output, beside the model's own end token.
         ignore_eos: Whether to go on after the model's end token.
         cache_salt: Requests share prefixes only under equal salts.
+        num_speculative_tokens: Draft tokens per step at most; None is the engine's, 0 drafts nothing. What is generated does
+            not depend on it.
     """
 
     max_tokens: int = 64
@@ -105,6 +113,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -113,3 +122,5 @@ class SamplingParams:
         _require(self.top_k >= 0, "top_k", "at least 0", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
+        own = self.num_speculative_tokens
+        _require(own is None or own >= 0, "num_speculative_tokens", "None or at least 0", own)

@@ -15,6 +15,8 @@ class RequestOutput:
         prompt_token_ids: The prompt.
         token_ids: The generated tokens, a stop token included.
         num_cached_tokens: Prompt tokens whose states and keys came from the cache.
+        num_draft_tokens: Tokens that were proposed for it by speculation.
+        num_accepted_tokens: Proposed tokens that the model agreed with, those behind a stop token included.
         finish_reason: "stop", "length" or "abort".
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
@@ -25,6 +27,8 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     finish_reason: str
     ttft_s: float | None
     tpot_s: float | None
@@ -45,6 +49,8 @@ class Request:
     prefill_end: int = 0
     junction: int = 0
     num_cached: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     last_token: float | None = None
@@ -57,6 +63,11 @@ class Request:
     def generated(self) -> tuple[int, ...]:
         """Tokens sampled so far."""
         return tuple(self.tokens[len(self.prompt) :])
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.params.max_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
     def is_prefilling(self) -> bool:
@@ -78,6 +89,8 @@ class Request:
             prompt_token_ids=self.prompt,
             token_ids=self.generated,
             num_cached_tokens=self.num_cached,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             finish_reason=reason,
             ttft_s=None if first is None else first - self.arrival,
             tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),

@@ -198,7 +198,6 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(policy="eager"), "policy must be one of .* got 'eager'"),
         (dict(prefix_cache="some"), "prefix_cache must be one of .* got 'some'"),
         (dict(prefix_cache="all"), "prefix_cache='all' is not available yet"),
-        (dict(num_speculative_tokens=2), "num_speculative_tokens=2 is not available"),
         (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
         (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
         (dict(num_state_blocks=2), "num_state_blocks must be at least 3 for one request, got 2"),
