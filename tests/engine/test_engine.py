@@ -20,6 +20,7 @@ MODES = {
     "pre_copy": dict(policy="pre_copy"),
     "copy_free": dict(policy="copy_free"),
 }
+SMALL = dict(num_kv_pages=24, num_state_blocks=6)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
@@ -97,7 +98,7 @@ def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
 
 
 def test_preempted_requests_are_right(rng, model, reference):
-    engine = make(model, num_kv_pages=24, num_state_blocks=9)
+    engine = make(model, **SMALL)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
     assert engine.stats.preemptions > 0
     assert_right(reference, outputs)
@@ -105,7 +106,7 @@ def test_preempted_requests_are_right(rng, model, reference):
 
 
 def test_evicted_prefixes_are_computed_again(rng, model, reference):
-    engine = make(model, num_state_blocks=6)
+    engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
     assert engine.stats.evicted_state_blocks > 0
