@@ -26,7 +26,7 @@ class EngineConfig:
         memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
             hold four times `max_num_seqs` sequences of `max_model_len`.
         num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
-            request then holds K more state blocks, and `block_size` must be at least K + 1.
+            request holds about K state blocks more, and `block_size` must be at least K + 1.
         prompt_lookup_max: Longest n-gram that is looked up for drafts.
         prompt_lookup_min: Shortest one.
         max_model_len: Longest sequence; None is the model's own limit.
