@@ -49,7 +49,8 @@ class Foresight:
 class Device:
     """Writes down which tokens each state block and page stands for, and checks what rows read."""
 
-    def __init__(self, mode):
+    def __init__(self, mode, most_blocks=99):
+        self.most_blocks = most_blocks
         self.mode, self.column = mode, (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
         self.rows, self.states, self.pages, self.entered = {}, {}, {}, []
         # Where each slot's live state is: its column.
@@ -65,6 +66,7 @@ class Device:
                 self.live[request.slot] = self.column(row.start)
                 self.entered.append(request.id)
             columns, pages = self.rows[request.slot]
+            assert len(row.allocation.columns) <= self.most_blocks, "the runner has room for no more"
             columns.update(row.allocation.columns)
             pages.update(row.allocation.pages)
             tokens = (*request.tokens, *row.drafts)
@@ -97,7 +99,8 @@ class Device:
 
 def serve(scheduler, requests, arrivals=None, aborts=(), device=None):
     """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
-    device, done, step = device or Device(scheduler.cache.states.mode), [], 0
+    states = scheduler.cache.states
+    device, done, step = device or Device(states.mode, states.blocks_needed()), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone = set()
