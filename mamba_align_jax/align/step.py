@@ -120,6 +120,9 @@ def begin_step(
         column=current,
         migration=migration,
     )
+    # What overwrites the state, here or in `finish_step`, waits for all that is read of it: else XLA may copy it first.
+    read = computed, current, indices.recurrent_read, indices.conv_read, indices.conv_row
+    state, _ = jax.lax.optimization_barrier((state, read))
     state_idx = _scatter(state.state_idx, batch, live, current)
     return AlignState(
         num_computed_tokens=state.num_computed_tokens,
