@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,11 +28,16 @@ def dtype_name(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class ConvState:
-    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token."""
+    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token.
+
+    `layout` is "SD", [window, channels], or vLLM's other one, "DS", [channels, window], which the convolution's Triton
+    kernels don't take.
+    """
 
     width: int
     channels: int
     dtype: str = "bfloat16"
+    layout: Literal["SD", "DS"] = "SD"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -41,10 +46,13 @@ class ConvState:
             raise ValueError(
                 f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
             )
+        if self.layout not in ("SD", "DS"):
+            raise ValueError(f"ConvState: layout must be 'SD' or 'DS', got {self.layout!r}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
-        """[window, channels] of one layer's block."""
-        return (self.width - 1 + num_speculative_tokens, self.channels)
+        """Of one layer's block, in the order of `layout`."""
+        window = self.width - 1 + num_speculative_tokens
+        return (window, self.channels) if self.layout == "SD" else (self.channels, window)
 
 
 @dataclass(frozen=True)

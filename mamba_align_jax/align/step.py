@@ -130,7 +130,11 @@ def copy_states(
         return pool
     for g, group in enumerate(spec.groups):
         arrays = [
-            state_copy(array, plan.conv_source[g], plan.destination[g], plan.conv_row, implementation=implementation)
+            state_copy(
+                *(array, plan.conv_source[g], plan.destination[g], plan.conv_row),
+                layout=kind.layout,
+                implementation=implementation,
+            )
             if isinstance(kind, ConvState)
             else state_copy(array, plan.recurrent_source[g], plan.destination[g], implementation=implementation)
             for kind, array in zip(group.states, pool.states[g], strict=True)

@@ -19,8 +19,8 @@ class RowKind(enum.IntEnum):
 def row_kinds(num_tokens: Any, num_computed_tokens: Any, num_drafts: Any, is_prefilling: Any) -> Any:
     """The `RowKind` of each row, element by element: integers [rows] of NumPy or JAX, `is_prefilling` bool.
 
-    A row behind its prompt is a decode row or, with drafts, a verify row. So is a prompt's tail that looks like one: a single
-    token, or one padded to a verify row's length with placeholder drafts, which are never accepted. But a sequence's first
+    A row behind its prompt is a decode row or, with drafts, a verify row. So is a prompt's tail that looks like one: one
+    token, or padded to a verify row's length with placeholder drafts, which are never accepted. But a sequence's first
     tokens are a chunk, be it a single token. A row without tokens counts as a decode row; no kernel touches it. Source:
     vLLM's `_compute_common_metadata`.
 

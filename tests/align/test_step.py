@@ -296,6 +296,7 @@ BAD_SPECS = {
     "width must be 2 to 5 and channels positive, got 6, 8": lambda: ConvState(6, 8),
     "width must be 2 to 5 and channels positive, got 1, 8": lambda: ConvState(1, 8),
     "width must be 2 to 5 and channels positive, got 4, 0": lambda: ConvState(4, 0),
+    "layout must be 'SD' or 'DS', got 'sd'": lambda: ConvState(4, 8, layout="sd"),
     "two axes or more, all positive, got (8,)": lambda: RecurrentState((8,)),
     "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
     "GroupSpec 'x': needs at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),

@@ -191,6 +191,12 @@ def test_every_case_lowers_for_h200(op, case):
     assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
 
 
+def test_windows_of_the_other_layout_lower_for_h200():
+    run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
+    pool = array(jnp.bfloat16, 30, 512, 8192, 3)
+    assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)
+
+
 @pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update", "selective_scan"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
