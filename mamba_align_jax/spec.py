@@ -87,6 +87,9 @@ class GroupSpec:
         object.__setattr__(self, "states", tuple(self.states))
         if self.num_layers < 1 or not self.states:
             raise ValueError(f"GroupSpec {self.name!r}: needs at least one layer and one state")
+        other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
+        if other is not None:
+            raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class AlignConfig:
         max_model_len: Longest sequence in tokens, drafts included.
         mode: "align" keeps states at block boundaries; "none" keeps only the running state.
         policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
+        checked: Whether `align.checked.StepChecker` verifies each step on the host, which waits for it: for debugging.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -110,12 +114,16 @@ class AlignConfig:
     max_model_len: int = 4096
     mode: str = "align"
     policy: str = "copy_free"
+    checked: bool = False
     state_block_size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise ValueError("AlignConfig: groups must not be empty")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"AlignConfig: groups must have distinct names, got {names}")
         for name, least in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),
