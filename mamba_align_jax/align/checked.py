@@ -104,6 +104,8 @@ class StepChecker:
             self._write(row.slot, row.current, *_KINDS)
             for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0)):
                 self._write(row.slot, column, RecurrentState)
+            if self.spec.mode == "all" and row.drafts < 0:
+                self._keep(row)
         for row in rows:
             self._finish(row, saves=num_sampled is not None)
         if state is not None:
@@ -190,6 +192,13 @@ class StepChecker:
         for kind in kinds:
             for _, written, block in self._blocks(slot, column, kind, "takes"):
                 written[block] = True
+
+    def _keep(self, row: _Row) -> None:
+        """Boundaries inside a chunk are kept where their columns have blocks; NULL_BLOCK's record is never read."""
+        for column in range(row.computed // self.spec.state_block_size, row.current):
+            for group, records in enumerate(self._written):
+                for written in records.values():
+                    written[self._tables[group, row.slot, column]] = True
 
     def _copy(self, slot: int, recurrent_source: int, conv_source: int, destination: int) -> None:
         self._read(slot, recurrent_source, conv_source)

@@ -264,6 +264,19 @@ def test_boundaries_are_saved_where_something_is_sampled(sampled):
         run(SPEC, SHORT, LONG, Step(PASSES, [], [(1, 1, 0)]))
 
 
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_mode_all_keeps_the_boundaries_inside_a_chunk(mode):
+    spec = replace(SPEC, mode=mode)
+    chunk = Step([(1, 9, -1, 1, 0)], [(1, 0)], [(1, column, 20 - column) for column in range(3)])
+    hits = [Step([(0, 1, 0, 1, 4 * n)], [(0, 4 * n)], [(0, n - 1, 21 - n), (0, n, 11)]) for n in (1, 2)]
+    for hit in hits:
+        if mode == "all":
+            run(spec, chunk, hit)
+        else:
+            with raises("was not written since it was allocated"):
+                run(spec, chunk, hit)
+
+
 def test_the_devices_counts_are_compared():
     checker = StepChecker(SPEC, BLOCKS)
     state = AlignState.create(SPEC)
