@@ -30,7 +30,8 @@ class EngineStats:
     """Counters since the engine was made.
 
     `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
-    counts prompt tokens computed, after preemptions again.
+    counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was lost: more than 0 is a
+    bug, which `EngineConfig(checked=True)` names.
     """
 
     steps: int = 0
@@ -40,6 +41,7 @@ class EngineStats:
     state_bytes_copied: int = 0
     preemptions: int = 0
     evicted_state_blocks: int = 0
+    null_reads: int = 0
 
 
 class Engine:
@@ -111,6 +113,7 @@ class Engine:
             state_bytes_copied=self.runner.state_bytes_copied,
             preemptions=self.scheduler.num_preemptions,
             evicted_state_blocks=self.cache.states.pool.num_evictions,
+            null_reads=self.runner.null_reads,
         )
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
@@ -62,7 +63,7 @@ def _step(
     spec: AlignConfig,
     page_size: int,
     num_decode_rows: int,
-) -> tuple[jax.Array, jax.Array, StatePool, KVPages, AlignState, BlockTables]:
+) -> tuple[jax.Array, jax.Array, jax.Array, StatePool, KVPages, AlignState, BlockTables]:
     model = nnx.merge(graph, params)
     batch = inputs.batch
     tables = update_block_tables(tables, inputs.updates)
@@ -85,7 +86,7 @@ def _step(
     state, plan = plan_finish(spec, state, batch, indices, inputs.samples.astype(jnp.int32), tables)
     pool = copy_states(spec, pool, plan)
     copies = _count(spec, indices.migration) + _count(spec, plan)
-    return sampled, copies, pool, kv, state, tables
+    return sampled, copies, indices.num_null_reads(), pool, kv, state, tables
 
 
 class Bucket(NamedTuple):
@@ -124,7 +125,8 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state = AlignState.create(spec)
         self.tables = BlockTables.create(spec)
-        self.state_bytes_copied = 0
+        self.state_bytes_copied = self.null_reads = 0
+        self._checker = StepChecker(spec, num_state_blocks)
         self._graph, self._params = nnx.split(model)
         self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self.page_size)), np.int32)
 
@@ -158,7 +160,7 @@ class StepRunner:
 
     def _run(self, bucket: Bucket, places: list[Row | None]) -> jax.Array:
         inputs = self._inputs(places, bucket.decode_rows * self.spec.window + bucket.prefill_tokens)
-        sampled, copies, self.pool, self.kv, self.state, self.tables = _step(
+        sampled, copies, null_reads, self.pool, self.kv, self.state, self.tables = _step(
             self._params,
             inputs,
             self.pool,
@@ -170,12 +172,14 @@ class StepRunner:
             page_size=self.page_size,
             num_decode_rows=bucket.decode_rows,
         )
-        self._places, self._copies = places, copies
+        self._checker.check(inputs.updates, inputs.additions, inputs.batch, inputs.samples, self.state)
+        self._places, self._counts = places, (copies, null_reads)
         return sampled
 
     def read(self, sampled: jax.Array) -> dict[int, int]:
         """The sampled tokens by request id: the step's only wait."""
-        tokens, copies = jax.device_get((sampled, self._copies))
+        tokens, (copies, null_reads) = jax.device_get((sampled, self._counts))
+        self.null_reads += int(null_reads)
         for g, group in enumerate(self.spec.groups):
             for kind in group.states:
                 size = self.spec.state_bytes_per_block(g, kind)

@@ -56,6 +56,7 @@ def assert_right(reference, outputs):
 
 def assert_everything_is_returned(engine):
     engine.cache.check()
+    assert engine.stats.null_reads == 0
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
@@ -97,7 +98,7 @@ def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
 
 
 def test_preempted_requests_are_right(rng, model, reference):
-    engine = make(model, num_kv_pages=24, num_state_blocks=9)
+    engine = make(model, num_kv_pages=24, num_state_blocks=9, checked=True)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
     assert engine.stats.preemptions > 0
     assert_right(reference, outputs)
@@ -110,6 +111,23 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
     assert engine.stats.evicted_state_blocks > 0
     assert_right(reference, outputs)
+
+
+def test_lost_states_are_counted_and_named(rng, model):
+    batch = prompts(rng, 20, [1])
+
+    def lose(engine):
+        allocate = engine.cache.allocate
+        engine.cache.allocate = lambda *args, **kwargs: dataclasses.replace(allocate(*args, **kwargs), columns=[])
+        return engine
+
+    engine = lose(make(model))
+    engine.generate(batch, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert engine.stats.null_reads == 3, "the second chunk and two decode steps"
+    with pytest.raises(
+        ValueError, match="slot 0: column 0 of group 'gdn' takes a recurrent state, but the column has no"
+    ):
+        lose(make(model, num_kv_pages=24, num_state_blocks=9, checked=True)).generate(batch)
 
 
 def test_sub_block_chunks(rng, model, reference):

@@ -206,6 +206,12 @@ def test_a_whole_step_lowers_with_what_it_is_made_of():
     assert (calls("_update"), calls("_state_copy")) == (2 * 30, 4)
 
 
+def test_windows_of_the_other_layout_lower_for_h200():
+    run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
+    pool = array(jnp.bfloat16, 30, 512, 8192, 3)
+    assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)
+
+
 @pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update", "selective_scan"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
