@@ -94,6 +94,11 @@ class Case:
         return dataclasses.replace(spec, max_num_reqs=sets * self.rows, **how)
 
     @property
+    def pool_bytes(self) -> int:
+        """Of all slots' blocks."""
+        return self.spec.max_num_reqs * self.spec.num_columns * self.spec.bytes_per_block
+
+    @property
     def shares(self) -> tuple[Fraction, ...]:
         """Of the rows that cross: none, as many as where all advance by a token a step, all."""
         return (Fraction(0),) if self.policy == "none" else (Fraction(0), Fraction(1, self.block_size), Fraction(1))
@@ -371,9 +376,9 @@ def main() -> None:
         for policy, K, layers in itertools.product(("copy_free", "pre_copy"), drafts, (1, 30, 60)):
             keep(Bookkeeping(policy, K, layers).measure())
     if "steps" in (options.part or ["steps"]):
-        grid = itertools.product(options.rows or ROWS, drafts, options.policy or POLICIES)
-        for rows, K, policy in grid:
-            case = Case(policy, rows, K)
+        grid = itertools.product(options.policy or POLICIES, options.rows or ROWS, drafts)
+        # The largest pool first: what it leaves behind has room for the others, but not the other way round.
+        for case in sorted(itertools.starmap(Case, grid), key=lambda case: case.pool_bytes, reverse=True):
             steps = Steps(trace(case, "triton").lower().compile(), make_buffers(case), make_tokens(case))
             for share in case.shares:
                 keep(measure(case, steps, share))
