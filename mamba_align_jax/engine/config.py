@@ -33,6 +33,7 @@ class EngineConfig:
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
         state_dtype: Of the recurrent states: "float32", "bfloat16" or "float16".
+        checked: Whether each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
     prefix_cache: str = "align"
@@ -49,6 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
     state_dtype: str = "float32"
+    checked: bool = False
 
     def __post_init__(self) -> None:
         _require(self.prefix_cache in (*MODES, "all"), "prefix_cache", f"one of {MODES}", self.prefix_cache)

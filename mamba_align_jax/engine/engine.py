@@ -31,7 +31,8 @@ class EngineStats:
     """Counters since the engine was made.
 
     `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
-    counts prompt tokens computed, after preemptions again. `draft_tokens[t]` counts verify rows with a draft in place t, and
+    counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was lost: more than 0 is a
+    bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts verify rows with a draft in place t, and
     `accepted_tokens[t]` those whose draft in place t was accepted.
     """
 
@@ -42,6 +43,7 @@ class EngineStats:
     state_bytes_copied: int = 0
     preemptions: int = 0
     evicted_state_blocks: int = 0
+    null_reads: int = 0
     draft_tokens: tuple[int, ...] = ()
     accepted_tokens: tuple[int, ...] = ()
 
@@ -130,6 +132,7 @@ class Engine:
             state_bytes_copied=self.runner.state_bytes_copied,
             preemptions=self.scheduler.num_preemptions,
             evicted_state_blocks=self.cache.states.pool.num_evictions,
+            null_reads=self.runner.null_reads,
             draft_tokens=tuple(self._draft_tokens),
             accepted_tokens=tuple(self._accepted_tokens),
         )

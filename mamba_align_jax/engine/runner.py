@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
@@ -41,12 +42,14 @@ class Inputs:
 class StepResult(NamedTuple):
     """What the host reads of a step: row i sampled `tokens[i, :counts[i]]`, int32 [rows, 1 + K] and [rows].
 
-    `copies` counts blocks that moved, [2, groups]: recurrent states, conv windows.
+    `copies` counts blocks that moved, [2, groups]: recurrent states, conv windows. `null_reads` counts rows whose state was
+    lost.
     """
 
     tokens: jax.Array
     counts: jax.Array
     copies: jax.Array
+    null_reads: jax.Array
 
 
 def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
@@ -109,6 +112,7 @@ def _step(
         tokens=jnp.concatenate([verified, jnp.broadcast_to(rest[:, None], (rest.shape[0], spec.window))]),
         counts=counts,
         copies=_count(spec, indices.migration) + _count(spec, plan),
+        null_reads=indices.num_null_reads(),
     )
     return result, pool, kv, state, tables
 
@@ -149,7 +153,8 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state = AlignState.create(spec)
         self.tables = BlockTables.create(spec)
-        self.state_bytes_copied = 0
+        self.state_bytes_copied = self.null_reads = 0
+        self._checker = StepChecker(spec, num_state_blocks)
         self._graph, self._params = nnx.split(model)
         self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self.page_size)), np.int32)
 
@@ -195,12 +200,14 @@ class StepRunner:
             page_size=self.page_size,
             num_decode_rows=bucket.decode_rows,
         )
+        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.state)
         self._places = places
         return result
 
     def read(self, result: StepResult) -> dict[int, list[int]]:
         """The sampled tokens of each request that samples, accepted drafts first, by id: the step's only wait."""
-        tokens, counts, copies = jax.device_get(result)
+        tokens, counts, copies, null_reads = jax.device_get(result)
+        self.null_reads += int(null_reads)
         for g, group in enumerate(self.spec.groups):
             for kind in group.states:
                 size = self.spec.state_bytes_per_block(g, kind)

@@ -20,7 +20,7 @@ MODES = {
     "pre_copy": dict(policy="pre_copy"),
     "copy_free": dict(policy="copy_free"),
 }
-SMALL = dict(num_kv_pages=24, num_state_blocks=6)
+SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
@@ -57,6 +57,7 @@ def assert_right(reference, outputs):
 
 def assert_everything_is_returned(engine):
     engine.cache.check()
+    assert engine.stats.null_reads == 0
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
@@ -111,6 +112,23 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
     assert engine.stats.evicted_state_blocks > 0
     assert_right(reference, outputs)
+
+
+def test_lost_states_are_counted_and_named(rng, model):
+    batch = prompts(rng, 20, [1])
+
+    def lose(engine):
+        allocate = engine.cache.allocate
+        engine.cache.allocate = lambda *args, **kwargs: dataclasses.replace(allocate(*args, **kwargs), columns=[])
+        return engine
+
+    engine = lose(make(model))
+    engine.generate(batch, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert engine.stats.null_reads == 3, "the second chunk and two decode steps"
+    with pytest.raises(
+        ValueError, match="slot 0: column 0 of group 'gdn' takes a recurrent state, but the column has no"
+    ):
+        lose(make(model, **SMALL)).generate(batch)
 
 
 def test_sub_block_chunks(rng, model, reference):

@@ -16,7 +16,7 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that each policy is compiled once: windows as wide as blocks, and pools that run out.
 K = 7
 SIZES = dict(block_size=8, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
-SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24)
+SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24, checked=True)
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # How many drafts a verify row gets, and how many of them are right.
 PLAN = ((7, 7), (3, 1), (0, 0), (7, 0), (5, 5), (1, 1), (7, 3), (2, 2), (7, 6))
@@ -91,6 +91,7 @@ def test_any_acceptance_under_preemption_is_right(rng, make, reference):
     assert_everything_is_returned(engine)
     stats = engine.stats
     assert stats.preemptions > 0
+    assert stats.null_reads == 0
     assert len(stats.draft_tokens) == len(stats.accepted_tokens) == K
     assert all(
         0 < accepted < drafts for accepted, drafts in zip(stats.accepted_tokens, stats.draft_tokens, strict=True)
@@ -145,6 +146,12 @@ def test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference):
         (second,) = engine.generate([talk], dataclasses.replace(GREEDY, max_tokens=4))
         assert second.num_cached_tokens == 48
         assert_right(reference, [first, second])
+
+
+@pytest.mark.gpu
+def test_speculation_is_right_over_compiled_kernels(rng, make, reference):
+    test_any_acceptance_under_preemption_is_right(rng, make, reference)
+    test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference)
 
 
 def test_a_request_chooses_how_many_drafts_it_gets(rng, make, reference):
