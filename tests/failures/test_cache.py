@@ -31,17 +31,27 @@ def prefill(cache, name, tokens, budget=1000):
     return hit.length
 
 
-def step(scheduler, read=True):
+def step(scheduler):
     """One step of a model that always says 1."""
-    plan = scheduler.schedule()
+    return finish(scheduler, scheduler.schedule())
+
+
+def finish(scheduler, plan):
     scheduler.dispatched(plan)
-    if read:
-        finished = [row.request for row in plan.rows if row.samples]
-        scheduler.finished(plan, {request.id: 1 for request in finished})
-        for request in finished:
-            if len(request.generated) == request.params.max_tokens:
-                scheduler.remove(request)
+    finished = [row.request for row in plan.rows if row.samples]
+    scheduler.finished(plan, {request.id: 1 for request in finished})
+    for request in finished:
+        if len(request.generated) == request.params.max_tokens:
+            scheduler.remove(request)
     return plan
+
+
+def drain(scheduler, steps=500):
+    """Runs everything to its end."""
+    while steps and (scheduler.running or scheduler.waiting):
+        step(scheduler)
+        steps -= 1
+    assert steps, "no progress"
 
 
 def request(number, prompt, max_tokens=2):
@@ -92,13 +102,11 @@ def test_the_hit_of_a_repeated_prompt_does_not_depend_on_the_load(data):
     queue = [first, *(request(2 + n, other, 5) for n, other in enumerate(others))]
     for r in data.draw(st.permutations(queue)):
         scheduler.add(r)
-    while scheduler.running or scheduler.waiting:
-        step(scheduler)
+    drain(scheduler)
     for n, other in enumerate(others):
         scheduler.add(request(20 + n, other, 5))
     scheduler.add(again)
-    while scheduler.running or scheduler.waiting:
-        step(scheduler)
+    drain(scheduler)
     assert again.num_cached == (len(prompt) - 1) // 8 * 8
 
 
@@ -179,8 +187,7 @@ def test_identical_prompts_in_one_pass_publish_one_block():
         scheduler.add(request(n, tokens))
     assert [(row.start, row.num_tokens) for row in step(scheduler).rows] == [(0, 8)] * 3
     found = scheduler.cache.states.lookup(tokens).blocks
-    while scheduler.running:
-        step(scheduler)
+    drain(scheduler)
     assert scheduler.cache.states.lookup(tokens).blocks == found
     assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
     states, pages = scheduler.cache.states.pool, scheduler.cache.kv.pool
@@ -224,8 +231,8 @@ def test_blocks_of_rejected_drafts_serve_the_next_step():
 @given(st.data())
 def test_no_row_gets_a_block_that_another_row_of_its_step_reads(data):
     """Rows of one launch run in any order, so this would be a race even where the planned order is right."""
-    blocks, pages = data.draw(st.integers(4, 10)), data.draw(st.integers(14, 30))
-    scheduler = Scheduler(make(8, 4, blocks, pages), 3, 2, data.draw(st.integers(1, 40)))
+    cache = make(num_blocks=data.draw(st.integers(4, 10)), num_pages=data.draw(st.integers(14, 30)))
+    scheduler = Scheduler(cache, 3, 2, data.draw(st.integers(1, 40)))
     count = data.draw(st.integers(2, 8))
     for n in range(count):
         shared, own = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 12))
@@ -240,23 +247,17 @@ def test_no_row_gets_a_block_that_another_row_of_its_step_reads(data):
             columns, held = rows[row.request.id]
             columns.update(row.allocation.columns)
             held.update(row.allocation.pages)
-            live = {("state", columns[(row.start - 1) // 8])} if row.start else set()
-            past = {("page", held[n]) for n in range(-(-row.start // 4))}
-            reads.append(live | past)
-            given_ = {("state", b) for c, b in row.allocation.columns if c != (row.start - 1) // 8}
-            given_ |= {("page", b) for n, b in row.allocation.pages if n * 4 >= row.start}
-            new.append(given_)
+            live, filled = (row.start - 1) // 8, -(-row.start // 4)
+            states, pages = {columns[live]} if row.start else set(), {held[n] for n in range(filled)}
+            reads.append((states, pages))
+            states = {block for column, block in row.allocation.columns if column != live}
+            new.append((states, {page for number, page in row.allocation.pages if number >= filled}))
         for r, mine in enumerate(new):
             for other, theirs in enumerate(reads):
-                assert other == r or not mine & theirs
+                assert other == r or not any(a & b for a, b in zip(mine, theirs, strict=True))
         if not plan.rows:
             break
-        scheduler.dispatched(plan)
-        finished = [row.request for row in plan.rows if row.samples]
-        scheduler.finished(plan, {r.id: 1 for r in finished})
-        for r in finished:
-            if len(r.generated) == r.params.max_tokens:
-                scheduler.remove(r)
+        finish(scheduler, plan)
     assert not scheduler.running
     assert not scheduler.waiting
 
@@ -267,14 +268,15 @@ def test_what_a_resumed_request_had_said_is_chunked_like_a_prompt():
     requests = [request(n, [n] * 4, 16) for n in range(2)]
     for r in requests:
         scheduler.add(r)
-    while scheduler.num_preemptions == 0:
+    for _ in range(12):
         step(scheduler)
+    assert scheduler.num_preemptions == 1
     young, said = requests[1], len(requests[1].tokens)
     assert 8 < said < 16
     for pool in (scheduler.cache.states.pool, scheduler.cache.kv.pool):
         pool.release(pool.allocate(pool.num_available))  # whatever it has left is evicted
     ends = []
-    while not young.generated or len(young.tokens) == said:
+    for _ in range(60):
         rows = [row for row in step(scheduler).rows if row.request is young]
         ends += [row.start + row.num_tokens for row in rows]
-    assert ends == [8, said]
+    assert ends[:2] == [8, said]
