@@ -1,4 +1,8 @@
-"""Slots whose blocks hold tokens instead of numbers, driven through the device's bookkeeping by hand."""
+"""Slots whose blocks hold tokens instead of numbers, driven through the device's bookkeeping by hand.
+
+Each column has a block of its own, so that only the arithmetic can be wrong. It is in the table from the step that may write
+it until it may go; before and after, the table names a block that is another request's.
+"""
 
 import functools
 from typing import NamedTuple
@@ -51,13 +55,12 @@ def _plan(spec, state, tables, additions, batch, num_sampled):
 
 
 class Slots:
-    """Every column of every slot has a block of its own, so that only the arithmetic can be wrong."""
-
     def __init__(self, policy):
         self.spec = spec = make_spec(policy)
         self.state = AlignState.create(spec)
-        blocks = 1 + np.arange(SLOTS * spec.num_columns, dtype=np.int32).reshape(1, SLOTS, -1)
-        self.tables, self.blocks = BlockTables(blocks=jnp.asarray(blocks)), blocks[0]
+        self.blocks = 1 + np.arange(SLOTS * spec.num_columns, dtype=np.int32).reshape(SLOTS, -1)
+        self.others = int(self.blocks.max()) + 1
+        self.rows = np.full_like(self.blocks, self.others)
         self.recurrent = {0: ()}
         self.windows = {0: [None] * (WIDTH - 1)}
         self.past, self._entering, self._count = {}, {}, 0
@@ -66,9 +69,14 @@ class Slots:
         """A new request, resumed from the boundary that slot `like` has left after `computed` tokens."""
         self.past[slot] = self.past[like][:computed] if computed else ()
         self._entering[slot] = computed
+        self.rows[slot] = self.others
         if computed:
+            self._grant(slot, [computed // BLOCK - 1])
             ours, theirs = (self.blocks[s, computed // BLOCK - 1] for s in (slot, like))
             self.recurrent[ours], self.windows[ours] = self.recurrent[theirs], list(self.windows[theirs])
+
+    def _grant(self, slot, columns):
+        self.rows[slot, columns] = self.blocks[slot, columns]
 
     def prompt(self, slot, tokens):
         """Enters and runs a prompt in chunks that end on boundaries."""
@@ -100,8 +108,15 @@ class Slots:
         additions = Additions.from_host(self.spec, SLOTS, list(self._entering), list(self._entering.values()))
         self._entering = {}
         sampled = jnp.asarray(np.array([*accepted, *[9] * (SLOTS - len(rows))], np.int32))
+        before = {row.slot: len(self.past[row.slot]) for row in rows if row.tokens}
+        for row in rows:
+            if row.tokens:
+                current = -(-(before[row.slot] + row.tokens) // BLOCK) - 1
+                first, last = (before[row.slot] // BLOCK, current + K) if row.drafts > 0 else (current, current)
+                self._grant(row.slot, list(range(first, last + 1)))
+        tables = BlockTables(blocks=jnp.asarray(self.rows[None]))
         self.state, saves, at = jax.tree.map(
-            np.asarray, _plan(self.spec, self.state, self.tables, additions, batch, sampled)
+            np.asarray, _plan(self.spec, self.state, tables, additions, batch, sampled)
         )
         self._copy(at.migration)
         for r, row in enumerate(rows):
@@ -111,6 +126,8 @@ class Slots:
         for row in rows:
             if row.tokens:
                 self._check_boundary(row)
+        for slot, count in before.items():
+            self.rows[slot, : count // BLOCK] = self.others
 
     def _run(self, row, r, at):
         past, first = self.past[row.slot], at.conv_row[r]
@@ -120,6 +137,7 @@ class Slots:
         new = past + tuple(range(self._count, self._count + row.tokens))
         self._count += row.tokens
         is_verify, write = row.drafts >= 0, at.write[0, r]
+        assert self.others not in write[: row.tokens if is_verify else 1], f"{row}: writes another request's block"
         for t in range(row.tokens) if is_verify else [row.tokens - 1]:
             self.recurrent[write[t if is_verify else 0]] = new[: len(past) + t + 1]
         kept = window[1:] + list(new[len(past) :]) if is_verify else (window + list(new[len(past) :]))[1 - WIDTH :]
@@ -131,6 +149,7 @@ class Slots:
             return
         for r, to in enumerate(plan.destination[0]):
             if to:
+                assert to != self.others, f"row {r}: copies to another request's block"
                 first = plan.conv_row[r]
                 self.recurrent[to] = self.recurrent[plan.recurrent_source[0, r]]
                 self.windows[to] = self.windows[plan.conv_source[0, r]][first:] + [STALE] * first

@@ -1,6 +1,7 @@
 """What went wrong elsewhere between accepted counts, columns and boundaries, tried on the device's bookkeeping."""
 
 import itertools
+import random
 
 import jax
 import numpy as np
@@ -143,6 +144,21 @@ def test_two_requests_on_one_cached_state_do_not_write_it(policy):
     slots.step(verify(0, 3, 4), Row(1, 1), Row(2, 3))
     slots.step(verify(0, 3, 4), verify(1, 3, 4), verify(2, 3, 1))
     assert slots.boundary(0, 8) == slots.boundary(1, 8) == slots.boundary(2, 8) == before
+
+
+@POLICIES
+def test_columns_without_a_block_of_their_own_are_never_used(policy):
+    """Those that chunks jump over, that went, or that no step may reach yet: the table holds anything there."""
+    draw = random.Random(0)
+    for _ in range(40):
+        slots = Slots(policy)
+        for slot in range(2):
+            slots.enter(slot)
+            slots.step(Row(slot, draw.choice([1, 3, BLOCK, 3 * BLOCK])))
+        while max(map(len, slots.past.values())) < 36:
+            drafts = draw.randint(0, K)
+            verified = verify(0, drafts, draw.randint(1, 1 + drafts))
+            slots.step(verified, Row(1, draw.choice([0, 1, 2, BLOCK, 2 * BLOCK + 1])))
 
 
 def test_columns_are_counted_in_state_blocks_whatever_the_page_size():

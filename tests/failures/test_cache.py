@@ -17,18 +17,12 @@ def make(block=8, page=4, num_blocks=40, num_pages=80):
     return HybridCache(StateBlockManager(num_blocks, block), KVPageManager(num_pages, page))
 
 
-def prefill(cache, name, tokens, budget=1000):
-    """Runs a prompt, alone, and forgets it; returns how much of it was cached."""
-    hit = cache.lookup(tokens)
-    start, here = hit.length, hit
-    while start < len(tokens):
-        end = cache.chunk_end(start, budget, budget, len(tokens), (hit.junction,))
-        assert cache.allocate(name, start, start, end - start, hit=here) is not None
-        cache.release(name)
-        cache.commit(name, tokens[:end])
-        start, here = end, None
-    cache.free(name)
-    return hit.length
+def prefill(cache, tokens, budget=1000):
+    """Runs a prompt, alone, to its first token; returns how much of it was cached."""
+    scheduler, r = Scheduler(cache, 1, 1, budget), request(0, tokens, 1)
+    scheduler.add(r)
+    drain(scheduler)
+    return r.num_cached
 
 
 def step(scheduler):
@@ -77,16 +71,15 @@ def test_the_hit_of_a_repeated_prompt_depends_on_its_length_alone():
     for (block, page), budget in itertools.product([(4, 4), (8, 4), (12, 3), (16, 1)], [16, 17, 40, 1000]):
         for length in range(1, 4 * block + 2):
             cache, tokens = make(block, page, 20, 80), list(range(length))
-            assert prefill(cache, "cold", tokens, budget) == 0
             wanted = (length - 1) // block * block
-            assert [prefill(cache, n, tokens, budget) for n in range(2)] == [wanted] * 2
+            assert [prefill(cache, tokens, budget) for _ in range(3)] == [0, wanted, wanted]
 
 
 def test_a_shared_prefix_hits_wherever_it_and_the_suffixes_end():
     """The first request's only states may lie in tokens that are its own; the third finds one all the same."""
     for shared, suffix in itertools.product(range(8, 30), (1, 3, 8, 9, 20)):
         cache, prefix = make(), [0] * shared
-        hits = [prefill(cache, n, prefix + [1 + n] * suffix) for n in range(3)]
+        hits = [prefill(cache, prefix + [1 + n] * suffix) for n in range(3)]
         assert hits[2] == shared // 8 * 8
         assert hits[1] in (0, hits[2])
 
@@ -115,15 +108,12 @@ def test_the_hit_of_a_repeated_prompt_does_not_depend_on_the_load(data):
 
 def test_pages_are_evicted_from_the_end_of_a_prefix():
     """Its beginning is what others can still use; without its first page all the rest would be dead."""
-    cache = make(num_pages=9)
-    tokens = list(range(32))
-    for end in (8, 16, 24, 32):
-        prefill(cache, end, tokens[:end])
-    pages = cache.kv.lookup(tokens)
-    assert len(pages) == 8
-    for taken in range(1, 9):
-        assert len(cache.kv.pool.allocate(1)) == 1
-        assert cache.kv.lookup(tokens) == pages[: 8 - taken]
+    cache, tokens = make(block=4, num_pages=9), list(range(32))
+    assert prefill(cache, tokens) == 0
+    for left in range(8, -1, -1):
+        hit = cache.lookup([*tokens, 0])
+        assert max(hit.length, hit.junction) == 4 * left
+        assert left == 0 or len(cache.kv.pool.allocate(1)) == 1
 
 
 def test_a_hit_saves_its_own_state_from_eviction_and_no_other():
@@ -159,8 +149,8 @@ def test_a_request_that_never_ran_leaves_nothing_to_find():
             # Its blocks are there, its step was never dispatched.
             assert scheduler.schedule().rows
         scheduler.remove(first)
-        assert scheduler.cache.lookup(tokens).length == 0
-        assert scheduler.cache.kv.lookup(tokens) == []
+        hit = scheduler.cache.lookup(tokens)
+        assert (hit.length, hit.junction) == (0, 0)
         scheduler.cache.check()
         assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
 
