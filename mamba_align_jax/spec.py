@@ -91,7 +91,8 @@ class AlignConfig:
         num_speculative_tokens: Draft tokens that a verify row may carry (K).
         max_num_reqs: Slots.
         max_model_len: Longest sequence in tokens, drafts included.
-        mode: "align" keeps states at block boundaries; "none" keeps only the running state.
+        mode: "align" keeps states at block boundaries; "none" keeps only the running state; "all" is "align" whose prefill
+            chunks also keep the boundaries inside them (`align.host.prefill_checkpoints`), and so may end anywhere.
         policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
     """
 
@@ -116,18 +117,18 @@ class AlignConfig:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"AlignConfig: {name} must be at least {least}, got {getattr(self, name)}")
-        if self.mode not in ("none", "align"):
-            raise ValueError(f"AlignConfig: mode must be 'none' or 'align', got {self.mode!r}")
+        if self.mode not in ("none", "align", "all"):
+            raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
-        if self.mode == "align" and self.block_size < self.num_speculative_tokens + 1:
+        if self.mode != "none" and self.block_size < self.num_speculative_tokens + 1:
             # A decode step could jump a whole column, and the boundary to save would have no block.
             raise ValueError(
                 f"AlignConfig: block_size must be at least num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {self.block_size}"
             )
         # Mode "none" is one block that no sequence outgrows: its boundary is never reached, so nothing is ever saved.
-        size = self.block_size if self.mode == "align" else self.max_model_len + 1
+        size = self.max_model_len + 1 if self.mode == "none" else self.block_size
         object.__setattr__(self, "state_block_size", size)
 
     @property
@@ -144,6 +145,9 @@ class AlignConfig:
         """Blocks per group that a running request holds at most, prefix-cached ones aside."""
         if self.mode == "none":
             return self.window
+        if self.mode == "all":
+            # A chunk may keep a state in every column that it passes.
+            return self.num_columns
         return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
 
     def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:

@@ -26,6 +26,7 @@ EXTRAS = {"flax", "safetensors", "rich"}
 HOST = [
     "mamba_align_jax.cache",
     "mamba_align_jax.align.columns",
+    "mamba_align_jax.align.host",
     "mamba_align_jax.align.policy",
     "mamba_align_jax.spec",
 ]

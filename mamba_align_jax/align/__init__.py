@@ -1,1 +1,1 @@
-"""The bookkeeping of align mode on the device; `columns` and `policy` are plain arithmetic and import no JAX."""
+"""The bookkeeping of align mode, on the device and as host Python; `columns`, `policy` and `host` import no JAX."""

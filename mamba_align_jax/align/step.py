@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.align.columns import choose, column_of, last_boundary
+from mamba_align_jax.align.columns import (
+    accepted_after_save,
+    boundary_save,
+    certain_tokens,
+    running_column,
+    tokens_after,
+)
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
@@ -88,7 +94,7 @@ def begin_step(
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
     accepted = state.num_accepted_tokens[slot]
     old = jnp.where(live, state.state_idx[slot], -1)
-    current = column_of(computed + batch.num_tokens, size)
+    current = running_column(computed, batch.num_tokens, size)
 
     places = POLICIES[spec.policy](old, accepted, current)
     started = live & (old >= 0)
@@ -146,6 +152,28 @@ def migrate(
     return copy_states(spec, pool, indices.migration, implementation=implementation)
 
 
+def plan_saves(
+    spec: AlignConfig,
+    tables: BlockTables,
+    slot: jax.Array,
+    live: jax.Array,
+    column: jax.Array,
+    certain: jax.Array,
+    accepted: jax.Array,
+) -> tuple[CopyPlan, jax.Array]:
+    """Copies of the boundaries that live rows passed, and what counts as accepted after them. int32 [rows] throughout."""
+    save = boundary_save(certain, tokens_after(certain, accepted), spec.state_block_size)
+    passed = live & save.passed
+    lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
+    plan = CopyPlan(
+        recurrent_source=lookup(column + save.offset),
+        conv_source=lookup(column),
+        conv_row=jnp.where(passed, save.offset, 0),
+        destination=lookup(save.target),
+    )
+    return plan, accepted_after_save(accepted, passed, save.target, column)
+
+
 def plan_finish(
     spec: AlignConfig,
     state: AlignState,
@@ -155,29 +183,15 @@ def plan_finish(
     tables: BlockTables,
 ) -> tuple[AlignState, CopyPlan | None]:
     """`finish_step` without running the copies of its boundary saves: None if there can be none."""
-    size, live = spec.state_block_size, _live(batch)
-    slot = jnp.maximum(batch.idx_mapping, 0)
+    live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     drafts = jnp.maximum(batch.num_drafts, 0)
     # A chunk that samples nothing still has one state to go on from.
     accepted = jnp.maximum(jnp.broadcast_to(jnp.int32(1 if num_sampled is None else num_sampled), slot.shape), 1)
-    certain = indices.num_computed_tokens + batch.num_tokens - drafts
-    computed = certain + accepted - 1
-    plan = None
+    certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
+    plan, computed = None, tokens_after(certain, accepted)
     # Without drafts every step ends in its running column: a boundary is where it belongs already.
-    if spec.mode == "align" and spec.num_speculative_tokens > 0 and num_sampled is not None:
-        boundary = last_boundary(computed, size)
-        beyond = boundary - certain
-        passed = live & (beyond >= 0)
-        target = column_of(boundary, size)
-        lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
-        plan = CopyPlan(
-            recurrent_source=lookup(indices.column + beyond),
-            conv_source=lookup(indices.column),
-            conv_row=jnp.where(passed, beyond, 0),
-            destination=lookup(target),
-        )
-        # Saved onto the running column itself, the state is where a fully accepted one would be.
-        accepted = choose(passed & (target == indices.column), 1, accepted)
+    if spec.mode != "none" and spec.num_speculative_tokens > 0 and num_sampled is not None:
+        plan, accepted = plan_saves(spec, tables, slot, live, indices.column, certain, accepted)
     return AlignState(
         num_computed_tokens=_scatter(state.num_computed_tokens, batch, live, computed),
         num_accepted_tokens=_scatter(state.num_accepted_tokens, batch, live, accepted),

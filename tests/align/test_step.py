@@ -133,8 +133,9 @@ def step_parts(spec, rng):
         (dict(num_speculative_tokens=2), 1, True),
         (dict(num_speculative_tokens=2), None, False),
         (dict(num_speculative_tokens=2, mode="none"), 1, False),
+        (dict(num_speculative_tokens=2, mode="all"), 1, True),
     ],
-    ids=["K = 0", "K = 2", "nothing sampled", "mode none"],
+    ids=["K = 0", "K = 2", "nothing sampled", "mode none", "mode all"],
 )
 def test_finish_step_copies_only_where_a_boundary_can_be_passed(rng, changes, num_sampled, copies, policy):
     spec = make_spec(policy=policy, **changes)
@@ -288,9 +289,10 @@ BAD_SPECS = {
     "num_speculative_tokens must be at least 0, got -1": lambda: make_spec(num_speculative_tokens=-1),
     "max_num_reqs must be at least 1, got 0": lambda: make_spec(max_num_reqs=0),
     "max_model_len must be at least 1, got 0": lambda: make_spec(max_model_len=0),
-    "mode must be 'none' or 'align', got 'sometimes'": lambda: make_spec(mode="sometimes"),
+    "mode must be 'none', 'align' or 'all', got 'sometimes'": lambda: make_spec(mode="sometimes"),
     "policy must be one of ['copy_free', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),
     "block_size must be at least num_speculative_tokens + 1 = 5, got 4": lambda: make_spec(num_speculative_tokens=4),
+    "num_speculative_tokens + 1 = 6, got 4": lambda: make_spec(num_speculative_tokens=5, mode="all"),
     "dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int8'": lambda: ConvState(4, 8, "int8"),
     "got 'float64'": lambda: RecurrentState((2, 2), np.float64),
     "width must be 2 to 5 and channels positive, got 6, 8": lambda: ConvState(6, 8),
@@ -353,6 +355,9 @@ def test_sizes_by_hand():
     assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 5, 5)
     plain = make_spec(num_speculative_tokens=0)
     assert (plain.num_columns, plain.blocks_per_request()) == (6, 2)
+    # A chunk in mode "all" may keep a state in every column.
+    every = make_spec(mode="all")
+    assert (every.state_block_size, every.num_columns, every.blocks_per_request(1)) == (4, 8, 8)
     none = make_spec(mode="none", block_size=1)
     assert (none.num_columns, none.blocks_per_request(), none.blocks_per_request(1)) == (3, 3, 3)
     # Qwen3.5-35B-A3B: 30 layers of GDN, convolutions in bfloat16, states in float32.

@@ -1,5 +1,6 @@
 """Sequences of steps worked out by hand: block_size 4, K = 2, width 4. Everything is in columns, not in block ids."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from mamba_align_jax import (
     add_requests,
     begin_step,
 )
+from mamba_align_jax.align.host import gather_state_indices, postprocess_mamba, preprocess_mamba
 from mamba_align_jax.align.step import plan_finish
 
 GROUP = GroupSpec("layers", 1, (ConvState(4, 1), RecurrentState((1, 1))))
@@ -202,3 +204,44 @@ def test_example(example, policy):
 @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
 def test_example_d_plain_decode(policy):
     walk(policy, 0, PLAIN_DECODE)
+
+
+def walk_on_the_host(K, steps):
+    spec = AlignConfig((GROUP,), 4, K, max_num_reqs=1, max_model_len=40, policy="pre_copy")
+    columns, state_idx, accepted, resumed = range(FIRST, FIRST + spec.num_columns), {}, [1], ()
+    for number, step in enumerate(steps):
+        where = f"step {number}"
+        if isinstance(step, Enter):
+            resumed = ["r"]
+            continue
+        batch = SimpleNamespace(
+            req_ids=["r"],
+            num_computed_tokens=[step.nc],
+            num_scheduled_tokens=[step.q],
+            num_draft_tokens=[-1 if step.accepted == 0 else step.q - 1],
+            block_rows=[[columns]],
+        )
+        scheduled = SimpleNamespace(finished_req_ids=(), preempted_req_ids=None, resumed_req_ids=resumed)
+        plan, accepted = preprocess_mamba(spec, scheduled, batch, state_idx, accepted)
+        assert the_copy(plan) == step.before, where
+        assert state_idx == {"r": step.column}, where
+        at = gather_state_indices(spec, batch, state_idx, accepted, 1)
+        if step.read is None:
+            assert not at.has_initial_state[0], where
+        else:
+            read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.conv_row[0]))
+            assert read == (step.read if step.before is None else Read(step.column, step.column, 0)), where
+        np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
+        plan, accepted = postprocess_mamba(spec, batch, state_idx, [step.accepted])
+        assert the_copy(plan) == step.after, where
+        assert step.left is None or accepted[0] == step.left, where
+        resumed = ()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_on_the_host(example):
+    walk_on_the_host(2, EXAMPLES[example])
+
+
+def test_example_d_on_the_host():
+    walk_on_the_host(0, PLAIN_DECODE)
