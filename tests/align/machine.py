@@ -1,7 +1,8 @@
 """A server that does anything a server may do, for hypothesis to drive: every step is replayed in literal tokens.
 
-A rule-based state machine and not `given` over schedules: a failure shrinks to the few requests and steps that matter,
-is printed as a program, and rules that an example leaves out altogether make schedules that no fixed mixture does.
+A rule-based state machine and not `given` over lists of steps: examples are long, and yet shrink to the few steps that
+matter; a failure is printed as a program. There is one rule, because hypothesis leaves rules out of half the examples,
+and a server without steps tests nothing; what an example never does is drawn with its configuration instead.
 
 One compiled program serves every configuration: block_size is traced, and windows are wide enough for the largest K.
 """
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from align.host_path import HostPath
 from align.model import Pool, Row, check_idle, to_numpy
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from mamba_align_jax import (
     Additions,
@@ -31,6 +33,7 @@ from mamba_align_jax import (
     begin_step,
     update_block_tables,
 )
+from mamba_align_jax.align.staging import plan_postprocess
 from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 
@@ -79,15 +82,16 @@ POLICIES = {policy: replace(WIDEST, policy=policy) for policy in ("copy_free", "
 
 
 @jax.jit
-def run_step(block_size, states, tables, additions, updates, batch, num_sampled):
-    """The step under every policy: `states` has one entry for each."""
+def run_step(block_size, states, tables, additions, updates, batch, num_sampled, host_inputs):
+    """The step under every policy (`states` has one entry for each), and what the host path has the device do."""
     tables, results = update_block_tables(tables, updates), {}
     for policy, base in POLICIES.items():
         spec = AnyConfig(base, block_size)
         state = add_requests(states[policy], additions)
         state, indices = begin_step(spec, state, batch, tables)
         results[policy] = state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables)
-    return tables, results
+    staged, sampled, slots = host_inputs
+    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots)
 
 
 @dataclass
@@ -99,14 +103,19 @@ class Request:
     computed: tuple = ()
     known: int = 0
     entered: bool = False
+    resumed: bool = False
     pending: list = field(default_factory=list)
 
 
+# A slot's request leaves somehow; another enters with tokens of an older one, all or some, and more of its own.
+TURN = st.tuples(
+    st.integers(0, SLOTS - 1),
+    st.sampled_from(["finish", "stop", "abort", "preempt", "preempt unannounced"]),
+    *(st.integers(0, 5), st.sampled_from(["all", "blocks", "half"]), st.integers(0, 20)),
+)
 # What a slot does in a step, where it can: an action, how much of it, and how many tokens are accepted.
-ACTIONS = [*["run"] * 7, "left out", "no tokens", "one token", "another chunk"]
-SLOT = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 4), st.integers(0, 8))
-# What every slot does, the rows' order (padding among them), and how many steps the host stays behind.
-STEP = st.tuples(st.tuples(*[SLOT] * SLOTS), st.permutations(range(SLOTS + 1)), st.integers(0, 2))
+RARE = ["left out", "no tokens", "one token", "another chunk"]
+CHOICE = st.tuples(st.sampled_from(["run"] * 7 + RARE), st.integers(0, 4), st.integers(0, 8))
 
 
 class Machine(RuleBasedStateMachine):
@@ -122,9 +131,11 @@ class Machine(RuleBasedStateMachine):
         K=st.integers(0, 8),
         width=st.integers(2, 5),
         lag=st.integers(0, 2),
-        room=st.sampled_from([SLOTS + 1, SLOTS + 1, SLOTS, 2, 1]),
+        room=st.sampled_from([SLOTS + 1, SLOTS + 1, SLOTS, SLOTS - 1, 1]),
+        never=st.sets(st.sampled_from(RARE)),
+        first=st.lists(TURN, min_size=1, max_size=SLOTS),
     )
-    def configure(self, mode, block_size, K, width, lag, room):
+    def configure(self, mode, block_size, K, width, lag, room, never, first):
         K, width = K % block_size if mode == "align" else K, self.width or width
         self.spec = make_spec(
             width=width,
@@ -133,17 +144,22 @@ class Machine(RuleBasedStateMachine):
             max_model_len=LONGEST - 7 * (9 - block_size),
             mode=mode,
         )
-        self.size, self.K, self.lag = self.spec.state_block_size, K, lag
+        self.size, self.K, self.lag, self.never = self.spec.state_block_size, K, lag, never
         self.num_blocks = 1 + room * self.spec.blocks_per_request(lag)
         self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode)
         self.pools = {policy: Pool(self.num_blocks, width, K, self.size) for policy in POLICIES}
         self.states = {policy: AlignState.create(WIDEST) for policy in POLICIES}
+        self.known = to_numpy(self.states["copy_free"])
         self.tables = BlockTables(blocks=jnp.full_like(BlockTables.create(WIDEST).blocks, STALE))
         self.requests, self.cached = [None] * SLOTS, set()
-        # What was computed once, and may be continued.
-        self.history = collections.deque([()], maxlen=6)
+        tables = np.full(self.tables.blocks.shape, STALE, np.int32)
+        self.host_path = HostPath(replace(self.spec, policy="pre_copy"), tables, SLOTS)
+        # What was computed once, by whom, and may be continued.
+        self.history = collections.deque([(None, ())], maxlen=6)
         self.names, self.token = itertools.count(), itertools.count()
         self.start()
+        for turn in first:
+            self.turn_over(*turn)
 
     def start(self):
         """For more replays than the literal one."""
@@ -153,13 +169,6 @@ class Machine(RuleBasedStateMachine):
 
     # Requests come and go.
 
-    @rule(
-        slot=st.integers(0, SLOTS - 1),
-        how=st.sampled_from(["finish", "stop", "abort or preempt"]),
-        past=st.integers(0, 5),
-        keep=st.sampled_from(["all", "blocks", "half"]),
-        more=st.integers(0, 20),
-    )
     def turn_over(self, slot, how, past, keep, more):
         """The slot's request leaves, and another one may enter it at once.
 
@@ -167,30 +176,39 @@ class Machine(RuleBasedStateMachine):
         about. A new one may go on from what somebody had computed before: a prefix to hit, or a preempted request's tokens.
         """
         if request := self.requests[slot]:
-            if how != "abort or preempt":
+            if how in ("finish", "stop"):
                 self.read(request, 0, stop=how == "stop")
-            self.drop(slot)
+            self.drop(slot, how)
             if more == 0:
                 return
-        past = self.history[past % len(self.history)]
+        name, past = self.history[past % len(self.history)]
         past = past[: {"all": len(past), "blocks": len(past) // self.size * self.size, "half": len(past) // 2}[keep]]
         prompt = past + self.fresh(more if past else 1 + more)
-        self.requests[slot] = Request(next(self.names), prompt[: self.spec.max_model_len])
+        resumed = name is not None and keep == "all" and all(r is None or r.name != name for r in self.requests)
+        name = name if resumed else next(self.names)
+        self.requests[slot] = Request(name, prompt[: self.spec.max_model_len], resumed=resumed)
 
-    def drop(self, slot):
+    def drop(self, slot, how="finish"):
         request, self.requests[slot] = self.requests[slot], None
-        self.history.append(request.computed[: request.known])
+        self.history.append((request.name, request.computed[: request.known]))
         self.manager.free(request.name)
+        if how == "preempt":
+            self.host_path.preempted.append(request.name)
+        elif how != "preempt unannounced":
+            self.host_path.finished.append(request.name)
 
     # Steps.
 
-    @precondition(lambda self: any(self.requests))
-    @rule(steps=st.lists(STEP, min_size=1, max_size=4))
-    def step(self, steps):
-        for choices, order, unread in steps:
-            self.one_step(choices, order, min(unread, self.lag))
-
-    def one_step(self, choices, order, unread):
+    @rule(
+        turn=st.one_of(st.none(), st.none(), TURN),
+        choices=st.tuples(*[CHOICE] * SLOTS),
+        order=st.permutations(range(SLOTS + 1)),
+        unread=st.integers(0, 2),
+    )
+    def step(self, turn, choices, order, unread):
+        """What every slot does, the order of the rows, padding among them, and how many steps the host stays behind."""
+        if turn:
+            self.turn_over(*turn)
         rows, entering, entries = [], [], []
         for slot, choice in enumerate(choices):
             row, request = self.choose_row(slot, *choice), self.requests[slot]
@@ -213,7 +231,7 @@ class Machine(RuleBasedStateMachine):
                 request.computed = row.after
                 self.manager.release(request.name)
                 request.pending.append(row)
-                self.read(request, unread)
+                self.read(request, min(unread, self.lag))
                 if len(request.computed) + 1 >= self.spec.max_model_len:
                     self.drop(row.slot)
 
@@ -225,6 +243,7 @@ class Machine(RuleBasedStateMachine):
     def choose_row(self, slot, action, amount, accepted):
         """What a slot does; None to leave it out."""
         request, bs = self.requests[slot], self.spec.block_size
+        action = "run" if action in self.never else action
         if action == "no tokens":
             # Whether the slot is taken or not, and whatever the drafts would have been.
             return Row(slot, drafts=accepted % (2 + self.K) - 1)
@@ -296,6 +315,8 @@ class Machine(RuleBasedStateMachine):
         for r, row in enumerate(rows):
             if row.inputs:
                 num_sampled[r] = row.accepted if row.drafts >= 0 else len(row.after) % 2
+            elif row.slot >= 0:
+                num_sampled[r] = len(rows) % (2 + max(row.drafts, 0))
         type(self).steps += any(row.inputs for row in rows)
         ends = np.cumsum([0, *(len(row.inputs) for row in rows)]).tolist()
         fields = [(row.slot, row.drafts, row.drafts < 0) for row in rows]
@@ -305,19 +326,22 @@ class Machine(RuleBasedStateMachine):
         additions = Additions.from_host(self.spec, SLOTS, slots, computed)
         mirrored = [(g, *place, (b, self.num_blocks - b)[g]) for *place, b in entries for g in (0, 1)]
         updates = TableUpdates.from_host(self.spec, UPDATES, mirrored)
-        was = to_numpy(self.states["copy_free"])
-        self.tables, results = run_step(
-            np.int32(self.size), self.states, self.tables, additions, updates, batch, num_sampled
+        self.host_path.tables[tuple(np.array(mirrored, np.int32).reshape(-1, 4).T[:3])] = [b for *_, b in mirrored]
+        running = {request.name: slot for slot, request in enumerate(self.requests) if request and request.entered}
+        places = [r for r, row in enumerate(rows) if row.slot in running.values()]
+        host_rows = [rows[r] for r in places]
+        names = [self.requests[row.slot].name for row in host_rows]
+        resumed = [self.requests[slot].name for slot in slots if self.requests[slot].resumed]
+        host_inputs = self.host_path.before(names, host_rows, places, resumed, num_sampled)
+        was = self.known
+        self.tables, results, fused = run_step(
+            np.int32(self.size), self.states, self.tables, additions, updates, batch, num_sampled, host_inputs
         )
         self.states = {policy: state for policy, (_, _, state, _) in results.items()}
-        holders = collections.Counter(
-            block
-            for request in self.requests
-            if request and request.entered
-            for block in self.manager.columns(request.name).values()
-        )
+        holders = collections.Counter(block for name in running for block in self.manager.columns(name).values())
         still = sorted(set(range(SLOTS)) - {*slots, *(row.slot for row in rows if row.inputs)})
         after = to_numpy(self.states)
+        self.known = after["copy_free"]
         for policy, (_, indices, _, plan) in results.items():
             self.pools[policy].start(rows, holders, self.cached)
             self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
@@ -326,9 +350,12 @@ class Machine(RuleBasedStateMachine):
                 now = getattr(after[policy], name)
                 assert (now == getattr(after["copy_free"], name)).all(), f"{name} depends on the policy"
                 assert (now[still] == getattr(was, name)[still]).all(), f"{name} of a slot without tokens has changed"
+        _, indices, _, plan = to_numpy(results["pre_copy"])
+        self.host_path.check(indices, plan, fused, after["pre_copy"], running)
         _, indices, _, plan = to_numpy(results["copy_free"])
         self.count_events(rows, indices, plan, was, after["copy_free"])
         self.events["prefix hits"] += sum(count > 0 for count in computed)
+        self.events["resumed"] += len(resumed)
 
     def replay(self, policy, batch, indices, plan):
         """One policy's step: first what needs no pool, then literally."""

@@ -71,7 +71,7 @@ class Pool:
         assert block in self.rows[r].held.values(), f"{self.rows[r]} reads block {block}, which it does not hold"
         self.reads[r].add(block)
 
-    def _check_write(self, block, r):
+    def check_write(self, block, r):
         row = self.rows[r]
         assert block != 0, f"{row} has no block to write"
         assert block in row.held.values(), f"{row} writes block {block}, which it does not hold"
@@ -93,7 +93,7 @@ class Pool:
             self._check_read(recurrent, r)
             self._check_read(conv, r)
             if recurrent != destination or conv != destination or first:
-                self._check_write(destination, r)
+                self.check_write(destination, r)
             self.recurrent[destination] = self.recurrent[recurrent]
             self.conv[destination] = self.conv[conv][first:] + [JUNK] * first
 
@@ -119,7 +119,7 @@ class Pool:
             verify = row.drafts >= 0
             ends = range(1, len(row.inputs) + 1) if verify else [len(row.inputs)]
             for t, end in enumerate(ends):
-                self._check_write(write[t], r)
+                self.check_write(write[t], r)
                 self.recurrent[write[t]] = row.before + row.inputs[:end]
             kept = window[1:] + list(row.inputs) if verify else last_inputs(row.before + row.inputs, self.width)
             self.conv[write[0]] = kept + [JUNK] * (self.window - len(kept))
