@@ -39,7 +39,7 @@ def run(machine, examples, steps):
 
 
 def test_every_step_reads_its_own_past():
-    events = run(Machine, examples=190, steps=10_000)
+    events = run(Machine, examples=215, steps=10_000)
     assert {event for event, times in events.items() if times >= 10} == EVENTS, events
 
 
