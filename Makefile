@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test mutants lint wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,9 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(TEST_ARGS)
+
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -31,6 +31,7 @@ from mamba_align_jax.layers.attention import attend
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
+from pallas_kernels import chunk_rows
 
 CONFIG = qwen3_5.Config(
     vocab_size=256, hidden_size=256, intermediate_size=352, num_hidden_layers=8,
@@ -122,6 +123,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     )  # fmt: skip
     prefill = rows(jnp.array([0, length], jnp.int32), one)
     split = RowSplit(decode=rows(one, none), prefill=prefill, first_prefill_token=one[0])
+    chunks = chunk_rows(prefill.query_start_loc, one, length)
     positions = jnp.arange(length, dtype=jnp.int32)
     x = model.embed_tokens(tokens)
     for layer in model.layers:
@@ -132,7 +134,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
                 jnp.zeros((1, 2, *state.block_shape(0)), state.dtype) for state in mixer.states(model.dtype, "float32")
             )
             run = lambda y, mixer=mixer, conv=conv, recurrent=recurrent: mixer(
-                y, split, conv, recurrent, one[0], implementation="xla"
+                y, split, chunks, conv, recurrent, one[0], implementation="xla"
             )[0]
             out = jax.vmap(jax.checkpoint(run))(normed)
         else:

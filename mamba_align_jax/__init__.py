@@ -19,6 +19,7 @@ _PUBLIC = {
     "TableUpdates": "align.tables",
     "update_block_tables": "align.tables",
     "StepBatch": "align.batch",
+    "StepChecker": "align.checked",
     "CopyPlan": "align.step",
     "StepIndices": "align.step",
     "begin_step": "align.step",

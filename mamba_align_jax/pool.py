@@ -74,7 +74,15 @@ class StatePool:
         return min(group[0].shape[1] for group in self.states)
 
     def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":
-        """The pool with the arrays of one group replaced: what a kernel returned."""
+        """The pool with the arrays of one group replaced: what a kernel returned.
+
+        Raises:
+            ValueError: the group has not as many arrays.
+        """
+        if len(states) != len(self.states[group]):
+            raise ValueError(
+                f"StatePool.with_group: group {group} has {len(self.states[group])} arrays, got {len(states)}"
+            )
         return replace(self, states=(*self.states[:group], tuple(states), *self.states[group + 1 :]))
 
     def read_block(self, group: int, block: int) -> list[np.ndarray]:

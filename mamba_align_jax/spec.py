@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,11 +28,16 @@ def dtype_name(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class ConvState:
-    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token."""
+    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token.
+
+    `layout` is "SD", [window, channels], or vLLM's other one, "DS", [channels, window], which the convolution's Triton
+    kernels don't take.
+    """
 
     width: int
     channels: int
     dtype: str = "bfloat16"
+    layout: Literal["SD", "DS"] = "SD"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -41,10 +46,13 @@ class ConvState:
             raise ValueError(
                 f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
             )
+        if self.layout not in ("SD", "DS"):
+            raise ValueError(f"ConvState: layout must be 'SD' or 'DS', got {self.layout!r}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
-        """[window, channels] of one layer's block."""
-        return (self.width - 1 + num_speculative_tokens, self.channels)
+        """Of one layer's block, in the order of `layout`."""
+        window = self.width - 1 + num_speculative_tokens
+        return (window, self.channels) if self.layout == "SD" else (self.channels, window)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,9 @@ class GroupSpec:
         object.__setattr__(self, "states", tuple(self.states))
         if self.num_layers < 1 or not self.states:
             raise ValueError(f"GroupSpec {self.name!r}: needs at least one layer and one state")
+        other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
+        if other is not None:
+            raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class AlignConfig:
         mode: "align" keeps states at block boundaries; "none" keeps only the running state; "all" is "align" whose prefill
             chunks also keep the boundaries inside them (`align.host.prefill_checkpoints`), and so may end anywhere.
         policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
+        checked: Whether `align.checked.StepChecker` verifies each step on the host, which waits for it: for debugging.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -103,12 +115,16 @@ class AlignConfig:
     max_model_len: int = 4096
     mode: str = "align"
     policy: str = "copy_free"
+    checked: bool = False
     state_block_size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise ValueError("AlignConfig: groups must not be empty")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"AlignConfig: groups must have distinct names, got {names}")
         for name, least in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),

@@ -63,6 +63,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def check_layout(name: str, layout: str) -> None:
+    """Raises ValueError unless `layout` is a `WindowLayout`."""
+    require(layout in ("SD", "DS"), f"{name}: layout must be 'SD' or 'DS', got {layout!r}")
+
+
 def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:
     """Raises ValueError if only one of the checkpoint arguments of op `name` is given."""
     require(

@@ -51,7 +51,8 @@ def chunk_rows(
 
     A row's first chunk ends at the next multiple of `chunk_size`, its last at the row's end. On the device for JAX arrays
     (jittable), on the host for NumPy arrays: the same numbers. Source: vLLM's `_compute_chunk_metadata`, vectorised, except
-    that a row of length zero has no chunk and -1 for its last.
+    that a row of length zero has no chunk and -1 for its last. With `query_start_loc[:-1]` for positions the grid is that of
+    packed positions, which vLLM's `compute_varlen_chunk_metadata` cuts at.
 
     Args:
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.

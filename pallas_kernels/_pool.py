@@ -1,9 +1,13 @@
 """Blocks of a layer in and out of a stacked pool, as plain XLA: NULL reads are zeros, NULL writes are dropped."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 NULL_BLOCK = 0
+# Of a convolution's window: "SD" is [window, channels], "DS" [channels, window].
+WindowLayout = Literal["SD", "DS"]
 
 
 def per_row(condition: jax.Array, like: jax.Array) -> jax.Array:

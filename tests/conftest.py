@@ -1,8 +1,12 @@
 import jax
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# For --hypothesis-profile: whether something fails, not the smallest example of it.
+settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate], database=None)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import sys
+from fractions import Fraction
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
 
-from benchmarks import kernels, prefill, reference, timing, tune, workloads
+from benchmarks import kernels, pipeline, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
 from benchmarks.report import table
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
@@ -208,6 +210,124 @@ def test_the_span_is_the_difference_of_two_runs(monkeypatch):
     assert timing.span_per_turn(launch, rounds=10, turns=3) == pytest.approx(10.0)
 
 
+HOW = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+STEPS = [("none", 2), ("copy_free", 0), ("copy_free", 2), ("pre_copy", 2)]
+CROSSES = np.array([True, False, True])
+
+
+def step_case(policy, drafts):
+    return pipeline.Case(policy, 3, drafts, block_size=16, layers=1, key_heads=2, value_heads=2, dim=16)
+
+
+@functools.cache
+def one_step(policy, drafts, implementation):
+    """The inputs, the buffers before and after, and the outputs of the first and third row's step."""
+    case = step_case(policy, drafts)
+    inputs, buffers = pipeline.make_inputs(case, 0, CROSSES), pipeline.make_buffers(case)
+    before = jax.device_get(buffers)
+    compiled = pipeline.trace(case, implementation).lower().compile()
+    steps = pipeline.Steps(compiled, buffers, pipeline.make_tokens(case))
+    out = np.asarray(steps.run([inputs]), np.float32)
+    return before, jax.device_get(steps.buffers), out
+
+
+class TestPipeline:
+    @pytest.fixture(autouse=True)
+    def few_slots(self, monkeypatch):
+        monkeypatch.setattr(pipeline, "ROTATION_BYTES", 1 << 17)
+
+    @pytest.mark.parametrize("implementation", HOW)
+    @pytest.mark.parametrize(("policy", "drafts"), STEPS)
+    def test_a_step_leaves_what_it_should(self, policy, drafts, implementation):
+        before, after, _ = one_step(policy, drafts, implementation)
+        computed, blocks = np.where(CROSSES, 16 - (1 + drafts) // 2, 8) + 1 + drafts, before.tables.blocks[0]
+        running = (policy != "none") * (computed - 1) // 16
+        assert after.state.num_computed_tokens[:3].tolist() == computed.tolist()
+        assert after.state.state_idx[:3].tolist() == running.tolist()
+        # With drafts the boundary that a row has crossed is saved to the column before it.
+        window = {int(blocks[row, column]) for row, column in enumerate(running)}
+        window |= {int(blocks[row, column - 1]) for row, column in enumerate(running) if drafts and column}
+        recurrent = window | {int(blocks[row, running[row] + token]) for row in range(3) for token in range(1 + drafts)}
+        for old, new, written in zip(before.pool.states[0], after.pool.states[0], (window, recurrent), strict=True):
+            assert set(np.flatnonzero((old != new).reshape(old.shape[1], -1).any(axis=1)).tolist()) == written
+
+    @pytest.mark.parametrize("implementation", HOW)
+    def test_policies_compute_the_same(self, implementation):
+        *_, wanted = one_step("copy_free", 2, implementation)
+        *_, out = one_step("pre_copy", 2, implementation)
+        np.testing.assert_array_equal(out, wanted)
+        assert np.ptp(wanted) > 0
+
+    @pytest.mark.parametrize("drafts", [0, 3])
+    @pytest.mark.parametrize("policy", pipeline.POLICIES)
+    def test_the_wanted_share_crosses_and_all_that_moves_is_counted(self, policy, drafts):
+        case = step_case(policy, drafts)
+        buffers, slots = pipeline.make_buffers(case), case.spec.max_num_reqs
+        state, window_row = 2 * 16 * 16 * 4, 6 * 16 * 2
+        assert slots // 3 * case.spec.bytes_per_block * 3 >= 1 << 17
+        assert case.shares == ((0,) if policy == "none" else (0, Fraction(1, 16), 1))
+        for share in case.shares:
+            cycle = pipeline.make_cycle(case, share)
+            rows = [(np.asarray(each.additions.slot), np.asarray(each.additions.num_computed_tokens)) for each in cycle]
+            assert {int(slot) for each, _ in rows for slot in each} == set(range(slots))
+            assert all(set(a) != set(b) for (a, _), (b, _) in itertools.pairwise(rows))
+            crossing = sum(((computed - 1) // 16 < (computed + drafts) // 16).sum() for _, computed in rows)
+            assert crossing == share * 3 * len(cycle)
+            copies = share * 3 * ((policy == "pre_copy") + (policy != "none" and drafts > 0))
+            assert pipeline.moved_bytes(case, buffers.state, buffers.tables, cycle) == {
+                "state_bytes": 3 * ((2 + drafts) * state + (3 + 2 + 1 + drafts) * window_row),
+                "copied_bytes": 2 * copies * (state + (3 + drafts) * window_row),
+            }
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("drafts", [0, 3])
+    @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
+    def test_bookkeeping_copies_nothing(self, policy, drafts):
+        """A copy of a few numbers is a launch too. CPU compilers make some in any case."""
+        books = pipeline.Bookkeeping(policy, drafts, 1)
+        text = books.programs()[0].lower(*books.arguments()).compile().as_text()
+        assert " copy(" not in text
+        assert "copy-start(" not in text
+
+    def test_a_measurement_is_per_step(self, monkeypatch):
+        case, calls, spans = step_case("pre_copy", 0), [], []
+        run = lambda buffers, inputs, tokens: (buffers, jnp.asarray(calls.append(inputs) or 0.0))
+        steps = pipeline.Steps(run, pipeline.make_buffers(case), {})
+
+        def kernel_times(launch):
+            calls.clear()
+            launch()
+            return [("a", 1.0), ("b", 2.0)] * len(calls)
+
+        monkeypatch.setattr(pipeline, "kernel_times", kernel_times)
+        monkeypatch.setattr(pipeline, "span_per_turn", lambda *arguments: spans.append(arguments) or 8.0)
+        row = pipeline.measure(case, steps, Fraction(1, 16))
+        wanted = dict(us=3.0, kernels=2, span_us=8.0, rows=3, drafts=0, crossing="1/16", policy="pre_copy")
+        assert {name: row[name] for name in wanted} == wanted
+        ((launch, rounds, turns),) = spans
+        calls.clear()
+        launch(2)
+        assert len(calls) == 2 * turns
+        assert rounds * turns * 3.0 >= pipeline.SPAN_US
+        with pytest.raises(RuntimeError, match="5 launches in 2 steps"):
+            pipeline.kernels_per_step("a", range(5), 2)
+
+    def test_bookkeeping_is_the_sum_of_its_kernels_whatever_the_layers(self, monkeypatch):
+        few, many = (pipeline.Bookkeeping("pre_copy", 3, layers, slots=8, groups=2) for layers in (1, 60))
+        monkeypatch.setattr(
+            pipeline, "kernel_times", lambda launch: launch() or [("a", 1.0), ("b", 2.0)] * pipeline.STEPS
+        )
+        monkeypatch.setattr(pipeline, "span_per_turn", lambda launch, rounds, turns: launch(2) or 9.0)
+        row = few.measure()
+        wanted = dict(us=3.0, kernels=2, span_us=9.0, slots=8, groups=2, layers=1, each=[("a", 1.0), ("b", 2.0)])
+        assert {name: row[name] for name in wanted} == wanted
+        (begin, finish), (begin_many, finish_many) = few.programs(), many.programs()
+        state, batch, tables = given = few.arguments()
+        assert begin.lower(*given).as_text() == begin_many.lower(*given).as_text()
+        given = state, batch, jax.eval_shape(begin, *given)[1], jnp.ones(8, jnp.int32), tables
+        assert finish.lower(*given).as_text() == finish_many.lower(*given).as_text()
+
+
 def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
     row = dict(case="a", us=2.0, bandwidth_fraction=0.5)
     rows = [row, dict(case="b", us=3.0, bandwidth_fraction=0.01), row | dict(us=1.0, peer="p", peer_us=4.0, ratio=0.25)]
@@ -222,3 +342,29 @@ def test_the_report_has_a_table_of_spans_and_errors_for_rows_that_have_them(tmp_
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (row, row | more)))
     assert table(file).splitlines()[-1] == "| b | 3.5 us | - | 2.3e-03 | - |"
+
+
+def test_the_report_sets_steps_side_by_side(tmp_path):
+    step = dict(case="a", policy="none", rows=1, drafts=0, crossing="0", us=100.0, span_us=250.4, state_bytes=2e6)
+    step |= dict(copied_bytes=0.0)
+    other = dict(case="b", policy="pre_copy", crossing="1/8", us=200.0, copied_bytes=5e5)
+    books = dict(case="c", policy="pre_copy", drafts=3, layers=1, groups=4, us=12.34, kernels=8)
+    rows = [step | dict(us=1.0), step, step | other, step | other | dict(crossing="1"), step | dict(case="d", rows=8)]
+    rows += [books, books | dict(case="e", layers=30, us=9.0)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert table(file).splitlines() == [
+        "| policy | drafts | 1 layers | 30 layers |",
+        "|---|---|---|---|",
+        "| pre_copy | 3 | 12.3 us, 8 kernels | 9.0 us, 8 kernels |",
+        "",
+        "| rows | drafts | none | pre_copy 1/8 | pre_copy 1 |",
+        "|---|---|---|---|---|",
+        "| 1 | 0 | 100 / 250 us | 200 / 250 us | 200 / 250 us |",
+        "| 8 | 0 | 100 / 250 us | - | - |",
+        "",
+        "| rows | drafts | none | pre_copy 1/8 | pre_copy 1 |",
+        "|---|---|---|---|---|",
+        "| 1 | 0 | 2.0 MB | 2.5 MB | 2.5 MB |",
+        "| 8 | 0 | 2.0 MB | - | - |",
+    ]

@@ -65,6 +65,15 @@ class StepIndices:
     column: jax.Array
     migration: CopyPlan | None
 
+    def num_null_reads(self) -> jax.Array:
+        """Rows that have computed tokens and yet read NULL_BLOCK, that is zeros: their state was lost. int32 scalar."""
+        missing = (self.recurrent_read == NULL_BLOCK) | (self.conv_read == NULL_BLOCK)
+        if self.migration is not None:
+            plan = self.migration
+            no_source = (plan.recurrent_source == NULL_BLOCK) | (plan.conv_source == NULL_BLOCK)
+            missing |= no_source & (plan.destination != NULL_BLOCK)
+        return jnp.sum(jnp.any(missing, axis=0) & (self.num_computed_tokens > 0), dtype=jnp.int32)
+
 
 def _live(batch: StepBatch) -> jax.Array:
     """Rows that take part: neither padding nor without tokens."""
@@ -88,7 +97,11 @@ def begin_step(
 
     Returns:
         The state with `state_idx` advanced, and the indices, which carry what the step read.
+
+    Raises:
+        ValueError: the tables are not those of `spec`, or too narrow for its windows.
     """
+    tables.check(spec)
     size = spec.state_block_size
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
@@ -120,6 +133,9 @@ def begin_step(
         column=current,
         migration=migration,
     )
+    # What overwrites the state, here or in `finish_step`, waits for all that is read of it: else XLA may copy it first.
+    read = computed, current, indices.recurrent_read, indices.conv_read, indices.conv_row
+    state, _ = jax.lax.optimization_barrier((state, read))
     state_idx = _scatter(state.state_idx, batch, live, current)
     return AlignState(
         num_computed_tokens=state.num_computed_tokens,
@@ -136,7 +152,11 @@ def copy_states(
         return pool
     for g, group in enumerate(spec.groups):
         arrays = [
-            state_copy(array, plan.conv_source[g], plan.destination[g], plan.conv_row, implementation=implementation)
+            state_copy(
+                *(array, plan.conv_source[g], plan.destination[g], plan.conv_row),
+                layout=kind.layout,
+                implementation=implementation,
+            )
             if isinstance(kind, ConvState)
             else state_copy(array, plan.recurrent_source[g], plan.destination[g], implementation=implementation)
             for kind, array in zip(group.states, pool.states[g], strict=True)

@@ -24,6 +24,15 @@ class BlockTables:
         shape = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
         return cls(blocks=jnp.full(shape, NULL_BLOCK, jnp.int32))
 
+    def check(self, spec: AlignConfig) -> None:
+        """Raises ValueError unless the tables have the configuration's groups and slots, and columns for every window."""
+        least = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+        if self.blocks.ndim != 3 or self.blocks.shape[:2] != least[:2] or self.blocks.shape[2] < least[2]:
+            raise ValueError(
+                f"BlockTables: blocks must be [groups, slots, columns] = {list(least)}, or more columns, "
+                f"got {list(self.blocks.shape)}"
+            )
+
     def lookup(self, slot: jax.Array, column: jax.Array) -> jax.Array:
         """Blocks [groups, *slot.shape] of columns; NULL_BLOCK where the column is negative or behind the row's end."""
         inside = (column >= 0) & (column < self.blocks.shape[2])

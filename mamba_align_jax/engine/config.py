@@ -27,7 +27,10 @@ class EngineConfig:
         num_kv_pages: KV pages, the NULL page included; None likewise.
         memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
             hold four times `max_num_seqs` sequences of `max_model_len`.
-        num_speculative_tokens: Draft tokens per step; not yet available.
+        num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
+            request holds about K state blocks more, and `block_size` must be at least K + 1.
+        prompt_lookup_max: Longest n-gram that is looked up for drafts.
+        prompt_lookup_min: Shortest one.
         max_model_len: Longest sequence; None is the model's own limit.
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
@@ -44,6 +47,8 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
@@ -60,6 +65,9 @@ class EngineConfig:
             _require(value is None or value >= 1, name, "None or at least 1", value)
         K = self.num_speculative_tokens
         _require(K >= 0, "num_speculative_tokens", "at least 0", K)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        _require(low >= 1, "prompt_lookup_min", "at least 1", low)
+        _require(high >= low, "prompt_lookup_max", f"at least prompt_lookup_min = {low}", high)
         if self.prefix_cache != "none":
             _require(
                 self.block_size >= K + 1,
@@ -87,11 +95,9 @@ class EngineConfig:
             "'float32', 'bfloat16' or 'float16'",
             self.state_dtype,
         )
-        # The bookkeeping and the kernels have both; the engine's scheduler doesn't drive them yet.
+        # The bookkeeping and the kernels have it; the engine's scheduler doesn't drive it yet.
         if self.prefix_cache == "all":
             raise ValueError("prefix_cache='all' is not available yet: use 'align'")
-        if K:
-            raise ValueError(f"num_speculative_tokens={K} is not available in the engine yet: use 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +115,8 @@ class SamplingParams:
         cache_salt: Requests share prefixes only under equal salts.
         checkpoint_at: Offsets into the prompt, a system prompt's end for one, whose states stay cached: rounded down to
             `block_size`, without 0 and what the prompt doesn't reach. `RequestOutput.checkpoint_at` says what they came to.
+        num_speculative_tokens: Draft tokens per step at most; None is the engine's, 0 drafts nothing. What is generated does
+            not depend on it.
     """
 
     max_tokens: int = 64
@@ -120,6 +128,7 @@ class SamplingParams:
     ignore_eos: bool = False
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -130,3 +139,5 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         _require(min(self.checkpoint_at, default=0) >= 0, "checkpoint_at", "offsets of at least 0", self.checkpoint_at)
+        own = self.num_speculative_tokens
+        _require(own is None or own >= 0, "num_speculative_tokens", "None or at least 0", own)

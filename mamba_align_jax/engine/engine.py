@@ -12,6 +12,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
 from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Scheduler
@@ -30,7 +31,9 @@ class EngineStats:
     """Counters since the engine was made.
 
     `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
-    counts prompt tokens computed, after preemptions again.
+    counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was lost: more than 0 is a
+    bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts verify rows with a draft in place t, and
+    `accepted_tokens[t]` those whose draft in place t was accepted.
     """
 
     steps: int = 0
@@ -40,13 +43,21 @@ class EngineStats:
     state_bytes_copied: int = 0
     preemptions: int = 0
     evicted_state_blocks: int = 0
+    null_reads: int = 0
+    draft_tokens: tuple[int, ...] = ()
+    accepted_tokens: tuple[int, ...] = ()
 
 
 class Engine:
     """Continuous batching over one model on one device, with a prefix cache over states and keys."""
 
-    def __init__(self, model: Any, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: Any, config: EngineConfig | None = None, *, drafter: Drafter | None = None) -> None:
         """An engine over a loaded model.
+
+        Args:
+            model: As `load_model` gives it.
+            config: The defaults if None.
+            drafter: Who proposes draft tokens; prompt lookup if None.
 
         Raises:
             ValueError: a pool is too small for one request, or `max_model_len` exceeds the model's.
@@ -71,7 +82,16 @@ class Engine:
             checkpoint_interval=config.checkpoint_interval,
             check=config.checked,
         )
-        self.scheduler = Scheduler(self.cache, config.max_num_seqs, _MAX_PREFILL_ROWS, config.max_num_batched_tokens)
+        K = config.num_speculative_tokens
+        drafter = drafter or NGramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+        self.scheduler = Scheduler(
+            self.cache,
+            config.max_num_seqs,
+            _MAX_PREFILL_ROWS,
+            config.max_num_batched_tokens,
+            drafter if K else None,
+            K,
+        )
         self.runner = StepRunner(
             model,
             self.spec,
@@ -90,6 +110,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()
         self._steps = self._prompt_tokens = self._cached_tokens = self._prefill_tokens = 0
+        self._draft_tokens, self._accepted_tokens = [0] * K, [0] * K
 
     @classmethod
     def from_pretrained(
@@ -113,6 +134,9 @@ class Engine:
             state_bytes_copied=self.runner.state_bytes_copied,
             preemptions=self.scheduler.num_preemptions,
             evicted_state_blocks=self.cache.states.pool.num_evictions,
+            null_reads=self.runner.null_reads,
+            draft_tokens=tuple(self._draft_tokens),
+            accepted_tokens=tuple(self._accepted_tokens),
         )
 
     @property
@@ -141,7 +165,8 @@ class Engine:
         """Queues a request and returns its id. One that can't run now waits.
 
         Raises:
-            ValueError: it could never run: empty, too long for the model or the pools, or tokens outside the vocabulary.
+            ValueError: it could never run: empty, too long for the model or the pools, tokens outside the vocabulary, or
+                more draft tokens than the engine's.
         """
         params = params or SamplingParams()
         prompt = tuple(int(t) for t in prompt_token_ids)
@@ -151,6 +176,11 @@ class Engine:
         outside = next((t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < vocab), None)
         if outside is not None:
             raise ValueError(f"prompt_token_ids and stop_token_ids must be in [0, {vocab}), got {outside}")
+        K = self.config.num_speculative_tokens
+        if (params.num_speculative_tokens or 0) > K:
+            raise ValueError(
+                f"num_speculative_tokens must be at most the engine's {K}, got {params.num_speculative_tokens}"
+            )
         length = len(prompt) + params.max_tokens
         if length > self.spec.max_model_len:
             raise ValueError(
@@ -195,15 +225,15 @@ class Engine:
                 raise OutOfBlocksError(f"the pools can't run one of {len(self._requests)} requests: {self.sizes}")
             return []
         try:
-            sampled = self.runner.dispatch(plan)
+            result = self.runner.dispatch(plan)
             self.scheduler.dispatched(plan)
-            tokens = self.runner.read(sampled)
+            sampled = self.runner.read(result)
         except BaseException:
             self.scheduler.withdraw(plan)
             raise
         sampling = [row.request for row in plan.rows if row.samples]
-        self._count(plan)
-        self.scheduler.finished(plan, tokens)
+        self._count(plan, sampled)
+        self.scheduler.finished(plan, {r.id: self._kept(r, sampled[r.id]) for r in sampling})
         outputs = []
         for request in sampling:
             reason = self._finish_reason(request)
@@ -236,16 +266,31 @@ class Engine:
             outputs |= {output.request_id: output for output in self.step()}
         return [outputs[request_id] for request_id in ids]
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, plan: Plan, sampled: dict[int, list[int]]) -> None:
         self._steps += 1
         self._prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         for row in plan.prefill:
             if row.enters and row.request.num_admissions == 1:
                 self._prompt_tokens += len(row.request.prompt)
                 self._cached_tokens += row.request.num_cached
+        for row in plan.decode:
+            accepted = len(sampled[row.request.id]) - 1
+            row.request.num_draft_tokens += len(row.drafts)
+            row.request.num_accepted_tokens += accepted
+            for place in range(len(row.drafts)):
+                self._draft_tokens[place] += 1
+                self._accepted_tokens[place] += place < accepted
+
+    def _stops(self, request: Request, token: int) -> bool:
+        params = request.params
+        return token in params.stop_token_ids or (token == self.model_config.eos_token_id and not params.ignore_eos)
+
+    def _kept(self, request: Request, sampled: list[int]) -> list[int]:
+        """The sampled tokens up to the first that ends the request."""
+        ends = (n for n, token in enumerate(sampled, 1) if self._stops(request, token) or n == request.num_left)
+        return sampled[: next(ends, None)]
 
     def _finish_reason(self, request: Request) -> str | None:
-        token, params = request.tokens[-1], request.params
-        if token in params.stop_token_ids or (token == self.model_config.eos_token_id and not params.ignore_eos):
+        if self._stops(request, request.tokens[-1]):
             return "stop"
-        return "length" if len(request.generated) == params.max_tokens else None
+        return None if request.num_left else "length"

@@ -20,6 +20,8 @@ class RequestOutput:
         cache_miss: Why not more of them did: see `HybridHit.miss`; None if no more could, or nothing is cached.
         checkpoint_at: The boundaries that `SamplingParams.checkpoint_at` came to. Those inside `num_cached_tokens` were not
             made again.
+        num_draft_tokens: Tokens that were proposed for it by speculation.
+        num_accepted_tokens: Proposed tokens that the model agreed with, those behind a stop token included.
         finish_reason: "stop", "length" or "abort".
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
@@ -32,6 +34,8 @@ class RequestOutput:
     num_cached_tokens: int
     cache_miss: str | None
     checkpoint_at: tuple[int, ...]
+    num_draft_tokens: int
+    num_accepted_tokens: int
     finish_reason: str
     ttft_s: float | None
     tpot_s: float | None
@@ -56,6 +60,8 @@ class Request:
     checkpoint_at: tuple[int, ...] = ()
     keep: Checkpoints | None = None
     chain: HashChain | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     last_token: float | None = None
@@ -68,6 +74,11 @@ class Request:
     def generated(self) -> tuple[int, ...]:
         """Tokens sampled so far."""
         return tuple(self.tokens[len(self.prompt) :])
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.params.max_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
     def is_prefilling(self) -> bool:
@@ -91,6 +102,8 @@ class Request:
             num_cached_tokens=self.num_cached,
             cache_miss=self.cache_miss,
             checkpoint_at=self.checkpoint_at,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             finish_reason=reason,
             ttft_s=None if first is None else first - self.arrival,
             tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),

@@ -10,10 +10,11 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.sampling import sample
+from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
@@ -36,7 +37,19 @@ class Inputs:
     top_k: jax.Array
     top_p: jax.Array
     seed: jax.Array
-    position: jax.Array
+
+
+class StepResult(NamedTuple):
+    """What the host reads of a step: row i sampled `tokens[i, :counts[i]]`, int32 [rows, 1 + K] and [rows].
+
+    `copies` counts blocks that moved, [2, groups]: recurrent states, conv windows. `null_reads` counts rows whose state was
+    lost.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    copies: jax.Array
+    null_reads: jax.Array
 
 
 def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
@@ -62,7 +75,7 @@ def _step(
     spec: AlignConfig,
     page_size: int,
     num_decode_rows: int,
-) -> tuple[jax.Array, jax.Array, StatePool, KVPages, AlignState, BlockTables]:
+) -> tuple[StepResult, StatePool, KVPages, AlignState, BlockTables]:
     model = nnx.merge(graph, params)
     batch = inputs.batch
     tables = update_block_tables(tables, inputs.updates)
@@ -80,12 +93,28 @@ def _step(
         num_pages=kv.keys.shape[1],
     )
     hidden, pool, kv = model(inputs.tokens, step, pool, kv)
-    logits = model.logits(hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)])
-    sampled = sample(logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed, inputs.position)
-    state, plan = plan_finish(spec, state, batch, indices, inputs.samples.astype(jnp.int32), tables)
+    # A token is sampled behind every token of a decode or verify row, and behind the last one of a prefill row.
+    num_rows, window = batch.idx_mapping.shape[0], jnp.arange(spec.window, dtype=jnp.int32)
+    last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+    verify, rest = jnp.split(last, [num_decode_rows])
+    verify = jnp.minimum(batch.query_start_loc[:num_decode_rows, None] + window, verify[:, None])
+    place = jnp.concatenate([verify.reshape(-1), rest])
+    row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), spec.window), jnp.arange(num_decode_rows, num_rows)])
+    options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
+    sampled = sample(model.logits(hidden[place]), *options, step.positions[place] + 1)
+    verified, rest = jnp.split(sampled, [verify.size])
+    verified = verified.reshape(verify.shape)
+    counts = count_sampled(verified, inputs.tokens[verify[:, 1:]], batch.num_drafts[:num_decode_rows])
+    counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
+    state, plan = plan_finish(spec, state, batch, indices, counts, tables)
     pool = copy_states(spec, pool, plan)
-    copies = _count(spec, indices.migration) + _count(spec, plan)
-    return sampled, copies, pool, kv, state, tables
+    result = StepResult(
+        tokens=jnp.concatenate([verified, jnp.broadcast_to(rest[:, None], (rest.shape[0], spec.window))]),
+        counts=counts,
+        copies=_count(spec, indices.migration) + _count(spec, plan),
+        null_reads=indices.num_null_reads(),
+    )
+    return result, pool, kv, state, tables
 
 
 class Bucket(NamedTuple):
@@ -124,7 +153,8 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state = AlignState.create(spec)
         self.tables = BlockTables.create(spec)
-        self.state_bytes_copied = 0
+        self.state_bytes_copied = self.null_reads = 0
+        self._checker = StepChecker(spec, num_state_blocks)
         self._graph, self._params = nnx.split(model)
         self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self.page_size)), np.int32)
 
@@ -143,7 +173,7 @@ class StepRunner:
         """Compiles one program by running it on padding rows, which change nothing."""
         jax.block_until_ready(self._run(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows)))
 
-    def dispatch(self, plan: Plan) -> jax.Array:
+    def dispatch(self, plan: Plan) -> StepResult:
         """Starts the plan's step; `read` waits for it. Nothing here synchronises with the device."""
         tokens = sum(row.num_tokens for row in plan.prefill)
         bucket = min(
@@ -156,9 +186,9 @@ class StepRunner:
         pad = lambda rows, size: [*rows, *[None] * (size - len(rows))]
         return self._run(bucket, pad(plan.decode, bucket.decode_rows) + pad(plan.prefill, bucket.prefill_rows))
 
-    def _run(self, bucket: Bucket, places: list[Row | None]) -> jax.Array:
+    def _run(self, bucket: Bucket, places: list[Row | None]) -> StepResult:
         inputs = self._inputs(places, bucket.decode_rows * self.spec.window + bucket.prefill_tokens)
-        sampled, copies, self.pool, self.kv, self.state, self.tables = _step(
+        result, self.pool, self.kv, self.state, self.tables = _step(
             self._params,
             inputs,
             self.pool,
@@ -170,26 +200,31 @@ class StepRunner:
             page_size=self.page_size,
             num_decode_rows=bucket.decode_rows,
         )
-        self._places, self._copies = places, copies
-        return sampled
+        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.state)
+        self._places = places
+        return result
 
-    def read(self, sampled: jax.Array) -> dict[int, int]:
-        """The sampled tokens by request id: the step's only wait."""
-        tokens, copies = jax.device_get((sampled, self._copies))
+    def read(self, result: StepResult) -> dict[int, list[int]]:
+        """The sampled tokens of each request that samples, accepted drafts first, by id: the step's only wait."""
+        tokens, counts, copies, null_reads = jax.device_get(result)
+        self.null_reads += int(null_reads)
         for g, group in enumerate(self.spec.groups):
             for kind in group.states:
                 size = self.spec.state_bytes_per_block(g, kind)
                 self.state_bytes_copied += int(copies[int(isinstance(kind, ConvState)), g]) * size
         return {
-            row.request.id: int(token)
-            for row, token in zip(self._places, tokens, strict=True)
+            row.request.id: sampled[:count].tolist()
+            for row, sampled, count in zip(self._places, tokens, counts, strict=True)
             if row is not None and row.samples
         }
 
     def _inputs(self, places: list[Row | None], num_tokens: int) -> Inputs:
         rows = [row for row in places if row is not None]
         tokens = np.zeros(num_tokens, np.int32)
-        packed = [t for row in rows for t in row.request.tokens[row.start : row.start + row.num_tokens]]
+        packed = []
+        for row in rows:
+            packed += row.request.tokens[row.start : row.start + row.num_tokens]
+            packed += row.drafts
         tokens[: len(packed)] = packed
         for row in rows:
             for number, page in row.allocation.pages:
@@ -212,12 +247,12 @@ class StepRunner:
                 len(places),
                 [-1 if row is None else row.request.slot for row in places],
                 np.cumsum([0, *lengths]).tolist(),
-                [-1 if row is None or row.is_prefilling else 0 for row in places],
+                [-1 if row is None or row.is_prefilling else len(row.drafts) for row in places],
                 [row is not None and row.is_prefilling for row in places],
             ),
-            # A row gets at most its running column's block, its drafts', and an entering one the hit's.
+            # A row never gets more in one step than it may hold.
             updates=TableUpdates.from_host(
-                self.spec, len(places) * len(self.spec.groups) * (self.spec.window + 2), column_entries
+                self.spec, len(places) * len(self.spec.groups) * self.spec.blocks_per_request(), column_entries
             ),
             additions=Additions.from_host(
                 self.spec,
@@ -231,5 +266,4 @@ class StepRunner:
             top_k=each(lambda row: row.request.params.top_k, 0, np.int32),
             top_p=each(lambda row: row.request.params.top_p, 1.0, np.float32),
             seed=each(lambda row: row.request.params.seed, 0, np.int32),
-            position=each(lambda row: row.start + row.num_tokens, 0, np.int32),
         )

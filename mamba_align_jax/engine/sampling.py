@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""From logits to tokens, and which drafts they confirm."""
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +40,21 @@ def sample(
         return jnp.where(temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
+
+
+def count_sampled(sampled: jax.Array, drafts: jax.Array, num_drafts: jax.Array) -> jax.Array:
+    """Tokens that verify rows yield: the drafts that stand, and the token sampled behind them. int32 [rows].
+
+    A draft stands if it is what was sampled in its place and all drafts before it stand. For drafts that are certain this is
+    rejection sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023): a draft d is
+    accepted with the target's probability p(d), and what comes instead follows p without d. So every token has the target's
+    distribution; and as its randomness is that of its seed and position, it is the very token that comes without drafts.
+
+    Args:
+        sampled: What the target says after each token of the row. int32 [rows, 1 + K].
+        drafts: int32 [rows, K], in the places where `sampled` says what they ought to be.
+        num_drafts: How many of them there are. int32 [rows].
+    """
+    known = jnp.arange(drafts.shape[1], dtype=jnp.int32) < num_drafts[:, None]
+    stand = jnp.cumprod((known & (sampled[:, :-1] == drafts)).astype(jnp.int32), axis=1)
+    return 1 + jnp.sum(stand, axis=1, dtype=jnp.int32)

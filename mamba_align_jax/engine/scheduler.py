@@ -4,12 +4,16 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit, Published
+from mamba_align_jax.engine.drafting import Drafter
 from mamba_align_jax.engine.request import Request
 
 
 @dataclass
 class Row:
-    """`num_tokens` tokens of one request from its computed position on. `enters`: its slot is seeded in this step."""
+    """`num_tokens` tokens of one request from its computed position on, the last of them `drafts` if there are any.
+
+    `enters`: its slot is seeded in this step.
+    """
 
     request: Request
     start: int
@@ -17,11 +21,12 @@ class Row:
     is_prefilling: bool
     allocation: Allocation
     enters: bool = False
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """Whether the row runs the request's last known token."""
-        return self.start + self.num_tokens == len(self.request.tokens)
+        return self.start + self.num_tokens - len(self.drafts) == len(self.request.tokens)
 
 
 @dataclass
@@ -41,16 +46,25 @@ class Plan:
 class Scheduler:
     """First come, first served. Running requests decode every step; prompt chunks fill the rest of the token budget.
 
-    When blocks run out the youngest running request is preempted: it gives everything back, waits at the head of the
-    queue, and resumes from what is still cached.
+    With a drafter, decode rows verify as many drafts as the request has use and the pools have room for. When blocks run
+    out the youngest running request is preempted: it gives everything back, waits at the head of the queue, and resumes
+    from what is still cached.
     """
 
     def __init__(
-        self, cache: HybridCache, max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens: int
+        self,
+        cache: HybridCache,
+        max_num_seqs: int,
+        max_prefill_rows: int,
+        max_num_batched_tokens: int,
+        drafter: Drafter | None = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.drafter = drafter
+        self.num_speculative_tokens = num_speculative_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -87,17 +101,20 @@ class Scheduler:
             if request.id in lost:
                 self._requeue(request)
 
-    def finished(self, plan: Plan, sampled: dict[int, int]) -> None:
-        """Takes in a step's result: `sampled` maps request ids to tokens."""
+    def finished(self, plan: Plan, sampled: dict[int, list[int]]) -> None:
+        """Takes in a step's result: `sampled` maps request ids to tokens, accepted drafts first, none behind a stop."""
         for row in plan.rows:
-            request = row.request
-            request.num_computed += row.num_tokens
+            request, tokens = row.request, sampled[row.request.id] if row.samples else []
+            for token in tokens:
+                request.append(token)
+            # The last sampled token has no state yet; drafts have one only as far as they are among the others.
+            request.num_computed += row.num_tokens - len(row.drafts) + max(len(tokens) - 1, 0)
             self.cache.commit(request.id, request.tokens[: request.num_computed])
-            if row.samples:
-                request.append(sampled[request.id])
 
     def remove(self, request: Request) -> None:
         """A request finished or was aborted: frees exactly its blocks."""
+        if self.drafter:
+            self.drafter.forget(request.id)
         if request in self.running:
             self._leave(request)
         else:
@@ -122,15 +139,30 @@ class Scheduler:
         for request in list(self.running):
             if request.is_prefilling:
                 continue
-            computed = request.num_computed
-            while (allocation := self.cache.allocate(request.id, computed, computed, 1)) is None:
+            start, drafts = request.num_computed, self._drafts(request)
+            while (row := self._verify_row(request, start, drafts)) is None:
+                # A guess is no reason to take anything away from anybody.
+                if drafts:
+                    drafts.pop()
+                    continue
                 # Rows are planned from the oldest on, so the youngest is not in the plan unless it is this one.
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
                     break
-            if allocation is not None:
-                plan.decode.append(Row(request, computed, 1, False, allocation))
+            if row is not None:
+                plan.decode.append(row)
+
+    def _verify_row(self, request: Request, start: int, drafts: list[int]) -> Row | None:
+        count = 1 + len(drafts)
+        allocation = self.cache.allocate(request.id, start, start, count, len(drafts))
+        return None if allocation is None else Row(request, start, count, False, allocation, drafts=tuple(drafts))
+
+    def _drafts(self, request: Request) -> list[int]:
+        own = request.params.num_speculative_tokens
+        # A step samples one token more than it accepts. As max_tokens is within max_model_len, so are the drafts.
+        most = min(self.num_speculative_tokens if own is None else own, request.num_left - 1)
+        return self.drafter.draft(request.id, request.tokens, most)[:most] if self.drafter and most > 0 else []
 
     def _plan_prefill(self, plan: Plan) -> None:
         budget = self.max_num_batched_tokens

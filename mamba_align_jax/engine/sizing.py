@@ -39,6 +39,7 @@ def align_config(config: EngineConfig, model: Any) -> AlignConfig:
         max_model_len=max_model_len,
         mode=config.prefix_cache,
         policy=config.policy,
+        checked=config.checked,
     )
 
 

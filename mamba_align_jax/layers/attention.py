@@ -11,10 +11,9 @@ from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.metadata.rows import Rows
-from pallas_kernels._chunks import Span, chunk_of_token, chunk_rows, spans
+from pallas_kernels._chunks import Span, chunk_of_token, spans
 from pallas_kernels._rows import token_rows
 
-_CHUNK = 64
 # Gathered keys, values and scores of the chunks that run at once: 256 MiB of float32.
 _ELEMENTS = 1 << 26
 
@@ -100,11 +99,12 @@ def paged_attention(
         return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer),)
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        loc, computed, num_tokens = rows.query_start_loc, rows.num_computed_tokens, queries.shape[0]
-        chunks = chunk_rows(loc, computed, num_tokens, _CHUNK)
-        place = chunk_of_token(chunks, num_tokens)
+        chunks = step.chunks
+        assert chunks is not None
+        place = chunk_of_token(chunks, queries.shape[0])
         table = step.page_table[num_decode_rows:]
-        return (_attend_chunks(queries, rows, spans(chunks, loc), place, _CHUNK, table, keys, values, layer),)
+        cut = spans(chunks, rows.query_start_loc)
+        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer),)
 
     return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
 

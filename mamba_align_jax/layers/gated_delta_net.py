@@ -9,10 +9,10 @@ from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.spec import ConvState, RecurrentState
 from pallas_kernels import (
+    Chunks,
     Implementation,
     causal_conv1d_prefill,
     causal_conv1d_update,
-    chunk_rows,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_update,
@@ -59,6 +59,7 @@ class GatedDeltaNet(nnx.Module):
         self,
         x: jax.Array,
         split: RowSplit,
+        chunks: Chunks | None,
         conv: jax.Array,
         recurrent: jax.Array,
         layer: jax.Array,
@@ -72,6 +73,7 @@ class GatedDeltaNet(nnx.Module):
         Args:
             x: Decode and verify rows first.
             split: The step's rows.
+            chunks: `chunk_rows` of the prefill rows; None without such rows.
             conv: Pool of windows. Donate it.
             recurrent: Pool of states. Donate it.
             layer: This layer's place in the pools.
@@ -115,7 +117,7 @@ class GatedDeltaNet(nnx.Module):
             heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
             q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
             g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
-            chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
+            assert chunks is not None
             out, recurrent = gated_delta_rule_prefill(
                 q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,
                 implementation=implementation,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
+from mamba_align_jax.metadata.positions import token_positions
 from mamba_align_jax.metadata.rows import RowSplit, split_rows
-from pallas_kernels._rows import token_rows
+from pallas_kernels import Chunks, chunk_rows
 
 
 @jax.tree_util.register_dataclass
@@ -18,6 +19,7 @@ class StepInputs:
 
     Attributes:
         split: Rows by kind, with their state indices.
+        chunks: The prefill rows cut into chunks of `CHUNK_SIZE`, once for all layers; None without such rows.
         positions: Absolute position of each token. int32 [tokens].
         kv_page: Page that takes each token's keys; out of range for padding tokens, so that scatters drop them.
         kv_offset: Place in that page. int32 [tokens].
@@ -26,6 +28,7 @@ class StepInputs:
     """
 
     split: RowSplit
+    chunks: Chunks | None
     positions: jax.Array
     kv_page: jax.Array
     kv_offset: jax.Array
@@ -56,15 +59,20 @@ def step_inputs(
         page_size: Tokens of a page.
         num_pages: Pages of the pool.
     """
-    rows = token_rows(batch.query_start_loc, num_tokens)
+    split = split_rows(batch, indices, num_decode_rows)
+    chunks = None
+    if split.prefill.num_rows:
+        num_prefill_tokens = num_tokens - (num_decode_tokens if num_decode_rows else 0)
+        chunks = chunk_rows(split.prefill.query_start_loc, split.prefill.num_computed_tokens, num_prefill_tokens)
+    tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens)
     page_table = page_tables[jnp.maximum(batch.idx_mapping, 0)]
-    positions = jnp.where(rows.valid, indices.num_computed_tokens[rows.row] + rows.offset, 0)
-    page = page_table[rows.row, positions // page_size]
+    page = page_table[tokens.row, tokens.position // page_size]
     return StepInputs(
-        split=split_rows(batch, indices, num_decode_rows),
-        positions=positions,
-        kv_page=jnp.where(rows.valid, page, num_pages),
-        kv_offset=positions % page_size,
+        split=split,
+        chunks=chunks,
+        positions=tokens.position,
+        kv_page=jnp.where(tokens.valid, page, num_pages),
+        kv_offset=tokens.position % page_size,
         page_table=page_table,
         num_decode_tokens=num_decode_tokens,
     )

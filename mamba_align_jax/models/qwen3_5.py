@@ -193,7 +193,7 @@ class Model(nnx.Module):
             normed = layer.input_layernorm(x)
             if hasattr(layer, "linear_attn"):
                 out, conv, recurrent = layer.linear_attn(
-                    normed, step.split, conv, recurrent, jnp.int32(linear_layer),
+                    normed, step.split, step.chunks, conv, recurrent, jnp.int32(linear_layer),
                     num_decode_tokens=step.num_decode_tokens, implementation=implementation,
                 )  # fmt: skip
                 linear_layer += 1

@@ -7,25 +7,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_checkpoints, checked, require
+from pallas_kernels._check import check_checkpoints, check_layout, checked, require
 from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels._pool import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
 
 Activation = Literal["silu"] | None
+Pool = Float[Array, "layers blocks window channels"]
+PoolDS = Float[Array, "layers blocks channels window"]
 
 
-def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation) -> None:
+def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation, layout: WindowLayout) -> None:
+    check_layout(name, layout)
+    window, channels = pool.shape[2:] if layout == "SD" else pool.shape[:1:-1]
+    require(channels == x.shape[1], f"{name}: pool must have {x.shape[1]} channels as {layout}, got {list(pool.shape)}")
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
     require(2 <= width <= 5, f"{name}: weight must be 2 to 5 wide, got {width}")
-    require(pool.shape[2] >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {pool.shape[2]}")
+    require(window >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {window}")
     require(activation in ("silu", None), f"{name}: activation must be 'silu' or None, got {activation!r}")
 
 
 @checked
 def causal_conv1d_update(
     x: Float[Array, "tokens channels"],
-    pool: Float[Array, "layers blocks window channels"],
+    pool: Pool | PoolDS,
     layer: int | Int32[Array, ""],
     weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
@@ -35,10 +41,11 @@ def causal_conv1d_update(
     write_block: Int32[Array, " rows"],
     *,
     activation: Activation = "silu",
+    layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
+) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
     """Advances decode and verify rows, keeping every position that acceptance may fall back to.
 
     y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
@@ -61,6 +68,7 @@ def causal_conv1d_update(
         read_row: First window row to read: accepted tokens of the last step, less one.
         write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
         activation: "silu" or None.
+        layout: Of the pool's windows: "SD" [window, channels], or "DS" [channels, window], which has XLA alone.
         implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
         config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
         interpret: Runs the Triton kernel's body as plain JAX, on any platform.
@@ -72,17 +80,17 @@ def causal_conv1d_update(
         ValueError: a shape or dtype breaks the contract.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    _check("causal_conv1d_update", x, pool, weight.shape[0], activation)
+    _check("causal_conv1d_update", x, pool, weight.shape[0], activation, layout)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    return _update(operands, activation, implementation, config, interpret)
+    return _update(operands, activation, layout, implementation, config, interpret)
 
 
 @checked
 def causal_conv1d_prefill(
     x: Float[Array, "tokens channels"],
-    pool: Float[Array, "layers blocks window channels"],
+    pool: Pool | PoolDS,
     layer: int | Int32[Array, ""],
     weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
@@ -94,10 +102,11 @@ def causal_conv1d_prefill(
     checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
     *,
     activation: Activation = "silu",
+    layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "layers blocks window channels"]]:
+) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
     """Runs rows of any length, and keeps each row's last width-1 inputs (history included) in window rows 0 .. width-2.
 
     The same equation as `causal_conv1d_update`. A row's outputs and window are bit-identical however its tokens were
@@ -116,6 +125,7 @@ def causal_conv1d_prefill(
         checkpoint_offset: Tokens of the row after which the window is kept as well, rising along a row.
         checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
         activation: "silu" or None.
+        layout: Of the pool's windows: "SD" [window, channels], or "DS" [channels, window], which has XLA alone.
         implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
         config: Launch configuration of the Triton kernel; None takes the heuristic one.
         interpret: Runs the Triton kernel's body as plain JAX, on any platform.
@@ -127,27 +137,34 @@ def causal_conv1d_prefill(
         ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
-    _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation)
+    _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation, layout)
     check_checkpoints("causal_conv1d_prefill", checkpoint_offset, checkpoint_block)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    return _prefill((*operands, checkpoint_offset, checkpoint_block), activation, implementation, config, interpret)
+    return _prefill(
+        (*operands, checkpoint_offset, checkpoint_block), activation, layout, implementation, config, interpret
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "implementation", "config", "interpret"))
-def _update(operands, activation, implementation, config, interpret):
+def _unsupported(layout: WindowLayout) -> str | None:
+    # A token's channels would lie `window` apart: no access of a warp could be one.
+    return None if layout == "SD" else "windows must be [window, channels] (layout='SD')"
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
+def _update(operands, activation, layout, implementation, config, interpret):
     triton = functools.partial(
         pallas_triton.causal_conv1d_update, activation=activation, config=config, interpret=interpret
     )
-    xla_update = functools.partial(xla.causal_conv1d_update, activation=activation)
-    return dispatch(implementation, operands, xla=xla_update, triton=triton)
+    xla_update = functools.partial(xla.causal_conv1d_update, activation=activation, layout=layout)
+    return dispatch(implementation, operands, xla=xla_update, triton=triton, unsupported=_unsupported(layout))
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "implementation", "config", "interpret"))
-def _prefill(operands, activation, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
+def _prefill(operands, activation, layout, implementation, config, interpret):
     triton = functools.partial(
         pallas_triton.causal_conv1d_prefill, activation=activation, config=config, interpret=interpret
     )
-    xla_prefill = functools.partial(xla.causal_conv1d_prefill, activation=activation)
-    return dispatch(implementation, operands, xla=xla_prefill, triton=triton)
+    xla_prefill = functools.partial(xla.causal_conv1d_prefill, activation=activation, layout=layout)
+    return dispatch(implementation, operands, xla=xla_prefill, triton=triton, unsupported=_unsupported(layout))

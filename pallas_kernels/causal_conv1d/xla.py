@@ -4,14 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
-from pallas_kernels._pool import NULL_BLOCK, per_row, places_to_keep, write_blocks
+from pallas_kernels._pool import NULL_BLOCK, WindowLayout, per_row, places_to_keep, write_blocks
 from pallas_kernels._rows import token_rows
 
 
-def _history(pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int) -> jax.Array:
+def _history(
+    pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int, layout: WindowLayout
+) -> jax.Array:
     """The width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
     window_row = read_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
-    history = pool.at[layer, read_block[:, None], window_row].get(mode="clip")
+    place = (window_row,) if layout == "SD" else (slice(None), window_row)
+    history = pool.at[layer, read_block[:, None], *place].get(mode="clip")
     return jnp.where(per_row(read_block != NULL_BLOCK, history), history, jnp.zeros_like(history))
 
 
@@ -48,17 +51,22 @@ def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) 
     return jnp.where((at >= 0)[..., None], tokens, before)
 
 
+def _keep(pool: jax.Array, layer: jax.Array, block: jax.Array, windows: jax.Array, layout: WindowLayout) -> jax.Array:
+    """Writes windows [rows, window, channels] to blocks."""
+    return write_blocks(pool, layer, block, windows if layout == "SD" else windows.swapaxes(1, 2))
+
+
 def causal_conv1d_update(
-    x, pool, layer, weight, bias, query_start_loc, read_block, read_row, write_block, *, activation
+    x, pool, layer, weight, bias, query_start_loc, read_block, read_row, write_block, *, activation, layout
 ):
     """See api.py."""
-    width, window = weight.shape[0], pool.shape[2]
+    width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
-    history = _history(pool, layer, read_block, read_row, width)
+    history = _history(pool, layer, read_block, read_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     at = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32) - (width - 2), (length.shape[0], window))
     kept = jnp.where((at < length[:, None])[..., None], _windows(x, history, start, at), 0)
-    return y, write_blocks(pool, layer, jnp.where(length > 0, write_block, NULL_BLOCK), kept)
+    return y, _keep(pool, layer, jnp.where(length > 0, write_block, NULL_BLOCK), kept, layout)
 
 
 def causal_conv1d_prefill(
@@ -75,14 +83,15 @@ def causal_conv1d_prefill(
     checkpoint_block=None,
     *,
     activation,
+    layout,
 ):
     """See api.py."""
-    width, window = weight.shape[0], pool.shape[2]
-    history = _history(pool, layer, read_block, read_row, width)
+    width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
+    history = _history(pool, layer, read_block, read_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     for n in range(offset.shape[1]):
         at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
         kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
-        pool = write_blocks(pool, layer, block[:, n], kept)
+        pool = _keep(pool, layer, block[:, n], kept, layout)
     return y, pool

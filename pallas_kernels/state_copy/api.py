@@ -5,8 +5,9 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import checked
+from pallas_kernels._check import check_layout, checked
 from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels._pool import WindowLayout
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
@@ -18,6 +19,7 @@ def state_copy(
     destination: Int32[Array, " rows"],
     row_offset: Int32[Array, " rows"] | None = None,
     *,
+    layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -26,7 +28,8 @@ def state_copy(
 
     pool[:, destination[r]] = pool[:, source[r]], or with `row_offset`, for conv windows [window, channels]:
     pool[:, destination[r], i] = pool[:, source[r], i + row_offset[r]] for i + row_offset[r] < window; the window's last
-    rows keep what they held. Copies are exact to the bit. A shift within one block is memmove-safe.
+    rows keep what they held. Windows [channels, window] shift along their last axis. Copies are exact to the bit. A shift
+    within one block is memmove-safe.
 
     Outside a jit that donates `pool` the call copies the whole pool.
 
@@ -36,6 +39,7 @@ def state_copy(
         destination: Block that each row writes; NULL_BLOCK skips the row, and so does a copy onto itself. No row may
             read or write a block that another row writes (unchecked).
         row_offset: First window row that is read, in [0, window); None copies whole blocks.
+        layout: Of the windows that `row_offset` shifts: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
         config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
         interpret: Runs the Triton kernel's body as plain JAX, on any platform.
@@ -47,19 +51,20 @@ def state_copy(
         ValueError: a shape or dtype breaks the annotations, or `row_offset` comes with states that are no windows.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
+    check_layout("state_copy", layout)
     if row_offset is not None and pool.ndim != 4:
         raise ValueError(
-            f"state_copy: row_offset needs a pool [layers, blocks, window, channels], got {list(pool.shape)}"
+            f"state_copy: row_offset needs a pool [layers, blocks, window, channels] or transposed, got {list(pool.shape)}"
         )
     if pool.ndim < 4:
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")
     if source.shape[0] == 0:
         return pool
-    return _state_copy(pool, source, destination, row_offset, implementation, config, interpret)
+    return _state_copy(pool, source, destination, row_offset, layout, implementation, config, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "config", "interpret"))
-def _state_copy(pool, source, destination, row_offset, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("layout", "implementation", "config", "interpret"))
+def _state_copy(pool, source, destination, row_offset, layout, implementation, config, interpret):
     operands = (pool, source, destination) + (() if row_offset is None else (row_offset,))
-    triton = functools.partial(pallas_triton.state_copy, config=config, interpret=interpret)
-    return dispatch(implementation, operands, xla=xla.state_copy, triton=triton)
+    triton = functools.partial(pallas_triton.state_copy, layout=layout, config=config, interpret=interpret)
+    return dispatch(implementation, operands, xla=functools.partial(xla.state_copy, layout=layout), triton=triton)

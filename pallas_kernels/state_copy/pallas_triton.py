@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels._pool import NULL_BLOCK, WindowLayout
 from pallas_kernels.state_copy.config import Config, default_config
 
 
@@ -39,14 +39,16 @@ def _copy_kernel(refs, *, tile_rows, tile_cols):
         _for_each_tile(program, num_programs, layers, -(-rows // tile_rows), copy)
 
 
-def _shift_kernel(refs, *, tile_cols):
-    layers, _, window, channels = refs.pool.shape
+def _shift_kernel(refs, *, tile_cols, layout):
+    layers, _, *state = refs.pool.shape
+    window, channels = state if layout == "SD" else reversed(state)
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
     source, destination, offset = (ref[batch_row] for ref in (refs.source, refs.destination, refs.row_offset))
 
     def shift(layer, tile):
         channel, inside = pt.lanes(tile, tile_cols, channels)
-        at = lambda block, row: refs.pool.at[layer, block, row, channel]
+        place = lambda row: (row, channel) if layout == "SD" else (channel, row)
+        at = lambda block, row: refs.pool.at[(layer, block, *place(row))]
         # One channel stays in one thread, and all of its rows are read before one is written: memmove within a block.
         moved = [
             pt.load(
@@ -70,6 +72,7 @@ def state_copy(
     destination: jax.Array,
     row_offset: jax.Array | None = None,
     *,
+    layout: WindowLayout = "SD",
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -87,9 +90,10 @@ def state_copy(
         kernel = functools.partial(_copy_kernel, tile_rows=tile_rows, tile_cols=tile_cols)
         tiles, name = -(-rows // tile_rows), "state_copy"
     else:
-        tile_cols = min(max(config.tile // pt.power_of_two(rows), 128), tile_cols)
-        kernel = functools.partial(_shift_kernel, tile_cols=tile_cols)
-        tiles, name = -(-cols // tile_cols), "state_copy_shift"
+        window, channels = (rows, cols) if layout == "SD" else (cols, rows)
+        tile_cols = min(max(config.tile // pt.power_of_two(window), 128), pt.power_of_two(channels))
+        kernel = functools.partial(_shift_kernel, tile_cols=tile_cols, layout=layout)
+        tiles, name = -(-channels // tile_cols), "state_copy_shift"
     batch_rows = source.shape[0]
     results = pt.call(
         kernel,

@@ -1,15 +1,14 @@
 """A pool that holds tokens instead of numbers: a slow, literal replay of what kernels and copies do with a step's indices.
 
 A recurrent block is the tuple of tokens whose state it would be; a conv window is a list of tokens. Tokens are unique, so
-a state read from the wrong place can't look right.
+a state read from the wrong place can't look right. A step goes: `start`, `copy` of the migration, `forward`, `copy` of the
+boundary saves, `check_finished`.
 """
 
 from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-
-from mamba_align_jax import AlignState, CopyPlan, StepIndices
 
 ZERO, JUNK = -1, -2  # an input before the first token; bytes that nobody promised anything about
 
@@ -21,7 +20,10 @@ def last_inputs(tokens, width):
 
 @dataclass
 class Row:
-    """One row of a step. `drafts` is -1 for a row that is no verify row; `held` is its slot's column -> block."""
+    """One row of a step.
+
+    `drafts` is -1 for a row that is no verify row; `held` is its slot's column -> block, `given` what of it is new.
+    """
 
     slot: int
     before: tuple = ()
@@ -29,6 +31,7 @@ class Row:
     drafts: int = -1
     accepted: int = 1
     held: dict = field(default_factory=dict)
+    given: frozenset = frozenset()
 
     @property
     def after(self):
@@ -42,88 +45,112 @@ class Row:
         kept = boundary > len(self.before) if self.drafts >= 0 else boundary == len(self.after)
         return boundary if kept else 0
 
+    def __str__(self):
+        return f"slot {self.slot} at {len(self.before)} + {len(self.inputs)}"
+
 
 class Pool:
-    """The blocks of one group, and the set of them that are cached, which nobody may write."""
+    """The blocks of one group, and who may do what with them in the step that is being replayed."""
 
     def __init__(self, num_blocks, width, num_speculative_tokens, block_size):
         self.width, self.block_size = width, block_size
         self.window = width - 1 + num_speculative_tokens
         self.recurrent = [JUNK] * num_blocks
         self.conv = [[JUNK] * self.window for _ in range(num_blocks)]
-        self.cached = set()
 
     def scribble(self, block):
-        """What becomes of a block that was let go."""
+        """Whatever its last holder left in a block means nothing to the next one."""
         self.recurrent[block], self.conv[block] = JUNK, [JUNK] * self.window
 
-    def _check_read(self, block, row):
-        assert block in row.held.values(), f"slot {row.slot} reads block {block}, which it does not hold"
+    def start(self, rows, holders, cached):
+        """A new step. `holders` counts the requests that hold each block; `cached` blocks may be found by others."""
+        self.rows, self.holders, self.cached = rows, holders, cached
+        self.reads, self.writes = [set() for _ in rows], [set() for _ in rows]
 
-    def _check_write(self, block, row):
-        assert block != 0, f"slot {row.slot} has no block to write"
-        assert block in row.held.values(), f"slot {row.slot} writes block {block}, which it does not hold"
-        assert block not in self.cached, f"slot {row.slot} writes block {block}, which is cached"
+    def _check_read(self, block, r):
+        assert block in self.rows[r].held.values(), f"{self.rows[r]} reads block {block}, which it does not hold"
+        self.reads[r].add(block)
 
-    def copy(self, plan, rows):
-        """`state_copy` of recurrent states, then of windows, whose tails stay as they were."""
+    def check_write(self, block, r):
+        row = self.rows[r]
+        assert block != 0, f"{row} has no block to write"
+        assert block in row.held.values(), f"{row} writes block {block}, which it does not hold"
+        assert self.holders[block] == 1, f"{row} writes block {block}, which another request holds too"
+        assert block not in self.cached, f"{row} writes block {block}, which is cached"
+        self.writes[r].add(block)
+
+    def copy(self, plan):
+        """`state_copy` of recurrent states, then of windows, whose last rows mean nothing then."""
         if plan is None:
             return
-        for r, row in enumerate(rows):
-            destination = plan.destination[0, r]
+        recurrent_source, conv_source, destinations = (
+            x[0].tolist() for x in (plan.recurrent_source, plan.conv_source, plan.destination)
+        )
+        for r, destination in enumerate(destinations[: len(self.rows)]):
             if destination == 0:
                 continue
-            recurrent, conv, first = plan.recurrent_source[0, r], plan.conv_source[0, r], plan.conv_row[r]
-            self._check_read(recurrent, row)
-            self._check_read(conv, row)
+            recurrent, conv, first = recurrent_source[r], conv_source[r], int(plan.conv_row[r])
+            self._check_read(recurrent, r)
+            self._check_read(conv, r)
             if recurrent != destination or conv != destination or first:
-                self._check_write(destination, row)
+                self.check_write(destination, r)
             self.recurrent[destination] = self.recurrent[recurrent]
-            self.conv[destination] = self.conv[conv][first:] + self.conv[destination][self.window - first :]
+            self.conv[destination] = self.conv[conv][first:] + [JUNK] * first
 
-    def forward(self, indices, rows):
+    def forward(self, indices):
         """What the kernels of a layer do, and whether each row found its own past."""
-        for r, row in enumerate(rows):
+        for r, row in enumerate(self.rows):
             if not row.inputs:
                 continue
-            where, first = f"slot {row.slot} at {len(row.before)} + {len(row.inputs)}", indices.conv_row[r]
+            first, write = int(indices.conv_row[r]), indices.write[0, r].tolist()
+            recurrent_read, conv_read = int(indices.recurrent_read[0, r]), int(indices.conv_read[0, r])
             state, window = (), [ZERO] * (self.width - 1)
-            if indices.recurrent_read[0, r]:
-                self._check_read(indices.recurrent_read[0, r], row)
-                state = self.recurrent[indices.recurrent_read[0, r]]
-            if indices.conv_read[0, r]:
-                self._check_read(indices.conv_read[0, r], row)
-                window = self.conv[indices.conv_read[0, r]][first : first + self.width - 1]
-            assert state == row.before, f"{where}: recurrent state"
-            assert window == last_inputs(row.before, self.width), f"{where}: conv window"
-            assert indices.num_computed_tokens[r] == len(row.before), where
-            assert indices.has_initial_state[r] == bool(row.before), where
+            if recurrent_read:
+                self._check_read(recurrent_read, r)
+                state = self.recurrent[recurrent_read]
+            if conv_read:
+                self._check_read(conv_read, r)
+                window = self.conv[conv_read][first : first + self.width - 1]
+            assert state == row.before, f"{row}: recurrent state"
+            assert window == last_inputs(row.before, self.width), f"{row}: conv window"
+            assert indices.num_computed_tokens[r] == len(row.before), row
+            assert indices.has_initial_state[r] == bool(row.before), row
 
-            verify, write = row.drafts >= 0, indices.write[0, r]
+            verify = row.drafts >= 0
             ends = range(1, len(row.inputs) + 1) if verify else [len(row.inputs)]
             for t, end in enumerate(ends):
-                self._check_write(write[t], row)
+                self.check_write(write[t], r)
                 self.recurrent[write[t]] = row.before + row.inputs[:end]
             kept = window[1:] + list(row.inputs) if verify else last_inputs(row.before + row.inputs, self.width)
             self.conv[write[0]] = kept + [JUNK] * (self.window - len(kept))
 
-    def check_finished(self, state, rows):
+    def check_finished(self, state):
         """The live state and the boundary's are where the next step and other requests will look for them."""
-        for row in rows:
+        for row in self.rows:
             if not row.inputs:
                 continue
-            where, after = f"slot {row.slot} at {len(row.before)} + {len(row.inputs)}", row.after
-            accepted, column = state.num_accepted_tokens[row.slot], state.state_idx[row.slot]
-            assert state.num_computed_tokens[row.slot] == len(after), where
-            assert self.recurrent[row.held[column + accepted - 1]] == after, f"{where}: live recurrent state"
+            after, boundary = row.after, row.boundary(self.block_size)
+            accepted, column = int(state.num_accepted_tokens[row.slot]), int(state.state_idx[row.slot])
+            assert state.num_computed_tokens[row.slot] == len(after), row
+            assert self.recurrent[row.held[column + accepted - 1]] == after, f"{row}: live recurrent state"
             live = self.conv[row.held[column]][accepted - 1 : accepted + self.width - 2]
-            assert live == last_inputs(after, self.width), f"{where}: live conv window"
-            boundary = row.boundary(self.block_size)
+            assert live == last_inputs(after, self.width), f"{row}: live conv window"
             if boundary:
-                block = row.held[boundary // self.block_size - 1]
-                assert self.recurrent[block] == after[:boundary], f"{where}: recurrent state of the boundary"
-                kept = self.conv[block][: self.width - 1]
-                assert kept == last_inputs(after[:boundary], self.width), f"{where}: conv window of the boundary"
+                self.check_boundary(row.held[boundary // self.block_size - 1], after[:boundary])
+        self._check_rows_are_apart()
+
+    def check_boundary(self, block, tokens):
+        """A block at a boundary holds exactly its tokens."""
+        assert self.recurrent[block] == tokens, f"recurrent state of the boundary at {len(tokens)}"
+        window = self.conv[block][: self.width - 1]
+        assert window == last_inputs(tokens, self.width), f"conv window of the boundary at {len(tokens)}"
+
+    def _check_rows_are_apart(self):
+        """Kernels of one step run in any order, so what a row reads nobody else may be given or write."""
+        for r, row in enumerate(self.rows):
+            for other, reads in enumerate(self.reads):
+                taken = reads & (row.given | self.writes[r])
+                assert other == r or not taken, f"{self.rows[other]} reads blocks {taken}, handed to {row}"
 
 
 def check_idle(indices, plan, rows):
@@ -136,5 +163,5 @@ def check_idle(indices, plan, rows):
         assert copies is None or not copies.destination[:, idle].any()
 
 
-def to_numpy(tree: AlignState | StepIndices | CopyPlan | None):
+def to_numpy(tree):
     return jax.tree.map(np.asarray, tree)

@@ -107,6 +107,31 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
         assert changed == {column[3]}
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lost_states_are_counted(policy):
+    spec = make_spec(policy=policy)
+    state, tables = running(spec)
+    # Slot 0 goes on from column 1, slot 1 from columns 2 and 1, slot 2 from columns 4 and 2; slot 3 is fresh.
+    batch = StepBatch.from_host(spec, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0], [False] * 5)
+    counts = {
+        (): 0,
+        ((1, 0, 1),): 1,
+        ((0, 1, 2),): 1,
+        ((0, 2, 4),): 1,
+        ((1, 2, 2),): 1,
+        ((0, 0, 1), (1, 0, 1), (1, 2, 4)): 2,
+        # Columns that no row goes on from, or only the fresh one.
+        ((0, 3, 0), (0, 0, 0), (1, 1, 3)): 0,
+    }
+    for places, count in counts.items():
+        blocks = np.array(tables.blocks)
+        for place in places:
+            blocks[place] = 0
+        _, indices = begin_step(spec, state, batch, BlockTables(blocks=jnp.asarray(blocks)))
+        found = indices.num_null_reads()
+        assert (int(found), found.dtype, found.shape) == (count, jnp.int32, ()), places
+
+
 # What is not copied is not there.
 
 
@@ -298,8 +323,11 @@ BAD_SPECS = {
     "width must be 2 to 5 and channels positive, got 6, 8": lambda: ConvState(6, 8),
     "width must be 2 to 5 and channels positive, got 1, 8": lambda: ConvState(1, 8),
     "width must be 2 to 5 and channels positive, got 4, 0": lambda: ConvState(4, 0),
+    "layout must be 'SD' or 'DS', got 'sd'": lambda: ConvState(4, 8, layout="sd"),
     "two axes or more, all positive, got (8,)": lambda: RecurrentState((8,)),
     "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
+    "groups must have distinct names, got ['a', 'a']": lambda: make_spec(groups=(GROUPS[0],) * 2),
+    "GroupSpec 'z': states must be ConvState or RecurrentState, got (2, 2)": lambda: GroupSpec("z", 1, ((2, 2),)),
     "GroupSpec 'x': needs at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),
     "GroupSpec 'y': needs at least one layer and one state": lambda: GroupSpec("y", 1, ()),
 }
@@ -340,6 +368,16 @@ def test_bad_table_updates_are_refused(message):
 def test_bad_specs_are_refused(message):
     with raises(message):
         BAD_SPECS[message]()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 7), (1, 4, 8), (2, 3, 8), (4, 8)], ids=str)
+def test_tables_of_another_configuration_are_refused(shape):
+    """Too narrow for a window at the end of the longest sequence, or of other groups or slots."""
+    spec = make_spec()
+    batch = StepBatch.from_host(spec, 1, [0], [0, 1], [0], [False])
+    wanted = f"blocks must be [groups, slots, columns] = [2, 4, 8], or more columns, got {list(shape)}"
+    with raises(wanted):
+        begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=jnp.ones(shape, jnp.int32)))
 
 
 # Sizes.
@@ -385,6 +423,8 @@ def test_pools_of_the_callers_own_arrays():
     pool = StatePool.from_arrays(spec, [[conv, recurrent], [other]])
     assert pool.num_blocks == 7
     assert pool.states[0][1] is recurrent
+    with raises("StatePool.with_group: group 0 has 2 arrays, got 1"):
+        pool.with_group(0, [conv])
     with raises("wanted [2, 1] arrays per group, got [1, 2]"):
         StatePool.from_arrays(spec, [[conv], [recurrent, other]])
     with raises("group 'b' wants float32[2, 7, 2, 4, 8], got float32[2, 7, 2, 8, 4]"):

@@ -22,6 +22,7 @@ from mamba_align_jax import (
 )
 from mamba_align_jax.align.host import gather_state_indices, postprocess_mamba, preprocess_mamba
 from mamba_align_jax.align.step import plan_finish
+from mamba_align_jax.cache.state_blocks import StateBlockManager
 
 GROUP = GroupSpec("layers", 1, (ConvState(4, 1), RecurrentState((1, 1))))
 # The block of column c is FIRST + c, so that ids tell their column.
@@ -55,8 +56,8 @@ class Step(NamedTuple):
     read: Read | None
     before: Copy | None = None
     after: Copy | None = None
-    # Accepted tokens that the slot remembers: a state saved onto its own column counts as fully accepted.
-    left: int | None = None
+    # What the slot remembers as accepted, 0 for `accepted` itself: a state saved onto its own column counts as 1.
+    left: int = 0
 
 
 class Enter(NamedTuple):
@@ -96,12 +97,13 @@ EXAMPLES = {
     ),
     "e, g: the second accepted token ends on a boundary of the column before": (
         *PROMPT_6,
-        Step(6, 3, 2, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(3, 2, 1, 1), left=2),
+        Step(6, 3, 2, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(3, 2, 1, 1)),
         # The boundary's block is not read back.
         Step(8, 3, 2, 2, Read(3, 2, 1)),
         # No recurrent state moves, but its window does.
         Step(10, 3, 1, 3, Read(3, 2, 1), Copy(3, 2, 1, 3)),
-        Step(11, 3, 3, 3, Read(3, 3, 0), None, Copy(3, 3, 0, 2), left=3),
+        Step(11, 3, 3, 3, Read(3, 3, 0), None, Copy(3, 3, 0, 2)),
+        Step(14, 3, 1, 4, Read(5, 3, 2), Copy(5, 3, 2, 4)),
     ),
     "f: the last accepted token ends on the running column's own boundary": (
         Enter(0, -1),
@@ -114,8 +116,8 @@ EXAMPLES = {
         Enter(0, -1),
         Step(0, 4, 0, 0, None),
         Step(4, 3, 0, 1, Read(0, 0, 0), Copy(0, 0, 0, 1)),
-        Step(7, 3, 3, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(2, 2, 0, 1), left=3),
-        Step(10, 3, 3, 3, Read(4, 2, 2), Copy(4, 2, 2, 3), Copy(4, 3, 1, 2), left=3),
+        Step(7, 3, 3, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(2, 2, 0, 1)),
+        Step(10, 3, 3, 3, Read(4, 2, 2), Copy(4, 2, 2, 3), Copy(4, 3, 1, 2)),
         Step(13, 3, 3, 3, Read(5, 3, 2), None, Copy(5, 3, 2, 3), left=1),
         Step(16, 3, 1, 4, Read(3, 3, 0), Copy(3, 3, 0, 4)),
     ),
@@ -190,8 +192,7 @@ def walk(policy, K, steps):
             moved = policy == "pre_copy" and step.before is not None
             assert read == (Read(step.column, step.column, 0) if moved else step.read), where
         assert the_copy(plan) == step.after, where
-        if step.left is not None:
-            assert state.num_accepted_tokens[1] == step.left, where
+        assert state.num_accepted_tokens[1] == (step.left or max(step.accepted, 1)), where
     assert slot_of(state, 0) == (0, 1, -1)
 
 
@@ -234,7 +235,7 @@ def walk_on_the_host(K, steps):
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
         plan, accepted = postprocess_mamba(spec, batch, state_idx, [step.accepted])
         assert the_copy(plan) == step.after, where
-        assert step.left is None or accepted[0] == step.left, where
+        assert accepted[0] == (step.left or max(step.accepted, 1)), where
         resumed = ()
 
 
@@ -245,3 +246,38 @@ def test_example_on_the_host(example):
 
 def test_example_d_on_the_host():
     walk_on_the_host(0, PLAIN_DECODE)
+
+
+# k: the prompt of 6 again, with drafts from 6 on: fewest and most computed tokens that the host can't exclude, tokens and
+# drafts of the step, the columns held once it was dispatched, and the count that it left. Columns go when a step's result
+# was read and another step was dispatched.
+AT_ONCE = [
+    (0, 0, 4, 0, {0}, 4),
+    (4, 4, 2, 0, {1}, 6),
+    (6, 6, 3, 2, {1, 2, 3, 4}, 8),
+    (8, 8, 3, 2, {2, 3, 4}, 10),
+    (10, 10, 3, 2, {2, 3, 4, 5}, 11),
+    (11, 11, 3, 2, {2, 3, 4, 5}, 14),
+    (14, 14, 3, 2, {3, 4, 5, 6}, 15),
+]
+ONE_STEP_BEHIND = [
+    (0, 0, 4, 0, {0}, 4),
+    (4, 4, 2, 0, {0, 1}, 6),
+    (6, 6, 3, 2, {1, 2, 3, 4}, 8),
+    (7, 9, 3, 2, {1, 2, 3, 4}, 10),
+    (9, 11, 3, 2, {2, 3, 4, 5}, 11),
+    (11, 13, 3, 2, {2, 3, 4, 5}, 14),
+    (12, 14, 3, 2, {2, 3, 4, 5, 6}, 15),
+]
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_example_k_columns_go_a_step_later_where_the_host_is_behind(behind):
+    manager, unread = StateBlockManager(9, 4, 2), []
+    for low, high, q, drafts, held, after in ONE_STEP_BEHIND if behind else AT_ONCE:
+        assert manager.allocate("r", low, high, q, drafts) is not None
+        manager.release("r")
+        assert manager.columns("r").keys() == held
+        unread.append(after)
+        if len(unread) > behind:
+            manager.commit("r", range(unread.pop(0)))

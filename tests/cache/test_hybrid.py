@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
@@ -11,9 +12,9 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 BLOCK, PAGE = 8, 4
 
 
-def make(num_blocks=20, num_pages=40, mode="align", **options):
+def make(num_blocks=20, num_pages=40, mode="align", check=True, **options):
     states = StateBlockManager(num_blocks, BLOCK, mode=mode)
-    return HybridCache(states, KVPageManager(num_pages, PAGE), check=True, **options)
+    return HybridCache(states, KVPageManager(num_pages, PAGE), check=check, **options)
 
 
 def prefill(cache, name, tokens, budget=1000, salt=b""):
@@ -54,6 +55,16 @@ def test_a_shared_prefix_hits_on_the_third_at_the_latest():
     assert cache.lookup(shared + [2] * 20).junction == 16
     assert prefill(cache, "b", shared + [2] * 20) == 0
     assert prefill(cache, "c", shared + [3] * 20) == 16
+
+
+def test_a_state_never_extends_a_hit_beyond_the_pages():
+    cache, tokens = make(num_pages=9, check=False), list(range(30))
+    cache.kv.pool.on_lost = lambda key, evicted: None  # so that the state outlives its pages
+    prefill(cache, "a", tokens)
+    cache.free("a")
+    assert prefill(cache, "b", list(range(50, 59))) == 0
+    assert cache.states.lookup(tokens, chain=HashChain(PAGE)).length == 24
+    assert cache.lookup(tokens).length == 0
 
 
 def test_a_state_whose_pages_are_evicted_goes_first():

@@ -78,13 +78,17 @@ def test_the_bundled_model_predicts_held_out_documentation():
 
 
 def test_the_bundled_model_writes_words():
-    """Most of what it says behind the start of a docstring are words of Python's own text."""
+    """Most of what it says behind the start of a docstring are words of Python's own text, which repeats itself."""
     from mamba_align_jax import Engine, EngineConfig, SamplingParams
     from mamba_align_jax.data import decode
 
-    engine = Engine.from_pretrained(BYTE_MODEL, EngineConfig(max_num_seqs=1, max_model_len=512), dtype="float32")
+    engine = Engine.from_pretrained(
+        BYTE_MODEL, EngineConfig(max_num_seqs=1, max_model_len=512, num_speculative_tokens=3), dtype="float32"
+    )
     prompt = 'def parse(text):\n    """Parse a configuration file and return '
     (output,) = engine.generate(encode(prompt), SamplingParams(max_tokens=160, ignore_eos=True))
+    assert engine.stats.accepted_tokens[0] > 0
+    assert Reference(load_model(BYTE_MODEL, "float32")).judge(output.prompt_token_ids, output.token_ids).right
     words = [word.strip(".,:;()\"'`") for word in decode(output.token_ids).split()[:-1]]
     known = set((DATA / "heldout_docs.txt").read_text().replace("(", " ").replace(")", " ").split())
     spoken = [word for word in words if word.isalpha()]

@@ -20,6 +20,7 @@ MODES = {
     "pre_copy": dict(policy="pre_copy"),
     "copy_free": dict(policy="copy_free"),
 }
+SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
@@ -56,6 +57,7 @@ def assert_right(reference, outputs):
 
 def assert_everything_is_returned(engine):
     engine.cache.check()
+    assert engine.stats.null_reads == 0
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
@@ -97,7 +99,7 @@ def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
 
 
 def test_preempted_requests_are_right(rng, model, reference):
-    engine = make(model, num_kv_pages=24, num_state_blocks=9)
+    engine = make(model, **SMALL)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
     assert engine.stats.preemptions > 0
     assert_right(reference, outputs)
@@ -105,11 +107,28 @@ def test_preempted_requests_are_right(rng, model, reference):
 
 
 def test_evicted_prefixes_are_computed_again(rng, model, reference):
-    engine = make(model, num_state_blocks=6)
+    engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
     assert engine.stats.evicted_state_blocks > 0
     assert_right(reference, outputs)
+
+
+def test_lost_states_are_counted_and_named(rng, model):
+    batch = prompts(rng, 20, [1])
+
+    def lose(engine):
+        allocate = engine.cache.allocate
+        engine.cache.allocate = lambda *args, **kwargs: dataclasses.replace(allocate(*args, **kwargs), columns=[])
+        return engine
+
+    engine = lose(make(model))
+    engine.generate(batch, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert engine.stats.null_reads == 3, "the second chunk and two decode steps"
+    with pytest.raises(
+        ValueError, match="slot 0: column 0 of group 'gdn' takes a recurrent state, but the column has no"
+    ):
+        lose(make(model, **SMALL)).generate(batch)
 
 
 def test_sub_block_chunks(rng, model, reference):
@@ -239,7 +258,6 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(policy="eager"), "policy must be one of .* got 'eager'"),
         (dict(prefix_cache="some"), "prefix_cache must be one of .* got 'some'"),
         (dict(prefix_cache="all"), "prefix_cache='all' is not available yet"),
-        (dict(num_speculative_tokens=2), "num_speculative_tokens=2 is not available"),
         (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
         (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
         (dict(checkpoint_interval=24), "checkpoint_interval must be None or a multiple of block_size = 16, got 24"),

@@ -1,5 +1,7 @@
 """The scheduler over real caches, with a stub for the device: every request gets every token computed exactly once."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +17,10 @@ from mamba_align_jax.engine.scheduler import Scheduler
 BLOCK, PAGE, SEQS = 8, 4, 3
 
 
-def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2, interval=None):
-    states = StateBlockManager(num_blocks, BLOCK, mode=mode)
+def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2, drafter=None, K=0, interval=None):
+    states = StateBlockManager(num_blocks, BLOCK, K, mode=mode)
     cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
-    return Scheduler(cache, SEQS, prefill_rows, budget)
+    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K)
 
 
 def kept(scheduler, tokens):
@@ -32,12 +34,35 @@ def next_token(tokens):
     return (sum(tokens) * 31 + len(tokens)) % 1000
 
 
+class Foresight:
+    """Drafts what the stub model will say, as far as `plan` wills: (how many drafts, how many of them are right) in turn."""
+
+    def __init__(self, plan):
+        self.plan, self.known, self.most = itertools.cycle(plan), {}, []
+
+    def draft(self, request, tokens, most):
+        before = self.known.get(request, [])
+        assert tokens[: len(before)] == before
+        self.known[request] = list(tokens)
+        self.most.append(most)
+        (count, right), drafts = next(self.plan), []
+        for place in range(min(count, most)):
+            drafts.append(next_token([*tokens, *drafts]) if place < right else 1000 + place)
+        return drafts
+
+    def forget(self, request):
+        self.known.pop(request, None)
+
+
 class Device:
     """Writes down which tokens each state block and page stands for, and checks what rows read."""
 
-    def __init__(self, mode):
-        self.column = (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
+    def __init__(self, mode, most_blocks=99):
+        self.most_blocks = most_blocks
+        self.mode, self.column = mode, (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
         self.rows, self.states, self.pages, self.entered = {}, {}, {}, []
+        # Where each slot's live state is: its column.
+        self.live = {}
 
     def run(self, plan):
         sampled, slots = {}, [row.request.slot for row in plan.rows]
@@ -46,26 +71,44 @@ class Device:
             request, end = row.request, row.start + row.num_tokens
             if row.enters:
                 self.rows[request.slot] = {}, {}
+                self.live[request.slot] = self.column(row.start)
                 self.entered.append(request.id)
             columns, pages = self.rows[request.slot]
+            assert len(row.allocation.columns) <= self.most_blocks, "the runner has room for no more"
             columns.update(row.allocation.columns)
             pages.update(row.allocation.pages)
-            tokens = tuple(request.tokens)
+            tokens = (*request.tokens, *row.drafts)
             if row.start:
-                assert self.states[columns[self.column(row.start)]] == tokens[: row.start]
+                assert self.states[columns[self.live[request.slot]]] == tokens[: row.start]
             for position in range(row.start):
                 assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
             for position in range(row.start, end):
                 self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
-            self.states[columns[self.column(end)]] = tokens[:end]
-            if row.samples:
-                sampled[request.id] = next_token(tokens)
+            if not row.samples:
+                self.states[columns[self.column(end)]] = tokens[:end]
+                self.live[request.slot] = self.column(end)
+                continue
+            # One state behind each draft, in columns side by side; the accepted one is live, and a passed boundary is saved.
+            certain, said = end - len(row.drafts), [next_token(request.tokens)]
+            while len(said) <= len(row.drafts) and said[-1] == row.drafts[len(said) - 1]:
+                said.append(next_token([*request.tokens, *said]))
+            for place in range(1 + len(row.drafts)):
+                self.states[columns[self.column(end) + place]] = tokens[: certain + place]
+            computed = certain + len(said) - 1
+            self.live[request.slot] = self.column(end) + len(said) - 1
+            boundary = computed // BLOCK * BLOCK
+            if boundary >= certain and self.mode == "align":
+                self.states[columns[self.column(boundary)]] = tokens[:boundary]
+                if self.column(boundary) == self.column(end):
+                    self.live[request.slot] = self.column(end)
+            sampled[request.id] = said
         return sampled
 
 
 def serve(scheduler, requests, arrivals=None, aborts=(), device=None, between=lambda step: None):
     """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
-    device, done, step = device or Device(scheduler.cache.states.mode), [], 0
+    states = scheduler.cache.states
+    device, done, step = device or Device(states.mode, states.blocks_needed()), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone = set()
@@ -96,8 +139,8 @@ def serve(scheduler, requests, arrivals=None, aborts=(), device=None, between=la
     return done
 
 
-def request(number, prompt, max_tokens=6, **params):
-    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params))
+def request(number, prompt, max_tokens=6, K=None, **params):
+    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, num_speculative_tokens=K, **params))
 
 
 def assert_complete(requests):
@@ -169,7 +212,7 @@ def test_aborting_frees_exactly_its_blocks():
         scheduler.add(r)
     plan = scheduler.schedule()
     scheduler.dispatched(plan)
-    scheduler.finished(plan, dict.fromkeys((0, 1), 3))
+    scheduler.finished(plan, {0: [3], 1: [3]})
     held = scheduler.cache.states.columns(0)
     scheduler.remove(b)
     assert scheduler.cache.states.columns(0) == held
@@ -181,20 +224,21 @@ def test_aborting_frees_exactly_its_blocks():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_a_request_keeps_depends_on_itself_alone(data):
-    """Neither the budget, nor batch-mates, nor preemptions change which boundaries are cached in the end."""
+    """Neither the budget, nor batch-mates, nor drafts, nor preemptions change which boundaries are cached in the end."""
     shared = data.draw(st.integers(0, 40))
     prompt = [7] * shared + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30))
     max_tokens, at = data.draw(st.integers(1, 30)), tuple(data.draw(st.lists(st.integers(0, 60), max_size=3)))
     interval = data.draw(st.sampled_from([None, 2 * BLOCK]))
     results = []
     for busy in (False, True):
-        budget, rows, mates, preempted = 1000, 1, [], set()
+        budget, rows, mates, preempted, drafter, K = 1000, 1, [], set(), None, 0
         if busy:
             budget, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
             sizes = data.draw(st.lists(st.integers(1, 40), max_size=3))
             mates = [request(10 + n, [100 + n] * size, 10) for n, size in enumerate(sizes)]
             preempted = data.draw(st.sets(st.integers(1, 60), max_size=6))
-        scheduler, device = make(400, 900, budget=1000, interval=interval), Device("align")
+            drafter, K = data.draw(st.sampled_from([(None, 0), (Foresight([(3, 2), (1, 0), (3, 3)]), 3)]))
+        scheduler, device = make(400, 900, budget=1000, interval=interval, drafter=drafter, K=K), Device("align")
         serve(scheduler, [request(0, [7] * 30)], device=device)
         scheduler.max_num_batched_tokens, scheduler.max_prefill_rows = budget, rows
 
@@ -308,22 +352,84 @@ def test_a_reset_forgets_what_is_cached_and_what_runs():
     assert scheduler.cache.states.pool.num_cached == scheduler.cache.kv.pool.num_cached == 0
 
 
+def test_drafts_make_steps_fewer_and_end_with_the_request():
+    """All drafts accepted: 1 + K tokens a step, and never more than max_tokens leaves room for."""
+    drafter = Foresight([(9, 9)])
+    scheduler, device = make(drafter=drafter, K=3), Device("align")
+    alone = request(0, range(5), max_tokens=12)
+    serve(scheduler, [alone], device=device)
+    assert_complete([alone])
+    # One token comes from the prompt, then 4 + 4, and of the last 3 two may be drafts.
+    assert drafter.most == [3, 3, 2]
+    assert not drafter.known, "dropped with the request"
+
+
+def test_a_request_chooses_how_many_drafts_it_gets():
+    drafter = Foresight([(9, 9)])
+    requests = [request(0, range(5), 20, K=0), request(1, range(9), 20, K=1), request(2, range(3), 20)]
+    serve(make(drafter=drafter, K=3), requests)
+    assert_complete(requests)
+    assert set(drafter.most) == {1, 2, 3}
+
+
+def test_drafts_give_way_before_requests_do():
+    """Two requests that need two blocks each, and one block for both of their windows of four."""
+    scheduler, counts = make(num_blocks=1 + 6, drafter=Foresight([(9, 9)]), K=3), set()
+    plan = scheduler.schedule
+
+    def schedule():
+        result = plan()
+        counts.update(len(row.drafts) for row in result.decode)
+        return result
+
+    scheduler.schedule = schedule
+    requests = [request(i, [i] * 4, max_tokens=30) for i in range(2)]
+    serve(scheduler, requests)
+    assert_complete(requests)
+    assert counts >= {0, 3}
+    assert scheduler.num_preemptions == 0
+
+
+def test_states_behind_rejected_drafts_and_stop_tokens_are_not_found():
+    """The second request asks for a boundary that the first one's drafts passed but its tokens did not."""
+    scheduler, device = make(drafter=Foresight([(3, 2)]), K=3), Device("align")
+    first = request(0, range(5))
+    scheduler.add(first)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        sampled = device.run(plan)
+        scheduler.dispatched(plan)
+        # The last token of the second step's three counts as lying behind a stop token.
+        scheduler.finished(plan, {r: tokens[:2] for r, tokens in sampled.items()})
+    (row,) = plan.decode
+    assert (row.start, row.num_tokens, sampled[0][:2]) == (5, 4, list(row.drafts[:2]))
+    assert first.num_computed == 7
+    scheduler.remove(first)
+    assert scheduler.cache.lookup([*first.tokens, *sampled[0][2:], 1, 2, 3]).length == 0
+    assert len(scheduler.cache.kv.lookup([*first.tokens, *sampled[0][2:], 1, 2, 3], HashChain(PAGE))) == 1
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_schedule_computes_every_token_once(data):
-    """Small pools, shared prefixes, late arrivals and aborts, preemption included."""
+    """Small pools, shared prefixes, late arrivals and aborts, preemption and drafts, right and wrong ones, included."""
+    K = data.draw(st.sampled_from([0, 1, 3, BLOCK - 1]))
+    plan = st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=5)
     count = data.draw(st.integers(1, 9))
     requests = []
     for number in range(count):
         shared = data.draw(st.integers(0, 25))
         suffix = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
-        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12))))
+        own = data.draw(st.sampled_from([None, None, *range(K + 1)]))
+        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own))
     scheduler = make(
-        num_blocks=data.draw(st.integers(3, 12)),
+        num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(), 12 + 2 * K)),
         num_pages=data.draw(st.integers(14, 40)),
         mode=data.draw(st.sampled_from(["align", "align", "none"])),
         budget=data.draw(st.integers(1, 40)),
         prefill_rows=data.draw(st.integers(1, 3)),
+        drafter=Foresight(data.draw(plan)),
+        K=K,
     )
     arrivals = [data.draw(st.integers(0, 20)) for _ in requests]
     aborts = [

@@ -66,6 +66,15 @@ def test_the_worked_example():
     np.testing.assert_array_equal(chunks.last_chunk_indices, [2, -1, 4])
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_the_grid_of_packed_positions(lengths):
+    loc = np.cumsum([0, *lengths], dtype=np.int32)
+    chunks = chunk_rows(loc, loc[:-1], int(loc[-1]), 4)
+    wanted = sorted({*range(0, int(loc[-1]), 4), *loc.tolist()})
+    np.testing.assert_array_equal(np.unique(chunks.cu_chunk_seqlens), wanted)
+
+
 def test_bad_arguments_are_named():
     loc, computed = np.array([0, 2], np.int32), np.array([0], np.int32)
     with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):

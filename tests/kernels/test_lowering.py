@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from benchmarks import pipeline
 from pallas_kernels import (
     causal_conv1d_prefill,
     causal_conv1d_update,
@@ -31,11 +33,14 @@ from pallas_kernels.state_copy import cases as state_copy_cases
 CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM3": 132, "NVIDIA B200": 148}
 
 
-def lower(device, function, *arguments):
+def on(device):
     abstract = AbstractDevice(device_kind=device, num_cores=CORES[device], platform="gpu")
     # The mesh is there for its device: nothing is sharded over it.
-    mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=abstract)
-    with use_abstract_mesh(mesh):
+    return use_abstract_mesh(AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=abstract))
+
+
+def lower(device, function, *arguments):
+    with on(device):
         return jax.jit(function, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -189,6 +194,22 @@ OPS = {
 )
 def test_every_case_lowers_for_h200(op, case):
     assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
+
+
+def test_a_whole_step_lowers_with_what_it_is_made_of():
+    """Thirty layers of two ops; with drafts, states and windows may be moved before them and after them."""
+    case = pipeline.Case("pre_copy", 8, 3)
+    with on("NVIDIA H200"):
+        text = pipeline.trace(case, "triton").lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in text
+    calls = lambda name: len(re.findall(rf"call @{name}(?:_\d+)?\(", text))
+    assert (calls("_update"), calls("_state_copy")) == (2 * 30, 4)
+
+
+def test_windows_of_the_other_layout_lower_for_h200():
+    run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
+    pool = array(jnp.bfloat16, 30, 512, 8192, 3)
+    assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)
 
 
 @pytest.mark.parametrize("op", ["gated_delta_rule_update", "selective_state_update", "selective_scan"])

@@ -35,8 +35,8 @@ def test_copies_whole_blocks_to_the_bit(rng, shape, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("channels", [64, 1000])
-def test_shifts_windows(rng, channels, dtype, implementation):
+@pytest.mark.parametrize(("channels", "layout"), [(64, "SD"), (1000, "SD"), (1100, "DS")])
+def test_shifts_windows(rng, channels, layout, dtype, implementation):
     pool = make_pool(rng, (2, 9, 6, channels), dtype)
     before = np.array(pool)
     # Across blocks with and without an offset, within one block by 1 and by 3, a skip, nothing to do, a fresh block.
@@ -46,7 +46,9 @@ def test_shifts_windows(rng, channels, dtype, implementation):
         if destination:
             moved = np.zeros_like(before[:, 0]) if source == 0 else before[:, source]
             wanted[:, destination, : 6 - offset] = moved[:, offset:]
-    actual = state_copy(pool, *(jnp.array(x) for x in zip(*rows, strict=True)), **how(implementation))
+    turn = lambda x: x if layout == "SD" else x.swapaxes(2, 3)
+    rows = (jnp.array(x) for x in zip(*rows, strict=True))
+    actual = turn(state_copy(turn(pool), *rows, layout=layout, **how(implementation)))
     np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), wanted.view(np.uint8))
 
 
@@ -93,6 +95,8 @@ def test_bad_arguments_are_named(rng):
         state_copy(pool, row.astype(jnp.float32), row)
     with pytest.raises(ValueError, match="row_offset needs a pool"):
         state_copy(pool[..., None], row, row, row)
+    with pytest.raises(ValueError, match="state_copy: layout must be 'SD' or 'DS', got 'ds'"):
+        state_copy(pool, row, row, row, layout="ds")
     with pytest.raises(ValueError, match="implementation must be 'xla', 'triton' or None, got 'cuda'"):
         state_copy(pool, row, row, implementation="cuda")
     assert issubclass(UnsupportedError, NotImplementedError)

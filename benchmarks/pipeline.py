@@ -1,0 +1,389 @@
+"""Times whole steps, and their bookkeeping alone: `python -m benchmarks.pipeline --json benchmarks/results/FILE.jsonl`.
+
+A step is one program over donated buffers: tables and slots are updated, then `begin_step`, `migrate`, the convolution and
+the recurrence of Qwen3.5-35B-A3B's 30 gated delta net layers, `finish_step`. Nothing multiplies matrices.
+
+A row crosses where its tokens pass a block boundary. Its running column changes, for which "pre_copy" moves its states; with
+drafts all are accepted, so the boundary is saved under either policy. Mode "none" has no boundaries. Each step enters its
+rows anew (`add_requests`), half a block before a boundary or right at one, so that one program serves every share of
+crossing rows, and takes other slots than the last until five times the L2 are touched.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import environment, kernel_times, span_per_turn
+from benchmarks.workloads import ROTATION_BYTES, random_pool
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    CopyPlan,
+    GroupSpec,
+    RecurrentState,
+    StatePool,
+    StepBatch,
+    StepIndices,
+    TableUpdates,
+    add_requests,
+    begin_step,
+    finish_step,
+    migrate,
+    split_rows,
+    update_block_tables,
+)
+from mamba_align_jax.align.columns import column_of
+from mamba_align_jax.align.step import plan_finish
+from pallas_kernels import Implementation, causal_conv1d_update, gated_delta_rule_update
+
+ROWS, DRAFTS, POLICIES = (1, 8, 64, 256), (0, 3), ("none", "copy_free", "pre_copy")
+REPETITIONS = 5
+STEPS = 12  # whose kernels are timed at once, at least
+SPAN_US = 50_000  # what a span is measured over, at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of `rows` rows, each with one token and `drafts` more."""
+
+    policy: str  # or "none": the mode
+    rows: int
+    drafts: int
+    block_size: int = 512
+    layers: int = 30
+    key_heads: int = 16
+    value_heads: int = 32
+    dim: int = 128
+    width: int = 4
+    dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        """Of its rows of results."""
+        return f"pipeline {self.policy} K{self.drafts} {self.rows}"
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return (2 * self.key_heads + self.value_heads) * self.dim
+
+    @property
+    def spec(self) -> AlignConfig:
+        """As many slots as make the states of one step after another pass through the L2."""
+        state = RecurrentState((self.value_heads, self.dim, self.dim), self.state_dtype)
+        group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state))
+        # Two blocks of tokens, one on each side of the boundary.
+        spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
+        sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
+        how = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
+        return dataclasses.replace(spec, max_num_reqs=sets * self.rows, **how)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of all slots' blocks."""
+        return self.spec.max_num_reqs * self.spec.num_columns * self.spec.bytes_per_block
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """Of the rows that cross: none, as many as where all advance by a token a step, all."""
+        return (Fraction(0),) if self.policy == "none" else (Fraction(0), Fraction(1, self.block_size), Fraction(1))
+
+
+class Inputs(NamedTuple):
+    """What the host sends per step."""
+
+    updates: TableUpdates
+    additions: Additions
+    batch: StepBatch
+    num_sampled: jax.Array
+
+
+class Buffers(NamedTuple):
+    """What a step takes donated and returns."""
+
+    pool: StatePool
+    state: AlignState
+    tables: BlockTables
+
+
+def make_buffers(case: Case) -> Buffers:
+    """Every column of every slot has a block, with something in it."""
+    spec = case.spec
+    blocks = 1 + jnp.arange(spec.max_num_reqs * spec.num_columns, dtype=jnp.int32)
+    shapes = jax.eval_shape(lambda: StatePool.create(spec, 1 + blocks.size))
+    pool = jax.jit(lambda: jax.tree.map(lambda array: random_pool(array.shape, array.dtype), shapes))()
+    tables = BlockTables(blocks=blocks.reshape(1, spec.max_num_reqs, spec.num_columns))
+    return Buffers(pool, AlignState.create(spec), tables)
+
+
+def make_tokens(case: Case) -> dict[str, jax.Array]:
+    """What every layer takes: as warm as the layer before leaves it."""
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    draw = lambda shape, dtype=case.dtype: jax.random.normal(next(keys), shape).astype(dtype)
+    tokens = case.rows * (1 + case.drafts)
+    gates = {name: draw((tokens, case.value_heads)) for name in ("a", "b")}
+    gates |= {name: draw((case.value_heads,), "float32") for name in ("A_log", "dt_bias")}
+    return dict(x=draw((tokens, case.channels)), weight=draw((case.width, case.channels))) | gates
+
+
+def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
+    """Of the step-th step; `crosses` says of each row whether it does."""
+    spec, window = case.spec, 1 + case.drafts
+    slots = step * case.rows % spec.max_num_reqs + np.arange(case.rows)
+    # A crossing row's running column changes, and its window's end gets a block; the first half of a verify row's tokens
+    # are before the boundary.
+    computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
+    entered = [] if spec.mode == "none" else slots[crosses].tolist()
+    entry = lambda slot: (0, slot, window, 1 + slot * spec.num_columns + window)
+    lengths = np.arange(case.rows + 1) * window
+    return Inputs(
+        updates=TableUpdates.from_host(spec, case.rows, list(map(entry, entered))),
+        additions=Additions(
+            slot=jnp.asarray(slots, jnp.int32),
+            num_computed_tokens=jnp.asarray(computed),
+            state_idx=jnp.asarray(column_of(computed, spec.state_block_size)),
+        ),
+        batch=StepBatch.from_host(
+            spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows, [False] * case.rows
+        ),
+        num_sampled=jnp.full(case.rows, window, jnp.int32),
+    )
+
+
+def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
+    """The shortest run of steps of whose rows `share` cross, evenly spread, and that takes every slot."""
+    steps = share.denominator // math.gcd(share.denominator, case.rows)
+    steps *= math.ceil(case.spec.max_num_reqs / (case.rows * steps))
+    crossings = np.arange(steps * case.rows + 1) * share.numerator // share.denominator
+    crosses = np.diff(crossings).astype(bool).reshape(steps, case.rows)
+    sets = case.spec.max_num_reqs // case.rows
+    made: dict[tuple[int, bytes], Inputs] = {}
+    for step, row in enumerate(crosses):
+        key = step % sets, row.tobytes()
+        if key not in made:
+            made[key] = make_inputs(case, step, row)
+    return [made[step % sets, row.tobytes()] for step, row in enumerate(crosses)]
+
+
+def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignState, BlockTables, StepIndices]:
+    tables = update_block_tables(buffers.tables, inputs.updates)
+    state = add_requests(buffers.state, inputs.additions)
+    state, indices = begin_step(spec, state, inputs.batch, tables)
+    return state, tables, indices
+
+
+def make_step(case: Case, implementation: Implementation | None) -> Any:
+    """The jitted step: (donated buffers, inputs, tokens) to buffers and the last layer's outputs."""
+    spec, how = case.spec, dict(implementation=implementation)
+
+    def step(buffers, inputs, tokens):
+        state, tables, indices = _begin(spec, buffers, inputs)
+        pool = migrate(spec, buffers.pool, indices, **how)
+        rows = split_rows(inputs.batch, indices, case.rows).decode
+        loc, write = rows.query_start_loc, rows.write[0]
+        conv, recurrent = pool.states[0]
+        gates = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
+        out = tokens["x"]
+        for layer in range(case.layers):
+            places = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
+            qkv, conv = causal_conv1d_update(
+                tokens["x"], conv, layer, tokens["weight"], None, read_row=rows.conv_row, **places, **how
+            )
+            places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
+            out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
+            # In a model the next layer waits for these outputs.
+            conv, recurrent, out = jax.lax.optimization_barrier((conv, recurrent, out))
+        pool = pool.with_group(0, (conv, recurrent))
+        state, pool = finish_step(spec, state, pool, inputs.batch, indices, inputs.num_sampled, tables, **how)
+        return Buffers(pool, state, tables), out
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def trace(case: Case, implementation: Implementation | None) -> Any:
+    """The step, traced with the shapes of everything large."""
+    buffers, tokens = jax.eval_shape(lambda: (make_buffers(case), make_tokens(case)))
+    return make_step(case, implementation).trace(buffers, make_inputs(case, 0, np.full(case.rows, True)), tokens)
+
+
+@dataclass
+class Steps:
+    """A compiled step that the host calls again and again."""
+
+    compiled: Callable[..., tuple[Buffers, jax.Array]]
+    buffers: Buffers
+    tokens: dict[str, jax.Array]
+
+    def run(self, cycle: Sequence[Inputs], times: int = 1) -> jax.Array:
+        """The last layer's outputs of the last step, waited for."""
+        out = None
+        for inputs in itertools.chain.from_iterable(itertools.repeat(cycle, times)):
+            self.buffers, out = self.compiled(self.buffers, inputs, self.tokens)
+        return jax.block_until_ready(out)
+
+
+def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Sequence[Inputs]) -> dict[str, float]:
+    """Per step: what its ops read and write of the states, and what its copies do, from the plans."""
+    spec = case.spec
+    ((conv, recurrent),) = [group.states for group in spec.groups]
+
+    @jax.jit
+    def counts(inputs):
+        # Neither pools nor layers take part.
+        state_, tables_, indices = _begin(spec, Buffers(StatePool(states=()), state, tables), inputs)
+        _, plan = plan_finish(spec, state_, inputs.batch, indices, inputs.num_sampled, tables_)
+        copies = [plan.num_copies() for plan in (indices.migration, plan) if isinstance(plan, CopyPlan)]
+        reads, writes = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0)
+        return reads, writes, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
+
+    reads, writes, copies = (np.sum(each, axis=0) for each in zip(*jax.device_get([*map(counts, cycle)]), strict=True))
+    # Per row a window of width - 1, and of those one fewer is written before its tokens.
+    window_rows = reads * (2 * case.width - 3) + writes
+    window_row_bytes = spec.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
+    state_bytes = spec.state_bytes_per_block(0, recurrent)
+    copied = copies @ (state_bytes, spec.state_bytes_per_block(0, conv))
+    return {
+        "state_bytes": float((reads + writes) * state_bytes + window_rows * window_row_bytes) / len(cycle),
+        "copied_bytes": 2.0 * float(copied) / len(cycle),
+    }
+
+
+def kernels_per_step(name: str, launches: Sequence[Any], steps: int) -> int:
+    """How many of the launches are one step's.
+
+    Raises:
+        RuntimeError: they don't divide into steps.
+    """
+    each, rest = divmod(len(launches), steps)
+    if each == 0 or rest:
+        raise RuntimeError(f"{name}: {len(launches)} launches in {steps} steps")
+    return each
+
+
+def measure(case: Case, steps: Steps, share: Fraction) -> dict[str, Any]:
+    """One row of results, without the environment."""
+    cycle = make_cycle(case, share)
+    steps.run(cycle)
+    times = math.ceil(STEPS / len(cycle))
+    n = times * len(cycle)
+    launches = [kernel_times(lambda: steps.run(cycle, times)) for _ in range(REPETITIONS)]
+    us = statistics.median(sum(us for _, us in each) for each in launches) / n
+    row = {"case": case.name, "policy": case.policy, "rows": case.rows, "drafts": case.drafts, "crossing": str(share)}
+    row |= {"block_size": case.block_size, "layers": case.layers, "state_dtype": case.state_dtype, "us": us}
+    row["kernels"] = kernels_per_step(case.name, launches[0], n)
+    rounds = max(2, math.ceil(SPAN_US / (us * len(cycle))))
+    row["span_us"] = span_per_turn(lambda n: steps.run(cycle, n), rounds, len(cycle))
+    return row | moved_bytes(case, steps.buffers.state, steps.buffers.tables, cycle)
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """`begin_step` and `finish_step` without its copies, each a program of its own, of rows that all have a slot."""
+
+    policy: str
+    drafts: int
+    layers: int
+    slots: int = 256
+    groups: int = 4
+
+    @property
+    def name(self) -> str:
+        """Of its row of results."""
+        return f"bookkeeping {self.policy} K{self.drafts} {self.layers} layers"
+
+    @property
+    def spec(self) -> AlignConfig:
+        """The layers are described; nothing here should depend on them."""
+        states = ConvState(4, 8192), RecurrentState((32, 128, 128))
+        groups = tuple(GroupSpec(f"group {number}", self.layers, states) for number in range(self.groups))
+        return AlignConfig(groups, 512, self.drafts, self.slots, 32768, policy=self.policy)
+
+    def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Jitted (state, batch, tables) -> state, indices and (state, batch, indices, sampled, tables) -> state, plan."""
+        spec = self.spec
+        begin = jax.jit(lambda *arguments: begin_step(spec, *arguments), donate_argnums=0)
+        return begin, jax.jit(lambda *arguments: plan_finish(spec, *arguments), donate_argnums=0)
+
+    def arguments(self) -> tuple[AlignState, StepBatch, BlockTables]:
+        """Of the first program: rows anywhere in their slots and blocks."""
+        rng, n, window = np.random.default_rng(0), self.slots, 1 + self.drafts
+        computed = jnp.asarray(rng.integers(1, 16384, n), jnp.int32)
+        state = AlignState(
+            num_computed_tokens=computed,
+            num_accepted_tokens=jnp.ones(n, jnp.int32),
+            state_idx=column_of(computed, self.spec.state_block_size),
+        )
+        slots, locations = rng.permutation(n).tolist(), (np.arange(n + 1) * window).tolist()
+        batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n, [False] * n)
+        blocks = rng.integers(1, 2**20, (self.groups, n, self.spec.num_columns))
+        return state, batch, BlockTables(blocks=jnp.asarray(blocks, jnp.int32))
+
+    def measure(self) -> dict[str, Any]:
+        """A row of results: the sum of both programs' kernels, and the span of the two."""
+        (begin, finish), (state, batch, tables) = self.programs(), self.arguments()
+        sampled = jnp.ones(self.slots, jnp.int32)
+
+        def run(steps):
+            nonlocal state
+            for _ in range(steps):
+                state, indices = begin(state, batch, tables)
+                state, _ = finish(state, batch, indices, sampled, tables)
+            jax.block_until_ready(state)
+
+        run(1)
+        launches = kernel_times(lambda: run(STEPS))
+        each = kernels_per_step(self.name, launches, STEPS)
+        times = [statistics.median(us for _, us in launches[kernel + each :: each]) for kernel in range(each)]
+        row = {"case": self.name} | dataclasses.asdict(self) | {"us": sum(times), "kernels": each}
+        row["each"] = list(zip((name for name, _ in launches), times, strict=False))
+        return row | {"span_us": span_per_turn(run, rounds=500, turns=1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("bookkeeping", "steps"), action="append", help="default: both")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="of the steps; default: all")
+    parser.add_argument("--rows", type=int, action="append", help=f"default: {ROWS}")
+    parser.add_argument("--drafts", type=int, action="append", help=f"default: {DRAFTS}")
+    parser.add_argument("--json", help="append one JSON row per case to this file")
+    parser.add_argument("--commit", default="unknown")
+    options = parser.parse_args()
+    header, drafts = environment(options.commit), options.drafts or DRAFTS
+    print(header)
+
+    def keep(row: dict[str, Any]) -> None:
+        print({name: value for name, value in row.items() if name not in header}, flush=True)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.write(json.dumps(row | header) + "\n")
+
+    if "bookkeeping" in (options.part or ["bookkeeping"]):
+        for policy, K, layers in itertools.product(("copy_free", "pre_copy"), drafts, (1, 30, 60)):
+            keep(Bookkeeping(policy, K, layers).measure())
+    if "steps" in (options.part or ["steps"]):
+        grid = itertools.product(options.policy or POLICIES, options.rows or ROWS, drafts)
+        # The largest pool first: what it leaves behind has room for the others, but not the other way round.
+        for case in sorted(itertools.starmap(Case, grid), key=lambda case: case.pool_bytes, reverse=True):
+            steps = Steps(trace(case, "triton").lower().compile(), make_buffers(case), make_tokens(case))
+            for share in case.shares:
+                keep(measure(case, steps, share))
+            del steps  # before the next case's pool is made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Verifies steps on the host, for debugging: which slot reads or writes which column that it must not."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.columns import (
+    accepted_after_save,
+    boundary_save,
+    certain_tokens,
+    column_of,
+    running_column,
+    tokens_after,
+)
+from mamba_align_jax.align.policy import POLICIES, ReadPlaces
+from mamba_align_jax.align.state import Additions, AlignState
+from mamba_align_jax.align.tables import TableUpdates
+from mamba_align_jax.spec import AlignConfig, ConvState, RecurrentState
+from pallas_kernels import NULL_BLOCK
+
+_KINDS = {RecurrentState: "recurrent state", ConvState: "conv window"}
+
+
+class _Row(NamedTuple):
+    """A row with tokens. `drafts` is -1 for a row that is no verify row; `places` None for a fresh one."""
+
+    slot: int
+    num_tokens: int
+    drafts: int
+    computed: int
+    current: int
+    places: ReadPlaces | None
+    accepted: int
+
+
+class StepChecker:
+    """Keeps the device's books a second time, on the host, and which blocks were written since they were allocated.
+
+    Call `check` once per step, in the order of the steps. It does nothing unless the configuration is `checked`, and waits
+    for the device if it is. An engine with such a configuration does so itself.
+    """
+
+    def __init__(self, spec: AlignConfig, num_blocks: int | Sequence[int]) -> None:
+        """For a pool of `num_blocks` blocks, NULL_BLOCK included, in every group or in each.
+
+        Raises:
+            ValueError: there are not as many numbers as groups.
+        """
+        groups, slots = len(spec.groups), spec.max_num_reqs
+        counts = [num_blocks] * groups if isinstance(num_blocks, int) else list(num_blocks)
+        if len(counts) != groups:
+            raise ValueError(f"StepChecker: num_blocks must be one number or {groups}, got {len(counts)}")
+        self.spec = spec
+        self._num_blocks = counts
+        self._tables = np.full((groups, slots, spec.num_columns), NULL_BLOCK, np.int32)
+        self._slots = {
+            "num_computed_tokens": np.zeros(slots, np.int32),
+            "num_accepted_tokens": np.ones(slots, np.int32),
+            "state_idx": np.full(slots, -1, np.int32),
+        }
+        self._written = [
+            {kind: np.zeros(count, np.bool_) for kind in _KINDS if any(isinstance(s, kind) for s in group.states)}
+            for group, count in zip(spec.groups, counts, strict=True)
+        ]
+
+    def check(
+        self,
+        updates: TableUpdates,
+        additions: Additions,
+        batch: StepBatch,
+        num_sampled: Any,
+        state: AlignState | None = None,
+    ) -> None:
+        """Follows one step.
+
+        Args:
+            updates: What the step set in the block tables: new blocks, and those of a prefix hit.
+            additions: The slots that requests entered in it.
+            batch: Its rows.
+            num_sampled: As `finish_step` took it: int32 [rows], one number, or None.
+            state: What the step returned, to be compared. Before it is donated to the next step.
+
+        Raises:
+            ValueError: names the slot and the column whose block is out of range, is missing though a state is read or
+                written there, or is read and was not written since it was allocated; or the slot that accepted more tokens
+                than it ran, or whose counts on the device are others. After an error the checker is of no use.
+        """
+        if not self.spec.checked:
+            return
+        entering = self._enter(additions)
+        self._allocate(updates, entering)
+        rows = list(self._rows(batch, num_sampled))
+        # Phase after phase, as on the device: no row may read what another one writes in the same step.
+        for row in rows:
+            if row.places is not None and row.places.migration is not None and row.places.migration.needed:
+                moves = row.places.migration
+                self._copy(row.slot, moves.recurrent_source, moves.conv_source, moves.destination)
+        for row in rows:
+            if row.places is not None:
+                self._read(row.slot, row.places.recurrent_column, row.places.conv_column)
+        for row in rows:
+            self._write(row.slot, row.current, *_KINDS)
+            for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0)):
+                self._write(row.slot, column, RecurrentState)
+            if self.spec.mode == "all" and row.drafts < 0:
+                self._keep(row)
+        for row in rows:
+            self._finish(row, saves=num_sampled is not None)
+        if state is not None:
+            self._compare(state)
+
+    def wrote(self, group: int, block: int) -> None:
+        """Says that `StatePool.write_block` filled a block. Before the step in which a request enters with it."""
+        for written in self._written[group].values():
+            written[block] = True
+
+    def _enter(self, additions: Additions) -> dict[int, int]:
+        """Seeds slots; returns the column that each goes on from."""
+        entering = {}
+        for slot, computed in _entries(additions.slot, additions.num_computed_tokens):
+            if slot >= 0:
+                entering[slot] = column_of(computed, self.spec.state_block_size)
+                self._set(slot, computed, 1, entering[slot])
+        return entering
+
+    def _set(self, slot: int, *values: int) -> None:
+        for array, value in zip(self._slots.values(), values, strict=True):
+            array[slot] = value
+
+    def _allocate(self, updates: TableUpdates, entering: dict[int, int]) -> None:
+        for group, slot, column, block in _entries(updates.group, updates.slot, updates.column, updates.block):
+            if slot < 0:
+                continue
+            if not 0 <= block < self._num_blocks[group]:
+                wanted = f"must have a block in [0, {self._num_blocks[group]}), got {block}"
+                raise ValueError(f"{self._name(group, slot, column)} {wanted}")
+            # A prefix's columns hold what others have written, and an entry that is sent again is no allocation.
+            is_prefix = column <= entering.get(slot, -1)
+            is_same = slot not in entering and self._tables[group, slot, column] == block
+            if not is_prefix and not is_same:
+                for written in self._written[group].values():
+                    written[block] = False
+            self._tables[group, slot, column] = block
+
+    def _rows(self, batch: StepBatch, num_sampled: Any) -> Iterator[_Row]:
+        sampled = np.asarray(1 if num_sampled is None else num_sampled, np.int32)
+        sampled = np.broadcast_to(sampled, batch.idx_mapping.shape)
+        for slot, length, drafts, accepted in _entries(batch.idx_mapping, batch.num_tokens, batch.num_drafts, sampled):
+            if slot < 0 or length == 0:
+                continue
+            most = 1 + max(drafts, 0)
+            if not 0 <= accepted <= most:
+                raise ValueError(f"slot {slot}: num_sampled must be in [0, {most}], got {accepted}")
+            computed, before, old = (int(array[slot]) for array in self._slots.values())
+            current = running_column(computed, length, self.spec.state_block_size)
+            places = POLICIES[self.spec.policy](old, before, current) if old >= 0 else None
+            yield _Row(slot, length, drafts, computed, current, places, max(accepted, 1))
+
+    def _finish(self, row: _Row, saves: bool) -> None:
+        certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
+        computed, accepted = tokens_after(certain, row.accepted), row.accepted
+        if saves and self.spec.mode != "none" and self.spec.num_speculative_tokens > 0:
+            save = boundary_save(certain, computed, self.spec.state_block_size)
+            if save.passed:
+                self._copy(row.slot, row.current + save.offset, row.current, save.target)
+            accepted = accepted_after_save(accepted, save.passed, save.target, row.current)
+        self._set(row.slot, computed, accepted, row.current)
+
+    def _name(self, group: int, slot: int, column: int) -> str:
+        return f"slot {slot}: column {column} of group {self.spec.groups[group].name!r}"
+
+    def _blocks(self, slot: int, column: int, kind: type, verb: str) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Of every group that has the kind of state: what happens there, its record, and the column's block in it."""
+        for group, records in enumerate(self._written):
+            if kind in records:
+                what = f"{self._name(group, slot, column)} {verb} a {_KINDS[kind]}"
+                inside = 0 <= column < self._tables.shape[2]
+                block = int(self._tables[group, slot, column]) if inside else NULL_BLOCK
+                if block == NULL_BLOCK:
+                    raise ValueError(f"{what}, but the column has no block")
+                yield what, records[kind], block
+
+    def _read(self, slot: int, recurrent_column: int, conv_column: int) -> None:
+        for kind, column in ((RecurrentState, recurrent_column), (ConvState, conv_column)):
+            for what, written, block in self._blocks(slot, column, kind, "gives"):
+                if not written[block]:
+                    raise ValueError(f"{what}, but block {block} was not written since it was allocated")
+
+    def _write(self, slot: int, column: int, *kinds: type) -> None:
+        for kind in kinds:
+            for _, written, block in self._blocks(slot, column, kind, "takes"):
+                written[block] = True
+
+    def _keep(self, row: _Row) -> None:
+        """Boundaries inside a chunk are kept where their columns have blocks; NULL_BLOCK's record is never read."""
+        for column in range(row.computed // self.spec.state_block_size, row.current):
+            for group, records in enumerate(self._written):
+                for written in records.values():
+                    written[self._tables[group, row.slot, column]] = True
+
+    def _copy(self, slot: int, recurrent_source: int, conv_source: int, destination: int) -> None:
+        self._read(slot, recurrent_source, conv_source)
+        self._write(slot, destination, *_KINDS)
+
+    def _compare(self, state: AlignState) -> None:
+        for name, wanted in self._slots.items():
+            found = np.asarray(getattr(state, name))
+            for slot in np.flatnonzero(found != wanted):
+                raise ValueError(
+                    f"slot {slot}: {name} is {found[slot]} on the device, {wanted[slot]} by the steps' inputs"
+                )
+
+
+def _entries(*arrays: Any) -> Iterator[tuple[int, ...]]:
+    return zip(*(np.asarray(array).tolist() for array in arrays), strict=True)

@@ -1,0 +1,89 @@
+"""The host path beside the device's: what it plans for a step is what the device found under "pre_copy"."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mamba_align_jax.align.host import gather_state_indices, postprocess_mamba, preprocess_mamba
+from mamba_align_jax.align.staging import AcceptedTokens, stage_postprocess_inputs_to_gpu
+
+
+class Scheduled(NamedTuple):
+    """A `SchedulerOutput`."""
+
+    finished_req_ids: Any = ()
+    preempted_req_ids: Any = None
+    resumed_req_ids: Any = ()
+
+
+class Batch(NamedTuple):
+    """An `InputBatch`."""
+
+    req_ids: Any
+    num_computed_tokens: Any
+    num_scheduled_tokens: Any
+    num_draft_tokens: Any
+    block_rows: Any
+
+
+def moves(plan, rows):
+    """What a plan moves in `rows`: the copies of a state onto itself are left out."""
+    recurrent, conv, first, to = plan.recurrent_source, plan.conv_source, plan.conv_row, plan.destination
+    still = (recurrent == to) & (conv == to) & (first == 0) | (to == 0)
+    return [np.where(still, 0, x)[:, rows] for x in (recurrent, conv, np.broadcast_to(first, to.shape), to)]
+
+
+def same(ours, theirs):
+    return all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+
+
+class HostPath:
+    """Running columns and accepted counts by request, in plain Python."""
+
+    def __init__(self, spec, tables, bucket):
+        self.spec, self.tables, self.bucket = spec, tables, bucket
+        self.state_idx, self.counts, self.steps = {}, AcceptedTokens(), 0
+        self.finished, self.preempted = [], []
+
+    def before(self, names, rows, places, resumed, num_sampled):
+        """The step of `rows`, which have `places` in the device's batch: staged inputs, samples and slots of the rows."""
+        self.names, self.rows, self.places = names, rows, places
+        self.batch = Batch(
+            names,
+            [len(row.before) for row in rows],
+            [len(row.inputs) for row in rows],
+            [row.drafts for row in rows],
+            self.tables[:, [row.slot for row in rows]],
+        )
+        scheduled = Scheduled(self.finished, self.preempted or None, resumed)
+        self.finished, self.preempted = [], []
+        accepted = self.counts.reorder(scheduled, names)
+        self.migration, accepted = preprocess_mamba(self.spec, scheduled, self.batch, self.state_idx, accepted)
+        self.indices = gather_state_indices(self.spec, self.batch, self.state_idx, accepted, self.bucket)
+        staged = stage_postprocess_inputs_to_gpu(self.batch, self.state_idx, self.bucket)
+        self.sampled = num_sampled[places]
+        pad = lambda values, fill: np.append(values, [fill] * (self.bucket - len(rows))).astype(np.int32)
+        return staged, pad(self.sampled, 7), pad([row.slot for row in rows], -1)
+
+    def check(self, indices, plan, fused, state, slots):
+        """What the device found in the same step; `slots` are those of all running requests, by name."""
+        n, window = len(self.rows), self.spec.window
+        ours, theirs = range(n), self.places
+        assert same(moves(self.migration, ours), moves(indices.migration, theirs))
+        for name, value in self.indices._asdict().items():
+            found = getattr(indices, name)
+            found = found[..., :window] if name == "write" else found
+            axis = 1 if name in ("recurrent_read", "conv_read", "write") else 0
+            assert (value.take(ours, axis) == found.take(theirs, axis)).all(), name
+        saves, accepted = postprocess_mamba(self.spec, self.batch, self.state_idx, self.sampled)
+        fused_plan, fused_accepted = fused
+        assert same(moves(saves, ours), moves(plan, theirs))
+        assert same(moves(saves, ours), moves(jax.tree.map(np.asarray, fused_plan), ours))
+        assert np.asarray(fused_accepted).tolist() == accepted.tolist() + [0] * (self.bucket - n)
+        # Counts that come from the device, and counts that the host has made, in turn.
+        self.steps += 1
+        self.counts.expect(self.names, fused_accepted if self.steps % 2 else accepted)
+        names, slots = list(slots), list(slots.values())
+        assert [self.state_idx[name] for name in names] == state.state_idx[slots].tolist()
+        assert (self.counts.reorder(Scheduled(), names) == state.num_accepted_tokens[slots]).all()

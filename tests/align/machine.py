@@ -1,0 +1,400 @@
+"""A server that does anything a server may do, for hypothesis to drive: every step is replayed in literal tokens.
+
+A rule-based state machine and not `given` over lists of steps: examples are long, and yet shrink to the few steps that
+matter; a failure is printed as a program. There is one rule, because hypothesis leaves rules out of half the examples,
+and a server without steps tests nothing; what an example never does is drawn with its configuration instead.
+
+One compiled program serves every configuration: block_size is traced, and windows are wide enough for the largest K.
+"""
+
+import collections
+import itertools
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from align.host_path import HostPath
+from align.model import Pool, Row, check_idle, to_numpy
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    GroupSpec,
+    RecurrentState,
+    StepBatch,
+    TableUpdates,
+    add_requests,
+    begin_step,
+    update_block_tables,
+)
+from mamba_align_jax.align.staging import plan_postprocess
+from mamba_align_jax.align.step import plan_finish
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+
+SLOTS, UPDATES = 4, 128
+ROWS = 2 * SLOTS
+# The longest sequence, with blocks of 9 tokens.
+LONGEST = 83
+# A block that nobody ever has: what the tables hold where nothing was put.
+STALE = 10_000
+CHANNELS, DIM = 12, 4
+
+
+def make_spec(width=4, **changes):
+    """Two groups of different kinds of layers, a gated delta net's and a short convolution's."""
+    conv = ConvState(width, CHANNELS, "float32")
+    groups = GroupSpec("gdn", 1, (conv, RecurrentState((1, DIM, DIM)))), GroupSpec("short conv", 1, (conv,))
+    return AlignConfig(groups, max_num_reqs=SLOTS, **changes)
+
+
+WIDEST = make_spec(block_size=9, num_speculative_tokens=8, max_model_len=288)
+
+
+@jax.tree_util.register_pytree_node_class
+class AnyConfig:
+    """`base` with a traced `state_block_size`. Mode "none" is a large one.
+
+    Nothing else of a configuration reaches the arithmetic, except that plans of copies are left out where K is 0 or the
+    mode "none". Here they are made, and have to move nothing.
+    """
+
+    def __init__(self, base, state_block_size):
+        self.base, self.state_block_size = base, state_block_size
+
+    def __getattr__(self, name):
+        return getattr(self.base, name)
+
+    def tree_flatten(self):
+        return (self.state_block_size,), self.base
+
+    @classmethod
+    def tree_unflatten(cls, base, children):
+        return cls(base, *children)
+
+
+POLICIES = {policy: replace(WIDEST, policy=policy) for policy in ("copy_free", "pre_copy")}
+
+
+@jax.jit
+def run_step(block_size, states, tables, additions, updates, batch, num_sampled, host_inputs):
+    """The step under every policy (`states` has one entry for each), and what the host path has the device do."""
+    tables, results = update_block_tables(tables, updates), {}
+    for policy, base in POLICIES.items():
+        spec = AnyConfig(base, block_size)
+        state = add_requests(states[policy], additions)
+        state, indices = begin_step(spec, state, batch, tables)
+        results[policy] = state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables)
+    staged, sampled, slots = host_inputs
+    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots)
+
+
+@dataclass
+class Request:
+    """`prompt` is what prefill runs up to. The host has read results up to `known` tokens; `pending` are the others."""
+
+    name: int
+    prompt: tuple
+    computed: tuple = ()
+    known: int = 0
+    entered: bool = False
+    resumed: bool = False
+    pending: list = field(default_factory=list)
+
+
+# A slot's request leaves somehow; another enters with tokens of an older one, all or some, and more of its own.
+TURN = st.tuples(
+    st.integers(0, SLOTS - 1),
+    st.sampled_from(["finish", "stop", "abort", "preempt", "preempt unannounced"]),
+    *(st.integers(0, 5), st.sampled_from(["all", "blocks", "half"]), st.integers(0, 20)),
+)
+# What a slot does in a step, where it can: an action, how much of it, and how many tokens are accepted.
+RARE = ["left out", "no tokens", "one token", "another chunk"]
+CHOICE = st.tuples(st.sampled_from(["run"] * 7 + RARE), st.integers(0, 4), st.integers(0, 8))
+
+
+class Machine(RuleBasedStateMachine):
+    """Slots, a block manager whose pool may be too small for all of them, and a literal pool for each policy."""
+
+    steps, events = 0, collections.Counter()
+    # Of convolutions; None for any.
+    width = None
+
+    @initialize(
+        mode=st.sampled_from(["align", "align", "align", "none"]),
+        block_size=st.integers(1, 9),
+        K=st.integers(0, 8),
+        width=st.integers(2, 5),
+        lag=st.integers(0, 2),
+        room=st.sampled_from([SLOTS + 1, SLOTS + 1, SLOTS, SLOTS - 1, 1]),
+        never=st.sets(st.sampled_from(RARE)),
+        first=st.lists(TURN, min_size=1, max_size=SLOTS),
+    )
+    def configure(self, mode, block_size, K, width, lag, room, never, first):
+        K, width = K % block_size if mode == "align" else K, self.width or width
+        self.spec = make_spec(
+            width=width,
+            block_size=block_size,
+            num_speculative_tokens=K,
+            max_model_len=LONGEST - 7 * (9 - block_size),
+            mode=mode,
+        )
+        self.size, self.K, self.lag, self.never = self.spec.state_block_size, K, lag, never
+        self.num_blocks = 1 + room * self.spec.blocks_per_request(lag)
+        self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode)
+        self.pools = {policy: Pool(self.num_blocks, width, K, self.size) for policy in POLICIES}
+        self.states = {policy: AlignState.create(WIDEST) for policy in POLICIES}
+        self.known = to_numpy(self.states["copy_free"])
+        self.tables = BlockTables(blocks=jnp.full_like(BlockTables.create(WIDEST).blocks, STALE))
+        self.requests, self.cached = [None] * SLOTS, set()
+        tables = np.full(self.tables.blocks.shape, STALE, np.int32)
+        self.host_path = HostPath(replace(self.spec, policy="pre_copy"), tables, SLOTS)
+        # What was computed once, by whom, and may be continued.
+        self.history = collections.deque([(None, ())], maxlen=6)
+        self.names, self.token = itertools.count(), itertools.count()
+        self.start()
+        for turn in first:
+            self.turn_over(*turn)
+
+    def start(self):
+        """For more replays than the literal one."""
+
+    def fresh(self, n):
+        return tuple(itertools.islice(self.token, n))
+
+    # Requests come and go.
+
+    def turn_over(self, slot, how, past, keep, more):
+        """The slot's request leaves, and another one may enter it at once.
+
+        One that finishes has been read to the end, or to a stop token; others may have steps in flight that nobody will ask
+        about. A new one may go on from what somebody had computed before: a prefix to hit, or a preempted request's tokens.
+        """
+        if request := self.requests[slot]:
+            if how in ("finish", "stop"):
+                self.read(request, 0, stop=how == "stop")
+            self.drop(slot, how)
+            if more == 0:
+                return
+        name, past = self.history[past % len(self.history)]
+        past = past[: {"all": len(past), "blocks": len(past) // self.size * self.size, "half": len(past) // 2}[keep]]
+        prompt = past + self.fresh(more if past else 1 + more)
+        resumed = name is not None and keep == "all" and all(r is None or r.name != name for r in self.requests)
+        name = name if resumed else next(self.names)
+        self.requests[slot] = Request(name, prompt[: self.spec.max_model_len], resumed=resumed)
+
+    def drop(self, slot, how="finish"):
+        request, self.requests[slot] = self.requests[slot], None
+        self.history.append((request.name, request.computed[: request.known]))
+        self.manager.free(request.name)
+        if how == "preempt":
+            self.host_path.preempted.append(request.name)
+        elif how != "preempt unannounced":
+            self.host_path.finished.append(request.name)
+
+    # Steps.
+
+    @rule(
+        turn=st.one_of(st.none(), st.none(), TURN),
+        choices=st.tuples(*[CHOICE] * SLOTS),
+        order=st.permutations(range(SLOTS + 1)),
+        unread=st.integers(0, 2),
+    )
+    def step(self, turn, choices, order, unread):
+        """What every slot does, the order of the rows, padding among them, and how many steps the host stays behind."""
+        if turn:
+            self.turn_over(*turn)
+        rows, entering, entries = [], [], []
+        for slot, choice in enumerate(choices):
+            row, request = self.choose_row(slot, *choice), self.requests[slot]
+            if row and row.inputs:
+                new = self.admit(row)
+                if new is None:
+                    self.events["pool too small"] += 1
+                    continue
+                entries += [(slot, *entry) for entry in new]
+                if not request.entered:
+                    entering.append((slot, request.known))
+                    request.entered = True
+            if row:
+                rows.append(row)
+        rows = self.arrange(rows, order)
+        self.dispatch(rows, entering, entries)
+        for row in rows:
+            if row.inputs:
+                request = self.requests[row.slot]
+                request.computed = row.after
+                self.manager.release(request.name)
+                request.pending.append(row)
+                self.read(request, min(unread, self.lag))
+                if len(request.computed) + 1 >= self.spec.max_model_len:
+                    self.drop(row.slot)
+
+    def arrange(self, rows, order):
+        """Any order, with padding rows anywhere."""
+        rows = rows + [Row(-1)] * (len(order) - len(rows))
+        return [rows[r] for r in order]
+
+    def choose_row(self, slot, action, amount, accepted):
+        """What a slot does; None to leave it out."""
+        request, bs = self.requests[slot], self.spec.block_size
+        action = "run" if action in self.never else action
+        if action == "no tokens":
+            # Whether the slot is taken or not, and whatever the drafts would have been.
+            return Row(slot, drafts=accepted % (2 + self.K) - 1)
+        if action == "left out" or request is None:
+            return None
+        room = self.spec.max_model_len - request.known - sum(len(row.inputs) for row in request.pending)
+        if room == 0:
+            return None
+        computed = len(request.computed)
+        if computed >= len(request.prompt) and request.entered and action == "another chunk":
+            # The conversation goes on: a chunk that follows a verify step.
+            request.prompt = request.computed + self.fresh(1 + amount * bs // 2)
+        if left := request.prompt[computed:][:room]:
+            to_boundary = bs - computed % bs
+            end = [len(left), to_boundary, to_boundary + bs, 1, 1 + len(left) // 2][amount]
+            return Row(slot, request.computed, left[:end])
+        if action == "one token":
+            return Row(slot, request.computed, self.fresh(1), -1 if amount else 0)
+        drafts = min(room - 1, [self.K, self.K, self.K, self.K // 2, 0][amount])
+        return Row(slot, request.computed, self.fresh(1 + drafts), drafts, 1 + accepted % (1 + drafts))
+
+    def admit(self, row):
+        """Gives a row its blocks; None if the pool has not so many. New (column, block) entries."""
+        request, q, drafts, hit = self.requests[row.slot], len(row.inputs), max(row.drafts, 0), None
+        if not request.entered:
+            hit = self.manager.lookup(request.prompt)
+            request.computed, request.known = request.prompt[: hit.length], hit.length
+            row.before, row.inputs = request.computed, request.prompt[hit.length :][:q]
+            q = len(row.inputs)
+        low = request.known + sum(len(p.inputs) - max(p.drafts, 0) for p in request.pending)
+        high = request.known + sum(len(p.inputs) for p in request.pending)
+        assert low <= len(request.computed) <= high
+        entries = self.manager.allocate(request.name, low, high, q, drafts, hit=hit)
+        if entries is None:
+            return None
+        found = set() if hit is None else {block for _, block in hit.blocks}
+        row.held = self.manager.columns(request.name)
+        row.given = frozenset(block for _, block in entries) - found
+        # Chunks end anywhere here: one that starts inside a block and ends behind it leaves one block more.
+        assert len(row.held) <= self.manager.blocks_needed(self.lag) + 1, f"{row} holds {row.held}"
+        for pool in self.pools.values():
+            for block in found:
+                pool.check_boundary(block, request.computed)
+            for block in row.given:
+                pool.scribble(block)
+        self.cached -= row.given
+        return entries
+
+    def read(self, request, unread, stop=False):
+        """The host gets to know what was accepted, except in the newest steps, and publishes boundaries."""
+        while len(request.pending) > unread:
+            row = request.pending.pop(0)
+            if stop and not request.pending:
+                # The first token of the last step ends the sequence; the device went on behind it.
+                row = replace(row, accepted=1)
+            request.known = len(row.after)
+            boundary = self.manager.commit(request.name, row.after)
+            assert boundary == (row.boundary(self.size) if self.spec.mode == "align" else 0)
+            if boundary:
+                block = self.manager.columns(request.name)[boundary // self.size - 1]
+                for pool in self.pools.values():
+                    pool.check_boundary(block, row.after[:boundary])
+                self.cached.add(block)
+
+    def dispatch(self, rows, entering, entries):
+        """Runs the step on the device and replays it on every pool."""
+        # A chunk inside a prompt samples nothing, its last one a token; rows without tokens come with anything.
+        num_sampled = np.full(ROWS, 7, np.int32)
+        for r, row in enumerate(rows):
+            if row.inputs:
+                num_sampled[r] = row.accepted if row.drafts >= 0 else len(row.after) % 2
+            elif row.slot >= 0:
+                num_sampled[r] = len(rows) % (2 + max(row.drafts, 0))
+        type(self).steps += any(row.inputs for row in rows)
+        ends = np.cumsum([0, *(len(row.inputs) for row in rows)]).tolist()
+        fields = [(row.slot, row.drafts, row.drafts < 0) for row in rows]
+        slots, drafts, prefilling = zip(*fields, strict=True) if fields else ((), (), ())
+        batch = StepBatch.from_host(self.spec, ROWS, slots, ends, drafts, prefilling)
+        slots, computed = zip(*entering, strict=True) if entering else ((), ())
+        additions = Additions.from_host(self.spec, SLOTS, slots, computed)
+        mirrored = [(g, *place, (b, self.num_blocks - b)[g]) for *place, b in entries for g in (0, 1)]
+        updates = TableUpdates.from_host(self.spec, UPDATES, mirrored)
+        self.host_path.tables[tuple(np.array(mirrored, np.int32).reshape(-1, 4).T[:3])] = [b for *_, b in mirrored]
+        running = {request.name: slot for slot, request in enumerate(self.requests) if request and request.entered}
+        places = [r for r, row in enumerate(rows) if row.slot in running.values()]
+        host_rows = [rows[r] for r in places]
+        names = [self.requests[row.slot].name for row in host_rows]
+        resumed = [self.requests[slot].name for slot in slots if self.requests[slot].resumed]
+        host_inputs = self.host_path.before(names, host_rows, places, resumed, num_sampled)
+        was = self.known
+        self.tables, results, fused = run_step(
+            np.int32(self.size), self.states, self.tables, additions, updates, batch, num_sampled, host_inputs
+        )
+        self.states = {policy: state for policy, (_, _, state, _) in results.items()}
+        holders = collections.Counter(block for name in running for block in self.manager.columns(name).values())
+        still = sorted(set(range(SLOTS)) - {*slots, *(row.slot for row in rows if row.inputs)})
+        after = to_numpy(self.states)
+        self.known = after["copy_free"]
+        for policy, (_, indices, _, plan) in results.items():
+            self.pools[policy].start(rows, holders, self.cached)
+            self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
+            self.pools[policy].check_finished(after[policy])
+            for name in ("num_computed_tokens", "num_accepted_tokens", "state_idx"):
+                now = getattr(after[policy], name)
+                assert (now == getattr(after["copy_free"], name)).all(), f"{name} depends on the policy"
+                assert (now[still] == getattr(was, name)[still]).all(), f"{name} of a slot without tokens has changed"
+        _, indices, _, plan = to_numpy(results["pre_copy"])
+        self.host_path.check(indices, plan, fused, after["pre_copy"], running)
+        _, indices, _, plan = to_numpy(results["copy_free"])
+        self.count_events(rows, indices, plan, was, after["copy_free"])
+        self.events["prefix hits"] += sum(count > 0 for count in computed)
+        self.events["resumed"] += len(resumed)
+
+    def replay(self, policy, batch, indices, plan):
+        """One policy's step: first what needs no pool, then literally."""
+        pool = self.pools[policy]
+        self.check_mirrored((indices, plan))
+        check_idle(indices, plan, pool.rows)
+        if self.K == 0 or self.spec.mode == "none":
+            self.check_moves_nothing(plan)
+        pool.copy(indices.migration)
+        pool.forward(indices)
+        pool.copy(plan)
+
+    def check_mirrored(self, tree):
+        """The second group's ids are the first one's, mirrored, so that a mixed-up group can't go unseen."""
+        for array in jax.tree.leaves(tree):
+            if array.ndim > 1:
+                a, b = array
+                assert (b[a == STALE] == STALE).all()
+                assert (b == np.where((a > 0) & (a != STALE), self.num_blocks - a, a)).all()
+
+    def check_moves_nothing(self, plan):
+        """So that the product may leave it out."""
+        to = plan.destination
+        assert (((plan.recurrent_source == to) & (plan.conv_source == to) & (plan.conv_row == 0)) | (to == 0)).all()
+
+    def count_events(self, rows, indices, plan, before, after):
+        """What happened in a step, so that a test can ask whether the machine goes everywhere."""
+        events = self.events
+        for r, row in enumerate(rows):
+            if not row.inputs:
+                events["no tokens"] += row.slot >= 0
+                continue
+            old, column, first = before.state_idx[row.slot], after.state_idx[row.slot], indices.conv_row[r]
+            events["moves left"] += bool(row.drafts >= 0 and row.before != () and old > column)
+            events["crosses after several were accepted"] += bool(old < column and first > 0)
+            events["reads several columns back"] += bool(row.before and column > old + 1)
+            events["chunk after verify"] += bool(row.drafts < 0 and len(row.inputs) > 1 and first > 0)
+            saved = plan.destination[0, r] and plan.conv_row[r]
+            in_place = plan.conv_source[0, r] == plan.destination[0, r]
+            events["boundary saved from the next column"] += bool(saved and not in_place)
+            events["boundary saved in place"] += bool(saved and in_place)
+            events["two steps behind"] += len(self.requests[row.slot].pending) == 2

@@ -1,0 +1,178 @@
+"""Whatever a server does, each step reads exactly its past, and leaves states where the next step looks."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from align.machine import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machine
+from align.model import JUNK
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from kernels.oracle_causal_conv1d import causal_conv1d
+from kernels.oracle_gated_delta_rule import gated_delta_rule
+
+from mamba_align_jax import StatePool, split_rows
+from mamba_align_jax.align.step import copy_states
+from pallas_kernels import (
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    chunk_rows,
+    gated_delta_rule_prefill,
+    gated_delta_rule_recurrent,
+)
+
+EVENTS = {
+    *("moves left", "crosses after several were accepted", "reads several columns back", "chunk after verify"),
+    *("boundary saved from the next column", "boundary saved in place", "prefix hits", "no tokens", "pool too small"),
+    *("two steps behind", "resumed"),
+}
+
+
+def run(machine, examples, steps):
+    machine.steps, machine.events = 0, collections.Counter()
+    changes = dict(deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=60, **changes))
+    assert machine.steps >= steps
+    return machine.events
+
+
+def test_every_step_reads_its_own_past():
+    events = run(Machine, examples=215, steps=10_000)
+    assert {event for event, times in events.items() if times >= 10} == EVENTS, events
+
+
+# Real kernels.
+
+BLOCKS, WIDTH, CHUNK = 128, WIDEST.groups[0].states[0].width, 4
+PREFILL_TOKENS = SLOTS * LONGEST
+DECODE_TOKENS = SLOTS * WIDEST.window
+NUMBERS = np.random.default_rng(0)
+TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
+# What each token (of as many as one sequence may have, and more) is for the layers.
+INPUTS = NUMBERS.normal(size=(512, CHANNELS)).astype(np.float32)
+DECAY = -NUMBERS.uniform(0.01, 0.3, (512, 1)).astype(np.float32)
+BETA = NUMBERS.uniform(0.5, 1, (512, 1)).astype(np.float32)
+
+
+def heads(x):
+    return (x[:, None, DIM * i : DIM * (i + 1)] for i in range(3))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def run_kernels(spec, pool, released, batch, indices, plan, tokens):
+    """The step of one layer of each group. What was let go is NaN from now on."""
+    for group, blocks in enumerate(released):
+        pool = pool.with_group(group, [x.at[:, blocks].set(jnp.nan, mode="drop") for x in pool.states[group]])
+    pool = copy_states(spec, pool, indices.migration, implementation="xla")
+    x, g, beta = tokens
+
+    def layers(causal_conv1d, delta_rule, rows, x, g, beta, conv, recurrent, short):
+        loc, write = rows.query_start_loc, rows.write[:, :, 0]
+        run_conv = lambda pool, group: causal_conv1d(
+            *(x, pool, 0, jnp.asarray(TAPS), None, loc, rows.conv_read[group], rows.conv_row, write[group]),
+            implementation="xla",
+        )
+        short_out, short = run_conv(short, 1)
+        out, conv = run_conv(conv, 0)
+        out, recurrent = delta_rule(rows, *heads(out), g, beta, recurrent)
+        return jnp.concatenate([out[:, 0], short_out], axis=1), conv, recurrent, short
+
+    def decode(rows, *args):
+        rule = lambda rows, *args: gated_delta_rule_recurrent(
+            *(*args, 0, rows.query_start_loc, rows.recurrent_read[0], rows.write[0]), implementation="xla"
+        )
+        return layers(causal_conv1d_update, rule, rows, *args)
+
+    def prefill(rows, *args):
+        def rule(rows, q, k, v, *args):
+            loc = rows.query_start_loc
+            chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0], CHUNK)
+            return gated_delta_rule_prefill(
+                *(q, k, v, *args, 0, loc, chunks, rows.recurrent_read[0], rows.write[0, :, 0]), implementation="xla"
+            )
+
+        return layers(causal_conv1d_prefill, rule, rows, *args)
+
+    (conv, recurrent), (short,) = pool.states
+    out, conv, recurrent, short = split_rows(batch, indices, SLOTS).apply(
+        decode, prefill, (x, g, beta), (conv, recurrent, short), DECODE_TOKENS
+    )
+    pool = pool.with_group(0, (conv, recurrent)).with_group(1, (short,))
+    return out, copy_states(spec, pool, plan, implementation="xla")
+
+
+class KernelMachine(Machine):
+    """Every block of a real pool is the image of the literal one's; outputs are an uninterrupted sequence's."""
+
+    width = WIDTH
+
+    def start(self):
+        empty = lambda: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(WIDEST, BLOCKS))
+        self.arrays, self.outputs = {policy: empty() for policy in POLICIES}, {}
+        self.past = {(): (np.zeros((1, DIM, DIM)), None)}
+
+    def arrange(self, rows, order):
+        """Rows for decode kernels lead: verify rows, and single tokens with a past."""
+        decode = lambda row: row.drafts >= 0 or (len(row.inputs) == 1 and row.before)
+        leading, others = [row for row in rows if decode(row)], [row for row in rows if not decode(row)]
+        halves = [
+            super(KernelMachine, self).arrange(half, [r for r in order if r < SLOTS]) for half in (leading, others)
+        ]
+        return halves[0] + halves[1]
+
+    def replay(self, policy, batch, indices, plan):
+        super().replay(policy, batch, indices, plan)
+        pool = self.pools[policy]
+        given = [block for row in pool.rows for block in row.given]
+        released = np.full((2, BLOCKS), BLOCKS, np.int32)
+        released[:, : len(given)] = given, [self.num_blocks - block for block in given]
+        ids = np.concatenate([np.array(row.inputs, np.int32) % 512 for row in pool.rows])
+        tokens = [
+            np.full((DECODE_TOKENS + PREFILL_TOKENS, x.shape[1]), np.nan, np.float32) for x in (INPUTS, DECAY, BETA)
+        ]
+        for array, values in zip(tokens, (INPUTS, DECAY, BETA), strict=True):
+            array[: len(ids)] = values[ids]
+        out, self.arrays[policy] = run_kernels(
+            POLICIES[policy], self.arrays[policy], released, batch, indices, plan, tokens
+        )
+        self.outputs[policy] = np.asarray(out)[: len(ids)]
+        np.testing.assert_array_equal(self.outputs[policy], self.outputs["copy_free"])
+        wanted = [self.image(row.before + row.inputs[: t + 1])[1] for row in pool.rows for t in range(len(row.inputs))]
+        self.check_close(self.outputs[policy], np.reshape(wanted, self.outputs[policy].shape))
+        # Copied: a view would keep the buffers from being donated.
+        self.check_image(pool, jax.tree.map(np.array, self.arrays[policy]))
+
+    def check_image(self, pool, arrays):
+        """Windows are copies of inputs; states are what the kernels made of them."""
+        (conv, recurrent), (short,) = ([array[0] for array in group] for group in arrays.states)
+        for block, (tokens, window) in enumerate(zip(pool.recurrent, pool.conv, strict=True)):
+            if tokens != JUNK:
+                self.check_close(recurrent[block], self.image(tokens)[0])
+            rows = [t for t, token in enumerate(window) if token != JUNK]
+            wanted = [INPUTS[window[t] % 512] if window[t] >= 0 else np.zeros(CHANNELS) for t in rows]
+            if rows:
+                np.testing.assert_array_equal(conv[block][rows], wanted)
+                np.testing.assert_array_equal(short[self.num_blocks - block][rows], wanted)
+
+    def check_close(self, got, wanted):
+        """A token adds a few roundings of 2^-24 to states of unit size; one token too few or many moves them by 0.01."""
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+    def image(self, tokens):
+        """The state after `tokens` and the last one's output, in float64."""
+        if tokens not in self.past:
+            state, _ = self.image(tokens[:-1])
+            ids = np.array(tokens[-WIDTH:]) % 512
+            history = np.zeros((WIDTH - 1, CHANNELS))
+            history[WIDTH - len(ids) :] = INPUTS[ids[:-1]]
+            y, _ = causal_conv1d(INPUTS[ids[-1:]], history, TAPS, None, silu=True)
+            token = ids[-1:]
+            out, states = gated_delta_rule(*heads(y), DECAY[token], BETA[token], state, DIM**-0.5)
+            self.past[tokens] = states[-1], np.concatenate([out[0, 0], y[0]])
+        return self.past[tokens]
+
+
+def test_kernels_compute_what_the_tokens_say():
+    run(KernelMachine, examples=12, steps=200)

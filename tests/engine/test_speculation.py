@@ -1,0 +1,192 @@
+"""The engine with drafts, over a tiny random model in float32: whatever is accepted, every token is right."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.models import load_model
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
+# One set of sizes, so that each policy is compiled once: windows as wide as blocks, and pools that run out.
+K = 7
+SIZES = dict(block_size=8, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
+SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24, checked=True)
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+# How many drafts a verify row gets, and how many of them are right.
+PLAN = ((7, 7), (3, 1), (0, 0), (7, 0), (5, 5), (1, 1), (7, 3), (2, 2), (7, 6))
+
+
+class Foresight:
+    """Drafts what is known to come, and what is not, as planned."""
+
+    def __init__(self, outputs, plan=PLAN):
+        self.known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+        self.plan = itertools.cycle(plan)
+
+    def draft(self, request, tokens, most):
+        count, right = next(self.plan)
+        known = next((k for k in self.known if k[: len(tokens)] == tokens), tokens)
+        coming = known[len(tokens) : len(tokens) + min(count, most)]
+        return [token if place < right else (token + 1) % 256 for place, token in enumerate(coming)]
+
+    def forget(self, request):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer of each kind, for the compiler's sake."""
+    model = load_model(CHECKPOINT)
+    model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[2:])
+    model.layers = nnx.List(list(model.layers)[2:])
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.fixture(scope="module", params=["copy_free", "pre_copy"])
+def make(request, model):
+    """Engines of one policy."""
+    return lambda drafter=None: Engine(model, EngineConfig(policy=request.param, **SIZES), drafter=drafter)
+
+
+def undrafted(make, prompts, params=GREEDY):
+    """What comes without drafts."""
+    return make().generate(prompts, dataclasses.replace(params, num_speculative_tokens=0))
+
+
+def prompts(rng, *lengths):
+    return [rng.integers(1, 256, length).tolist() for length in lengths]
+
+
+def assert_right(reference, outputs):
+    verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
+    assert all(verdict.right for verdict in verdicts), verdicts
+    assert sum(verdict.ties for verdict in verdicts) <= 1
+
+
+def assert_everything_is_returned(engine):
+    engine.cache.check()
+    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
+
+
+def test_any_acceptance_under_preemption_is_right(rng, make, reference):
+    batch = prompts(rng, 30, 25, 40, 28, 9, 17)
+    plain = undrafted(make, batch)
+    engine = make(Foresight(plain))
+    engine.warmup()
+    programs = _step._cache_size()
+    outputs = engine.generate(batch, GREEDY)
+    assert _step._cache_size() == programs
+    assert_right(reference, [*plain, *outputs])
+    assert_everything_is_returned(engine)
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert stats.null_reads == 0
+    assert len(stats.draft_tokens) == len(stats.accepted_tokens) == K
+    assert all(
+        0 < accepted < drafts for accepted, drafts in zip(stats.accepted_tokens, stats.draft_tokens, strict=True)
+    )
+    assert list(stats.accepted_tokens) == sorted(stats.accepted_tokens, reverse=True)
+    assert sum(stats.draft_tokens) == sum(output.num_draft_tokens for output in outputs)
+    assert sum(stats.accepted_tokens) == sum(output.num_accepted_tokens for output in outputs)
+
+
+def test_accepted_drafts_save_steps_up_to_the_longest_sequence(rng, make, reference):
+    """All drafts right, up to max_model_len: K + 1 tokens a step, the last step's drafts clipped."""
+    (prompt,) = prompts(rng, 51)
+    params = dataclasses.replace(GREEDY, max_tokens=45)
+    plain = undrafted(make, [prompt], params)
+    engine = make(Foresight(plain, [(K, K)]))
+    (output,) = engine.generate(prompt, params)
+    assert output.token_ids == plain[0].token_ids
+    assert_right(reference, [output])
+    # Two steps for the prompt and its last block, one token of them; then 5 x 8, and 4 of which 3 were drafts.
+    assert engine.stats.steps == 2 + 6
+    assert output.num_draft_tokens == output.num_accepted_tokens == 5 * K + 3
+    assert output.finish_reason == "length"
+
+
+def test_a_stop_token_inside_accepted_drafts_ends_there(rng, make, reference):
+    """The boundary behind it was passed on the device, and is not found afterwards."""
+    (prompt,) = prompts(rng, 13)
+    (plain,) = undrafted(make, [prompt])
+    whole = [*prompt, *plain.token_ids]
+    # Drafted are 14 to 20, and the stop is at 15: computed are 15 or 16 tokens, and not the second boundary's.
+    stop = whole[14]
+    assert stop not in whole[13:14]
+    engine = make(Foresight([plain], [(K, K)]))
+    (output,) = engine.generate(prompt, dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
+    assert [*prompt, *output.token_ids] == whole[:15]
+    assert output.finish_reason == "stop"
+    assert output.num_accepted_tokens == K
+    assert_everything_is_returned(engine)
+    (after,) = engine.generate(whole[:30], dataclasses.replace(GREEDY, max_tokens=3))
+    assert after.num_cached_tokens == 8
+    assert_right(reference, [output, after])
+
+
+def test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference):
+    """Boundaries that verify rows passed hold the right states, wherever in the window they were."""
+    batch = prompts(rng, 10)
+    plain = undrafted(make, batch)
+    for right in range(K + 1):
+        engine = make(Foresight(plain, [(K, right)]))
+        (first,) = engine.generate(batch, GREEDY)
+        talk = [*first.prompt_token_ids, *first.token_ids, 3, 4]
+        (second,) = engine.generate([talk], dataclasses.replace(GREEDY, max_tokens=4))
+        assert second.num_cached_tokens == 48
+        assert_right(reference, [first, second])
+
+
+@pytest.mark.gpu
+def test_speculation_is_right_over_compiled_kernels(rng, make, reference):
+    test_any_acceptance_under_preemption_is_right(rng, make, reference)
+    test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference)
+
+
+def test_a_request_chooses_how_many_drafts_it_gets(rng, make, reference):
+    batch = prompts(rng, *[12] * 4)
+    plain = undrafted(make, batch, params := dataclasses.replace(GREEDY, max_tokens=20))
+    engine = make(Foresight(plain, [(K, K)]))
+    chosen = [0, 1, 4, None]
+    ids = [
+        engine.add_request(prompt, dataclasses.replace(params, num_speculative_tokens=own))
+        for prompt, own in zip(batch, chosen, strict=True)
+    ]
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert_right(reference, outputs.values())
+    # 19 tokens follow the prompt's: by twos, by fives (the last of them clipped), by eights.
+    assert [outputs[i].num_draft_tokens for i in ids] == [0, 9, 15, 16]
+
+
+def test_sampled_tokens_do_not_depend_on_drafts(rng, make):
+    """The very tokens: a place's randomness is that of its seed and position, and rejected drafts use none of it up."""
+    batch = prompts(rng, 20, 11, 5)
+    params = SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=11, ignore_eos=True)
+    plain = undrafted(make, batch, params)
+    engine = make(Foresight(plain))
+    outputs = engine.generate(batch, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert sum(engine.stats.accepted_tokens) > 20
+    assert len(set(outputs[0].token_ids)) > 10
+
+
+def test_more_drafts_than_the_engine_has_are_refused(model):
+    engine = Engine(model, EngineConfig(**SIZES))
+    with pytest.raises(ValueError, match="num_speculative_tokens must be at most the engine's 7, got 8"):
+        engine.add_request([1], SamplingParams(num_speculative_tokens=8))
+    assert not engine.has_unfinished
+    with pytest.raises(ValueError, match="num_speculative_tokens must be None or at least 0, got -1"):
+        SamplingParams(num_speculative_tokens=-1)

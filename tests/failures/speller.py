@@ -1,0 +1,98 @@
+"""A model whose next token is exactly known: it spells out its state, its window and its keys in whole numbers."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_align_jax import ConvState, GroupSpec, RecurrentState
+from mamba_align_jax.kv import KVPages
+from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels._pool import read_blocks, write_blocks
+from pallas_kernels._rows import token_rows
+
+VOCAB, PRIME = 61, 8191
+TAPS = (1, 5, 25, 125)
+
+
+def next_token(tokens):
+    """What the model says after `tokens`: every one of them counts in the state and the keys, the last in the window."""
+    state = keys = 0
+    for position, token in enumerate(tokens):
+        state = (31 * state + token + 1) % PRIME
+        keys += (token + 1) * (1 + position % 7)
+    window = sum(tap * (token + 1) for tap, token in zip(TAPS[::-1], tokens[: -len(TAPS) - 1 : -1], strict=False))
+    return (state + keys + window) % VOCAB
+
+
+class Config(NamedTuple):
+    vocab_size: int = VOCAB
+    max_position_embeddings: int = 1024
+    eos_token_id: int | None = None
+
+
+class Speller(nnx.Module):
+    num_attention_layers = num_kv_heads = head_dim = 1
+    dtype = "float32"
+
+    def __init__(self):
+        self.config = Config()
+
+    def state_groups(self, state_dtype="float32"):
+        return (GroupSpec("speller", 1, (ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1), state_dtype))),)
+
+    def __call__(self, tokens, step, pool, kv):
+        x = tokens.astype(jnp.float32) + 1
+        keys = kv.keys.at[0, step.kv_page, step.kv_offset].set(x[:, None, None], mode="drop")
+        num_decode_rows = step.split.decode.num_rows
+        taps = jnp.asarray(np.array(TAPS, np.float32)[:, None])
+        layer = jnp.int32(0)
+
+        def attend(rows, at, pages):
+            """Keys up to each token, weighted by position."""
+            place = jnp.arange(pages.shape[1] * keys.shape[2])
+            seen = place <= (rows.num_computed_tokens[at.row] + at.offset)[:, None]
+            held = keys[0, pages[at.row]].reshape(at.row.shape[0], -1)
+            return jnp.sum(jnp.where(seen, held * (1.0 + (place % 7).astype(jnp.float32)), 0), axis=1)
+
+        def recur(rows, at, x, pool, write):
+            """One token after the other; `write` is each token's block."""
+
+            def run(i, carry):
+                states, pool, out = carry
+                new = jnp.where(at.valid[i], (31 * states[at.row[i]] + x[i]) % PRIME, states[at.row[i]])
+                pool = write_blocks(pool, layer, write[i][None], new[None])
+                return states.at[at.row[i]].set(new), pool, out.at[i].set(new[0, 0])
+
+            states = read_blocks(pool, layer, rows.recurrent_read[0])
+            return jax.lax.fori_loop(0, x.shape[0], run, (states, pool, jnp.zeros(x.shape[0])))[1:]
+
+        def rows_of(conv_op, pages, is_decode):
+            def run(rows, x, conv, recurrent):
+                loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
+                window, conv = conv_op(
+                    *(x[:, None], conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, rows.write[0, :, 0]),
+                    activation=None,
+                )
+                last = at.offset == jnp.diff(loc)[at.row] - 1
+                write = rows.write[0, at.row, at.offset] if is_decode else rows.write[0, at.row, 0]
+                write = jnp.where(at.valid & (last | is_decode), write, NULL_BLOCK)
+                recurrent, states = recur(rows, at, x, recurrent, write)
+                out = window[:, 0] + states + attend(rows, at, pages)
+                return jnp.where(at.valid, out, 0), conv, recurrent
+
+            return run
+
+        out, *states = step.split.apply(
+            rows_of(causal_conv1d_update, step.page_table[:num_decode_rows], True),
+            rows_of(causal_conv1d_prefill, step.page_table[num_decode_rows:], False),
+            (x,),
+            pool.states[0],
+            step.num_decode_tokens,
+        )
+        return out[:, None], pool.with_group(0, states), KVPages(keys=keys, values=kv.values)
+
+    def logits(self, hidden):
+        return -((jnp.arange(VOCAB, dtype=jnp.float32) - hidden % VOCAB) ** 2)

@@ -1,0 +1,185 @@
+"""What went wrong elsewhere in whole engines, over a model whose every token is exactly known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from failures.speller import VOCAB, Speller, next_token
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+
+BLOCK = 8
+SIZES = dict(block_size=BLOCK, kv_page_size=4, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=64)
+# Four long requests at once need more than this.
+SIZES |= dict(num_state_blocks=14, num_kv_pages=31)
+THREE = SamplingParams(max_tokens=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Speller()
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, EngineConfig(**SIZES))
+
+
+def prompt(rng, tokens):
+    return rng.integers(0, VOCAB, tokens).tolist()
+
+
+def assert_right(*outputs):
+    for output in outputs:
+        tokens = list(output.prompt_token_ids)
+        for token in output.token_ids:
+            assert token == next_token(tokens), f"after {len(tokens)} tokens of {len(output.prompt_token_ids)}"
+            tokens.append(token)
+
+
+def run(engine, steps=1000):
+    outputs = []
+    while engine.has_unfinished and steps:
+        outputs += engine.step()
+        steps -= 1
+    return outputs
+
+
+def assert_nothing_is_held(engine):
+    engine.cache.check()
+    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == engine.stats.null_reads == 0
+
+
+def poison(engine):
+    """What a pool may hold that nobody has cleared."""
+    engine.runner.pool, engine.runner.kv = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan), (engine.runner.pool, engine.runner.kv)
+    )
+
+
+def aligned(values):
+    """A NumPy array that `jax.device_put` borrows on a CPU."""
+    raw = np.zeros(values.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    array = raw[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    array[...] = values
+    return array
+
+
+def contents(engine):
+    runner = engine.runner
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves((runner.pool, runner.kv, runner.state, runner.tables))]
+
+
+def test_prompts_of_every_length_cold_and_repeated(rng, engine):
+    """One token, a block, a block and one: right the first time, and cached up to the last boundary the second."""
+    poison(engine)
+    for length in range(1, 4 * BLOCK + 3):
+        tokens = prompt(rng, length)
+        cold, again = (engine.generate(tokens, THREE)[0] for _ in range(2))
+        assert_right(cold, again)
+        assert (cold.num_cached_tokens, again.num_cached_tokens) == (0, (length - 1) // BLOCK * BLOCK)
+    assert_nothing_is_held(engine)
+
+
+def test_fresh_requests_in_poisoned_pools(rng, engine):
+    """Together, in more requests than slots, the shortest of one token: nothing of what a block held is ever read."""
+    poison(engine)
+    ids = [engine.add_request(prompt(rng, n), LONG) for n in (1, 17, 2, 9, 1, 30, 8)]
+    outputs = run(engine)
+    assert len(outputs) == len(ids)
+    assert_right(*outputs)
+    assert_nothing_is_held(engine)
+
+
+def test_a_one_token_tail_beside_decode_rows(rng, engine):
+    engine.add_request(prompt(rng, 5), LONG)
+    engine.step()
+    engine.add_request(prompt(rng, 2 * BLOCK + 1), THREE)
+    engine.add_request(prompt(rng, 1), THREE)
+    outputs = run(engine)
+    assert len(outputs) == 3
+    assert_right(*outputs)
+
+
+def test_requests_preempted_at_any_length(rng, engine):
+    for length in range(6, 6 + BLOCK):
+        ids = [engine.add_request(prompt(rng, length + 3 * n), SamplingParams(max_tokens=25)) for n in range(4)]
+        outputs = run(engine)
+        assert len(outputs) == len(ids)
+        assert_right(*outputs)
+        assert_nothing_is_held(engine)
+    assert engine.stats.preemptions >= BLOCK
+
+
+def test_a_retry_after_an_abort_within_the_prompt(rng, engine):
+    """What the aborted request has computed may be found, what it has not may not."""
+    poison(engine)
+    for steps in range(4):
+        tokens = prompt(rng, 57)
+        first = engine.add_request(tokens, THREE)
+        run(engine, steps)
+        engine.abort(first)
+        assert_nothing_is_held(engine)
+        (retry,) = engine.generate(tokens, THREE)
+        assert retry.num_cached_tokens <= 2 * BLOCK * steps
+        assert_right(retry)
+
+
+def test_identical_prompts_in_one_pass(rng, engine):
+    """None waits for a state that another of the same step will only write, and one of the two copies is kept."""
+    poison(engine)
+    tokens = prompt(rng, 2 * BLOCK + 1)
+    for _ in range(2):
+        engine.add_request(tokens[: BLOCK + 2], THREE)
+    both = run(engine)
+    assert [output.num_cached_tokens for output in both] == [0, 0]
+    (third,) = engine.generate(tokens[: BLOCK + 2], THREE)
+    assert third.num_cached_tokens == BLOCK
+    assert_right(*both, third)
+    assert_nothing_is_held(engine)
+
+
+def test_warming_up_while_requests_run_changes_nothing(rng, engine):
+    """Warm-up steps run on padding rows alone: no row of theirs is anybody's slot."""
+    for length in (1, 20, 40):
+        engine.add_request(prompt(rng, length), LONG)
+    outputs = run(engine, 4)
+    before = contents(engine)
+    engine.warmup()
+    assert contents(engine) == before
+    outputs += run(engine)
+    assert len(outputs) == 3
+    assert_right(*outputs)
+
+
+def test_batches_of_every_size_beside_padding(rng, engine):
+    poison(engine)
+    for number in range(1, SIZES["max_num_seqs"] + 1):
+        for n in range(number):
+            engine.add_request(prompt(rng, 3 + n), THREE)
+        outputs = run(engine)
+        assert len(outputs) == number
+        assert_right(*outputs)
+
+
+@jax.jit
+def late(tree):
+    """The same arrays, about a tenth of a second later."""
+    busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), jnp.full((256, 256), 0.1))
+    return jax.tree.map(lambda x: x + 0 * busy[0, 0], tree)
+
+
+def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
+    """On a CPU the device borrows the host's memory where that is aligned."""
+    runner, tables = engine.runner, aligned(engine.runner._page_tables)
+    runner._page_tables = tables
+    engine.add_request(prompt(rng, 9), THREE)
+    engine.step()
+    runner.kv = late(runner.kv)
+    plan = engine.scheduler.schedule()
+    sampled = runner.dispatch(plan)
+    tables[:] = 0
+    (token,) = np.ravel(list(runner.read(sampled).values()))
+    assert token == next_token(plan.rows[0].request.tokens)

@@ -1,0 +1,115 @@
+"""The row split, against a row-by-row account of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax import AlignConfig, GroupSpec, RecurrentState, StepBatch, begin_step, split_rows
+from mamba_align_jax.align.state import AlignState
+from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.metadata.kinds import RowKind, row_kinds, sort_rows
+
+# tokens, computed, drafts, prefilling
+EXAMPLES = {
+    (1, 0, 0, True): RowKind.PREFILL,  # a prompt of one token: the first chunk
+    (1, 0, -1, True): RowKind.PREFILL,
+    (3, 0, 2, True): RowKind.PREFILL,  # a first chunk, padded
+    (1, 8, 0, True): RowKind.DECODE,  # a prompt's last token, resumed behind a hit
+    (3, 8, 2, True): RowKind.VERIFY,  # the same, padded with placeholders
+    (3, 8, 0, True): RowKind.PREFILL,
+    (3, 8, 1, True): RowKind.PREFILL,
+    (7, 0, 0, True): RowKind.PREFILL,
+    (1, 8, 0, False): RowKind.DECODE,
+    (1, 8, -1, False): RowKind.DECODE,
+    (1, 8, 2, False): RowKind.DECODE,  # drafts that were clipped
+    (4, 8, 3, False): RowKind.VERIFY,
+    (5, 8, 0, False): RowKind.PREFILL,  # the conversation goes on
+    (0, 8, 0, False): RowKind.DECODE,
+    (0, 0, 3, True): RowKind.DECODE,
+}
+
+
+def kind_of(tokens, computed, drafts, prefilling):
+    if tokens == 0:
+        return RowKind.DECODE
+    if prefilling and computed == 0:
+        return RowKind.PREFILL
+    if tokens == 1:
+        return RowKind.DECODE
+    return RowKind.VERIFY if drafts >= 0 and tokens == 1 + drafts else RowKind.PREFILL
+
+
+def columns(rows):
+    tokens, computed, drafts, prefilling = zip(*rows, strict=True)
+    return *(np.asarray(x, np.int32) for x in (tokens, computed, drafts)), np.asarray(prefilling)
+
+
+ROW = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 8]), st.integers(-1, 4), st.booleans())
+on_device = jax.jit(row_kinds)
+
+
+def test_examples():
+    np.testing.assert_array_equal(row_kinds(*columns(EXAMPLES)), list(EXAMPLES.values()))
+
+
+@given(st.lists(ROW, min_size=7, max_size=7))
+@settings(max_examples=200, deadline=None)
+def test_host_and_device_split_rows_as_the_account_does(rows):
+    wanted = [kind_of(*row) for row in rows]
+    host, device = row_kinds(*columns(rows)), on_device(*columns(rows))
+    assert host.dtype == device.dtype == np.int32
+    np.testing.assert_array_equal(host, wanted)
+    np.testing.assert_array_equal(device, wanted)
+
+
+@given(st.lists(ROW, min_size=1, max_size=9))
+@settings(max_examples=200, deadline=None)
+def test_sorted_rows_are_what_a_batch_takes(rows):
+    rows = [row for row in rows if not (kind_of(*row) == RowKind.PREFILL and not row[3] and row[2] > 0)]
+    if not rows:
+        return
+    found = sort_rows(*columns(rows))
+    wanted = sorted(range(len(rows)), key=lambda r: kind_of(*rows[r]))  # sorted() is stable
+    np.testing.assert_array_equal(found.order, wanted)
+    kinds = [kind_of(*rows[r]) for r in wanted]
+    assert found.num_decode_rows == sum(kind != RowKind.PREFILL for kind in kinds)
+    for r, kind, drafts, chunk in zip(wanted, kinds, found.num_drafts, found.is_prefilling, strict=True):
+        tokens = rows[r][0]
+        assert chunk == (kind == RowKind.PREFILL)
+        assert drafts == {RowKind.DECODE: tokens - 1, RowKind.VERIFY: rows[r][2], RowKind.PREFILL: -1}[kind]
+    spec = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_reqs=9)
+    loc = np.cumsum([0, *(rows[r][0] for r in wanted)])
+    StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts, found.is_prefilling)
+
+
+def test_unverified_drafts_are_refused():
+    with pytest.raises(ValueError, match="row 1 with 3 drafts must have 4 tokens, got 3"):
+        sort_rows(*columns([(4, 8, 3, False), (3, 8, 3, False)]))
+
+
+def test_prefill_offsets_count_from_the_first_prefill_token():
+    K, groups = 2, (GroupSpec("a", 1, (RecurrentState((1, 1)),)), GroupSpec("b", 1, (RecurrentState((1, 1)),)))
+    spec = AlignConfig(groups, 4, K, max_num_reqs=5, max_model_len=40)
+    width = spec.num_columns
+    tables = BlockTables(blocks=1 + jnp.arange(2 * 5 * width, dtype=jnp.int32).reshape(2, 5, width))
+    batch = StepBatch.from_host(
+        spec, 6, [3, 0, -1, 4, 1, 2], [0, 1, 4, 4, 9, 9, 16], [0, 2, -1, -1, -1, -1], [False] * 3 + [True] * 3
+    )
+    state = AlignState(
+        num_computed_tokens=jnp.array([6, 9, 0, 5, 3], jnp.int32),
+        num_accepted_tokens=jnp.ones(5, jnp.int32),
+        state_idx=jnp.array([1, 2, -1, 1, 0], jnp.int32),
+    )
+    _, indices = begin_step(spec, state, batch, tables)
+    split = split_rows(batch, indices, 3)
+    np.testing.assert_array_equal(split.decode.query_start_loc, [0, 1, 4, 4])
+    np.testing.assert_array_equal(split.prefill.query_start_loc, [0, 5, 5, 12])
+    assert int(split.first_prefill_token) == 4
+    np.testing.assert_array_equal(split.decode.num_computed_tokens, [5, 6, 0])
+    np.testing.assert_array_equal(split.prefill.num_computed_tokens, [3, 0, 0])  # slot 1 has no tokens
+    for name in ("recurrent_read", "conv_read", "write"):
+        halves = [getattr(rows, name) for rows in (split.decode, split.prefill)]
+        np.testing.assert_array_equal(jnp.concatenate(halves, axis=1), getattr(indices, name))

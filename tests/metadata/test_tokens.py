@@ -1,0 +1,101 @@
+"""Packed tokens apart by kind, and their positions, against loops over rows and tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax.metadata.positions import packed_tokens, token_positions
+from mamba_align_jax.metadata.tokens import split_tokens
+
+ROWS, TOKENS = 6, 32
+# tokens, computed, verifies: one program for all, the rest of the bucket being padding
+BATCHES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), min_size=ROWS, max_size=ROWS)
+
+
+def pack(batch):
+    lengths, computed, verify = zip(*batch, strict=True)
+    loc = np.cumsum([0, *lengths], dtype=np.int32)
+    drafts = np.array([n - 1 if v else -1 for n, v in zip(lengths, verify, strict=True)], np.int32)
+    # A verify row without tokens still is one.
+    return loc, np.asarray(computed, np.int32), np.where(verify, np.maximum(drafts, 0), drafts), verify
+
+
+@functools.partial(jax.jit, static_argnames="bound")
+def split_and_merge(loc, drafts, x, bound=None):
+    split = split_tokens(loc, drafts, TOKENS, bound)
+    verify, other = split.take(x)
+    return split, verify, other, split.merge(10 * verify, -other)
+
+
+def by_loop(loc, verify):
+    sides, starts = ([], []), ([0], [0])
+    for row in range(ROWS):
+        for side in (0, 1):
+            if bool(verify[row]) == (side == 0):
+                sides[side].extend(range(loc[row], loc[row + 1]))
+            starts[side].append(len(sides[side]))
+    return sides, starts
+
+
+@given(BATCHES)
+@settings(max_examples=100, deadline=None)
+def test_split_and_put_back(batch):
+    loc, _, drafts, verify = pack(batch)
+    x = np.arange(1, TOKENS + 1, dtype=np.float32)[:, None] * [1.0, 1000.0]
+    (verify_tokens, other_tokens), starts = by_loop(loc, verify)
+    split, taken, rest, merged = jax.tree.map(np.asarray, split_and_merge(loc, drafts, x))
+    np.testing.assert_array_equal(split.verify_query_start_loc, starts[0])
+    np.testing.assert_array_equal(split.other_query_start_loc, starts[1])
+    for found, tokens, values in (
+        (split.verify_tokens, verify_tokens, taken),
+        (split.other_tokens, other_tokens, rest),
+    ):
+        np.testing.assert_array_equal(found[: len(tokens)], tokens)
+        assert (found[len(tokens) :] == TOKENS).all()
+        np.testing.assert_array_equal(values[: len(tokens)], x[tokens])
+        assert not values[len(tokens) :].any()
+    wanted = np.zeros_like(x)
+    wanted[verify_tokens], wanted[other_tokens] = 10 * x[verify_tokens], -x[other_tokens]
+    np.testing.assert_array_equal(merged, wanted)
+    assert {a.dtype.name for a in jax.tree.leaves(split)} == {"int32", "bool"}
+
+
+def test_the_worked_example():
+    """A chunk between two verify rows, as in vLLM's builder; a bound keeps the verify rows' arrays short."""
+    loc = jnp.array([0, 3, 8, 11, 11, 11, 11])
+    split, taken, rest, merged = split_and_merge(loc, jnp.array([2, -1, 2, -1, -1, -1]), jnp.arange(TOKENS), 9)
+    np.testing.assert_array_equal(split.verify_query_start_loc[:4], [0, 3, 3, 6])
+    np.testing.assert_array_equal(split.other_query_start_loc[:4], [0, 0, 5, 5])
+    np.testing.assert_array_equal(split.verify_tokens, [0, 1, 2, 8, 9, 10, TOKENS, TOKENS, TOKENS])
+    np.testing.assert_array_equal(split.other_tokens[:6], [3, 4, 5, 6, 7, TOKENS])
+    assert taken.shape == (9,)
+    assert rest.shape == (TOKENS,)
+    np.testing.assert_array_equal(merged[:12], [0, 10, 20, -3, -4, -5, -6, -7, 80, 90, 100, 0])
+
+
+positions_on_device = jax.jit(lambda loc, computed: token_positions(loc, computed, TOKENS))
+packed_on_device = jax.jit(lambda *arrays: packed_tokens(*arrays, TOKENS))
+
+
+@given(BATCHES)
+@settings(max_examples=100, deadline=None)
+def test_positions_and_back(batch):
+    loc, computed, _, _ = pack(batch)
+    found = jax.tree.map(np.asarray, positions_on_device(loc, computed))
+    places = {}
+    for row, (length, first, _) in enumerate(batch):
+        for n in range(length):
+            places[row, first + n] = loc[row] + n
+    for (row, position), token in places.items():
+        assert (found.row[token], found.position[token], found.valid[token]) == (row, position, True)
+    assert not found.valid[len(places) :].any()
+    assert not found.position[len(places) :].any()
+
+    row, position = (x.astype(np.int32).ravel() for x in np.mgrid[:ROWS, -1:28])
+    wanted = [places.get(place, TOKENS) for place in zip(row, position, strict=True)]
+    np.testing.assert_array_equal(packed_tokens(loc, computed, row, position, TOKENS), wanted)
+    np.testing.assert_array_equal(packed_on_device(loc, computed, row, position), wanted)

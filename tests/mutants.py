@@ -1,0 +1,127 @@
+"""One-line mistakes in the bookkeeping, each of which the fast tests of tests/align have to notice: `make mutants`.
+
+Every mistake is made in a copy of the tree, two at a time. Arguments, if any, choose those whose names contain them.
+"""
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("mamba_align_jax", "pallas_kernels", "tests", "pyproject.toml")
+# Not those that compile kernels, or ask what a compiled step looks like.
+FAST = (
+    "tests/align/test_worked_examples.py",
+    "tests/align/test_host.py",
+    "tests/align/test_step.py",
+    "tests/align/test_machine.py::test_every_step_reads_its_own_past",
+)
+OPTIONS = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=no_shrinking")
+AT_ONCE = 2
+LONGEST_S = 600
+
+
+class Mutant(NamedTuple):
+    """`old` stands in `file`, a path below mamba_align_jax."""
+
+    file: str
+    old: str
+    new: str
+    name: str
+
+
+def read_table():
+    """The mistakes of mutants.txt. Every old text stands once in its file, or the table has rotted."""
+    mutants, file = [], ""
+    for entry in (ROOT / "tests/mutants.txt").read_text().split("\n\n")[1:]:
+        name, *texts = entry.rstrip("\n").split("\n")
+        if not texts:
+            file = name.removeprefix("file ")
+            continue
+        old, new = (text.removeprefix(sign) for text, sign in zip(texts, ("- ", "+ "), strict=True))
+        count = (ROOT / "mamba_align_jax" / file).read_text().count(old)
+        if count != 1:
+            sys.exit(f"mutants.txt: {name!r}: wanted its text once in {file}, got it {count} times: {old}")
+        mutants.append(Mutant(file, old, new, name))
+    return mutants
+
+
+def copy_tree(to):
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, to / name)
+
+
+def run_tests(tree):
+    """Exit status of the fast tests in `tree`, and the first of them that failed."""
+    env = os.environ | {
+        "PYTHONPATH": str(tree),
+        # A mutant may be as long and as old as what it replaces.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # What a mistake does not touch is compiled once.
+        "JAX_COMPILATION_CACHE_DIR": str(tree / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *FAST]
+    run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LONGEST_S)
+    failed = re.search(r"^FAILED \S*/(\S+)", run.stdout, re.MULTILINE)
+    return run.returncode, failed.group(1) if failed else run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def mutate(tree, mutant):
+    """The path and text of the file before, once it is changed."""
+    path = tree / "mamba_align_jax" / mutant.file
+    text = path.read_text()
+    path.write_text(text.replace(mutant.old, mutant.new))
+    return path, text
+
+
+def main(parts):
+    mutants = [mutant for mutant in read_table() if not parts or any(part in mutant.name for part in parts)]
+    with tempfile.TemporaryDirectory() as folder:
+        trees = queue.SimpleQueue()
+        for number in range(AT_ONCE):
+            copy_tree(Path(folder, str(number)))
+            trees.put(Path(folder, str(number)))
+
+        def attempt(mutant):
+            """Whether the tests did what they should: fail for a mutant, pass without one."""
+            tree, began = trees.get(), time.monotonic()
+            path, text = mutate(tree, mutant) if mutant else (None, None)
+            try:
+                status, test = run_tests(tree)
+            except subprocess.TimeoutExpired:
+                status, test = -1, f"not done within {LONGEST_S} s"
+            finally:
+                if path:
+                    path.write_text(text)
+                trees.put(tree)
+            good = status == (1 if mutant else 0)
+            # Anything but a failed test (a file that can't be imported, a usage error) proves nothing.
+            said = {0: "survived" if mutant else "passes", 1: "caught" if mutant else "fails"}.get(status, "broken")
+            name = mutant.name if mutant else "the tree as it is"
+            where = "" if good and not mutant else f": {test}"
+            print(f"{said:8} {time.monotonic() - began:4.0f} s  {name}{where}", flush=True)
+            return good
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            fine, *caught = pool.map(attempt, [None, *mutants])
+    print(f"{sum(caught)}/{len(mutants)} caught")
+    if not fine:
+        sys.exit("but the tests fail without a mistake, too")
+    sys.exit(not all(caught))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
