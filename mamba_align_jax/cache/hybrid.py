@@ -204,9 +204,9 @@ class HybridCache:
         self._changed()
         return self.states.holders(published.states.values()) | self.kv.holders(published.pages.values())
 
-    def free(self, request: Hashable, *, preempted: bool = False) -> None:
-        """Forgets a finished, aborted or preempted request."""
-        self.states.free(request, preempted=preempted)
+    def free(self, request: Hashable) -> None:
+        """Forgets a finished, aborted or preempted request: see `StateBlockManager.free`."""
+        self.states.free(request)
         self.kv.free(request)
         self._changed()
 

@@ -73,7 +73,7 @@ class StateBlockManager:
                 f"StateBlockManager: num_blocks must be at least {1 + self.blocks_needed()} for one request, "
                 f"got {num_blocks}"
             )
-        # Keys that stay only until somebody passes the next boundary, and for whom.
+        # Keys that stay only until all of these requests have passed the next boundary. One that has left never does.
         self._rolling: dict[bytes, set[Hashable]] = {}
         self.pool = BlockPool(num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None))
         self._requests: dict[Hashable, _Request] = {}
@@ -217,17 +217,14 @@ class StateBlockManager:
         gone = [column for column in record.columns if column < record.committed // self.block_size]
         self.pool.release([record.columns.pop(column) for column in gone])
 
-    def free(self, request: Hashable, *, preempted: bool = False) -> None:
+    def free(self, request: Hashable) -> None:
         """Forgets a finished, aborted or preempted request; published blocks stay findable until they are evicted.
 
-        The last boundary of a preempted request stays its own: if it resumes there, it lets it go at the next one.
+        The last boundary that it passed is kept in its name: if it comes back there, it lets it go at the next one.
         """
         record = self._requests.pop(request, None)
-        if record is None:
-            return
-        if record.rolling is not None and not preempted:
-            self._rolling.pop(record.rolling, None)
-        self.pool.release(list(record.columns.values()))
+        if record is not None:
+            self.pool.release(list(record.columns.values()))
 
     def columns(self, request: Hashable) -> dict[int, int]:
         """The blocks a request holds, by column."""

@@ -120,8 +120,8 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def _leave(self, request: Request, preempted: bool = False) -> None:
-        self.cache.free(request.id, preempted=preempted)
+    def _leave(self, request: Request) -> None:
+        self.cache.free(request.id)
         self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -131,7 +131,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, request: Request) -> None:
-        self._leave(request, preempted=True)
+        self._leave(request)
         request.num_computed, request.prefill_end = 0, len(request.tokens)
         self.waiting.appendleft(request)
 

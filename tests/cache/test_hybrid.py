@@ -32,6 +32,46 @@ def prefill(cache, name, tokens, budget=1000, salt=b""):
     return hit.length
 
 
+def decode(cache, name, tokens, start):
+    """Runs `tokens` from `start` on one by one."""
+    for computed in range(start, len(tokens)):
+        assert cache.allocate(name, computed, computed, 1) is not None
+        cache.dispatched(name)
+        cache.commit(name, tokens[: computed + 1])
+
+
+def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():
+    tokens, found = list(range(60)), lambda end: cache.lookup(tokens[: end + 1]).length == end
+    cache = make(60, 100)
+    prefill(cache, "a", tokens[:12])
+    decode(cache, "a", tokens[:25], 12)
+    assert (found(8), found(16), found(24)) == (True, False, True)
+    # Somebody hits it: it has shown its use.
+    assert prefill(cache, "b", tokens[:26]) == 24
+    decode(cache, "a", tokens[:33], 25)
+    assert (found(24), found(32)) == (True, True)
+    # Two pass the same boundary; the one that stops there keeps it, whichever saved it.
+    for first, second in (("a", "c"), ("c", "a")):
+        cache = make(60, 100)
+        prefill(cache, first, tokens[:12])
+        prefill(cache, second, tokens[:12])
+        decode(cache, first, tokens[:17], 12)
+        decode(cache, second, tokens[:17], 12)
+        decode(cache, "a", tokens[:25], 17)
+        cache.free("c")
+        assert (found(8), found(16), found(24)) == (True, True, True)
+        decode(cache, "a", tokens[:33], 25)
+        assert (found(16), found(24), found(32)) == (True, False, True)
+    # Once both have passed it, it goes.
+    cache = make(60, 100)
+    for name in "ac":
+        prefill(cache, name, tokens[:12])
+        decode(cache, name, tokens[:17], 12)
+    for name in "ac":
+        decode(cache, name, tokens[:25], 17)
+    assert (found(8), found(16), found(24)) == (True, False, True)
+
+
 def test_an_identical_prompt_hits_on_its_second_sending():
     cache, tokens = make(), list(range(30))
     assert prefill(cache, "a", tokens) == 0

@@ -239,7 +239,7 @@ class Machine(RuleBasedStateMachine):
     def leave(self, name, preempted):
         r = self.running.pop(name)
         self.in_flight = [InFlight(-1, f.published, f.states, f.pages) if f.name == name else f for f in self.in_flight]
-        self.cache.free(name, preempted=preempted)
+        self.cache.free(name)
         if preempted:
             tokens = r.tokens[: max(r.computed + 1, r.prefill_end)]
             self.preempted[name] = Request(tokens, r.prompt, r.at, keep=r.keep, junction=r.junction)
