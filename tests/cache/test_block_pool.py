@@ -159,6 +159,17 @@ def test_the_first_block_of_a_key_stays_and_a_spare_succeeds_it():
     assert pool.num_cached == 1
 
 
+def test_who_lets_a_spare_go_has_used_the_first():
+    """Else a prefix could lose a page in its middle, and keep what was built on it."""
+    pool = BlockPool(4)
+    first, spare, other = pool.allocate(3)
+    for block, key in ((first, b"k"), (spare, b"k"), (other, b"m")):
+        pool.publish(block, key)
+    pool.release([first, other, spare])
+    assert pool.allocate(2) == [spare, other]
+    assert (pool.find(b"k"), pool.find(b"m")) == (first, None)
+
+
 def test_a_check_sees_what_is_wrong():
     pool = BlockPool(4)
     pool.allocate(2)
