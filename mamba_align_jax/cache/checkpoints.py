@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mamba_align_jax.align.columns import last_boundary
+
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -38,7 +40,7 @@ class Checkpoints:
 
 def requested_offsets(wanted: Iterable[int], prompt: int, block_size: int) -> tuple[int, ...]:
     """The boundaries that a caller's offsets mean: rounded down, without 0, duplicates and what the prompt doesn't reach."""
-    return tuple(sorted({offset // block_size * block_size for offset in wanted if offset < prompt} - {0}))
+    return tuple(sorted({last_boundary(offset, block_size) for offset in wanted if offset < prompt} - {0}))
 
 
 def request_checkpoints(
@@ -53,5 +55,5 @@ def request_checkpoints(
         junction: Where the cached keys end that no state goes with; 0 if they don't.
         interval: Every so many tokens a boundary stays; None for none.
     """
-    last = (prompt - 1) // block_size * block_size
+    last = last_boundary(prompt - 1, block_size)
     return Checkpoints(prompt, tuple(sorted({last, junction, *requested} - {0})), interval)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
@@ -99,11 +100,10 @@ class HybridCache:
         chain = chain or HashChain(self.kv.page_size, salt)
         if self.states.mode == "none":
             return HybridHit(0, Hit(0, (), chain))
-        size = self.states.block_size
         pages = self.kv.lookup(tokens, chain)
         paged = len(pages) * self.kv.page_size
         state = self.states.lookup(tokens, limit=paged, chain=chain)
-        branch = min(paged, len(tokens) - 1) // size * size
+        branch = last_boundary(min(paged, len(tokens) - 1), self.states.block_size)
         return HybridHit(
             length=state.length,
             state=state,
@@ -228,7 +228,7 @@ class HybridCache:
 
     def _why(self, tokens: Sequence[int], chain: HashChain, length: int, branch: int, paged: int) -> str | None:
         size = self.states.block_size
-        last = (len(tokens) - 1) // size * size
+        last = last_boundary(len(tokens) - 1, size)
         if last == 0:
             return "below one block"
         if length == last:

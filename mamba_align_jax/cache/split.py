@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from mamba_align_jax.align.columns import last_boundary
+
 
 def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stops: Iterable[int] = ()) -> int:
     """The position at which the chunk that starts at `start` must end, so that column states mean what they should.
@@ -23,11 +25,11 @@ def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stop
     end = min(proposed, prompt)
     if end <= start:
         return 0
-    wanted = {(prompt - 1) // block_size * block_size, *(s for s in stops if s % block_size == 0)}
+    wanted = {last_boundary(prompt - 1, block_size), *(s for s in stops if s % block_size == 0)}
     if start % block_size:
         wanted.add((start // block_size + 1) * block_size)
     end = min([end, *(stop for stop in wanted if start < stop)])
     if end < prompt:
-        aligned = end // block_size * block_size
+        aligned = last_boundary(end, block_size)
         end = aligned if aligned > start else end
     return end

@@ -277,14 +277,14 @@ class StateBlockManager:
         elif new or key in self._rolling:
             self._rolling.setdefault(key, set()).add(request)
         last, record.rolling = record.rolling, key if rolls else None
-        if last != record.rolling:
+        if last is not None and last != record.rolling:
             self._let_go(request, last)
         return True, {key: block} if new else {}
 
-    def _let_go(self, request: Hashable, key: bytes | None) -> None:
+    def _let_go(self, request: Hashable, key: bytes) -> None:
         """The request has passed a further boundary; others may still want this one."""
-        wanted_by = self._rolling.get(key, set()) if key is not None else set()
-        if key is not None and request in wanted_by:
+        wanted_by = self._rolling.get(key, set())
+        if request in wanted_by:
             wanted_by.discard(request)
             if not wanted_by:
                 self.pool.unpublish(key)
