@@ -17,7 +17,7 @@ from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
-from mamba_align_jax.errors import OutOfBlocksError
+from mamba_align_jax.errors import OutOfBlocksError, QueueFullError
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from pallas_kernels import CHUNK_SIZE
@@ -91,6 +91,7 @@ class Engine:
             config.max_num_batched_tokens,
             drafter if K else None,
             K,
+            config.max_waiting,
         )
         self.runner = StepRunner(
             model,
@@ -167,6 +168,7 @@ class Engine:
         Raises:
             ValueError: it could never run: empty, too long for the model or the pools, tokens outside the vocabulary, or
                 more draft tokens than the engine's.
+            QueueFullError: `max_waiting` requests wait already; this one does not.
         """
         params = params or SamplingParams()
         prompt = tuple(int(t) for t in prompt_token_ids)
@@ -194,8 +196,8 @@ class Engine:
                 f"{self.config.kv_page_size}, got {length} tokens"
             )
         request = Request(next(self._ids), prompt, params)
-        self._requests[request.id] = request
         self.scheduler.add(request)
+        self._requests[request.id] = request
         return request.id
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -250,6 +252,7 @@ class Engine:
 
         Raises:
             ValueError: a prompt could never run; none is then started.
+            QueueFullError: nor is one if there are more prompts than may wait.
         """
         several = len(prompt_token_ids) > 0 and isinstance(prompt_token_ids[0], Sequence)
         prompts: Any = prompt_token_ids if several else [prompt_token_ids]
@@ -257,7 +260,7 @@ class Engine:
         try:
             for prompt in prompts:
                 ids.append(self.add_request(prompt, params))
-        except ValueError:
+        except (ValueError, QueueFullError):
             for request_id in ids:
                 self.abort(request_id)
             raise

@@ -51,6 +51,8 @@ class Request:
     params: SamplingParams
     tokens: list[int] = field(init=False)
     slot: int = -1
+    # Priority and arrival: who comes first. Set when it is queued, and kept.
+    rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
     # End of the tokens that must be run before the next one is sampled: the prompt, or all tokens after a preemption.
     prefill_end: int = 0

@@ -9,6 +9,7 @@ import pytest
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -267,6 +268,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(state_dtype="int8"), "state_dtype must be .* got 'int8'"),
         (dict(memory_fraction=1.5), "memory_fraction must be in"),
         (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+        (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),
     ],
 )
 def test_bad_configurations_are_named(model, overrides, message):
@@ -275,7 +277,7 @@ def test_bad_configurations_are_named(model, overrides, message):
 
 
 def test_bad_requests_are_named_and_change_nothing(model):
-    engine = make(model, num_kv_pages=10)
+    engine = make(model, num_kv_pages=10, max_waiting=2)
     for prompt, params, message in (
         ([], GREEDY, "prompt_token_ids must not be empty"),
         ([1, 256], GREEDY, r"must be in \[0, 256\), got 256"),
@@ -286,6 +288,9 @@ def test_bad_requests_are_named_and_change_nothing(model):
         with pytest.raises(ValueError, match=message):
             engine.generate([[1, 2, 3], prompt], params)
         assert not engine.has_unfinished
+    with pytest.raises(QueueFullError, match="max_waiting = 2 requests wait already"):
+        engine.generate([[1, 2, 3]] * 3, GREEDY)
+    assert not engine.has_unfinished
     for bad in (
         dict(max_tokens=0),
         dict(temperature=-1),
