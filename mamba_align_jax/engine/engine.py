@@ -11,6 +11,7 @@ from typing import Any
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.block_size import BlockSizeWatch
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
 from mamba_align_jax.engine.request import Request, RequestOutput
@@ -30,19 +31,25 @@ _MAX_PREFILL_ROWS = 4
 class EngineStats:
     """Counters since the engine was made.
 
-    `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
-    counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was lost: more than 0 is a
-    bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts verify rows with a draft in place t, and
-    `accepted_tokens[t]` those whose draft in place t was accepted.
+    `admitted_requests` have run, `hit_requests` of them on a cached prefix; `finished_requests` and `aborted_requests` have
+    left, some of the latter without having run. `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what
+    of it came from the cache; `prefill_tokens` counts prompt tokens computed, after preemptions again. `null_reads` are
+    rows whose state was lost: more than 0 is a bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts
+    verify rows with a draft in place t, and `accepted_tokens[t]` those whose draft in place t was accepted.
     """
 
     steps: int = 0
+    admitted_requests: int = 0
+    hit_requests: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefill_tokens: int = 0
     state_bytes_copied: int = 0
     preemptions: int = 0
     evicted_state_blocks: int = 0
+    evicted_kv_pages: int = 0
     null_reads: int = 0
     draft_tokens: tuple[int, ...] = ()
     accepted_tokens: tuple[int, ...] = ()
@@ -73,6 +80,9 @@ class Engine:
                 config.block_size,
                 CHUNK_SIZE,
             )
+        self._watch = None
+        if config.prefix_cache == "align":
+            self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
         self.cache = HybridCache(
             StateBlockManager(
@@ -111,6 +121,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()
         self._steps = self._prompt_tokens = self._cached_tokens = self._prefill_tokens = 0
+        self._admitted = self._hits = self._finished = self._aborted = 0
         self._draft_tokens, self._accepted_tokens = [0] * K, [0] * K
 
     @classmethod
@@ -129,12 +140,17 @@ class Engine:
         """Counters since the engine was made."""
         return EngineStats(
             steps=self._steps,
+            admitted_requests=self._admitted,
+            hit_requests=self._hits,
+            finished_requests=self._finished,
+            aborted_requests=self._aborted,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             prefill_tokens=self._prefill_tokens,
             state_bytes_copied=self.runner.state_bytes_copied,
             preemptions=self.scheduler.num_preemptions,
             evicted_state_blocks=self.cache.states.pool.num_evictions,
+            evicted_kv_pages=self.cache.kv.pool.num_evictions,
             null_reads=self.runner.null_reads,
             draft_tokens=tuple(self._draft_tokens),
             accepted_tokens=tuple(self._accepted_tokens),
@@ -206,6 +222,7 @@ class Engine:
         if request is None:
             return None
         self.scheduler.remove(request)
+        self._aborted += 1
         return request.output("abort")
 
     def reset_prefix_cache(self) -> None:
@@ -242,6 +259,7 @@ class Engine:
             if reason:
                 self.scheduler.remove(request)
                 del self._requests[request.id]
+                self._finished += 1
                 outputs.append(request.output(reason))
         return outputs
 
@@ -274,6 +292,10 @@ class Engine:
         self._prefill_tokens += sum(row.num_tokens for row in plan.prefill)
         for row in plan.prefill:
             if row.enters and row.request.num_admissions == 1:
+                self._admitted += 1
+                self._hits += row.request.num_cached > 0
+                if self._watch:
+                    self._watch.admitted(len(row.request.prompt))
                 self._prompt_tokens += len(row.request.prompt)
                 self._cached_tokens += row.request.num_cached
         for row in plan.decode:

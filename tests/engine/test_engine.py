@@ -88,6 +88,8 @@ def test_shared_prefixes_and_conversations(rng, model, reference, mode):
         assert cached == [64, 0, 32, 0, 32, 0]
     stats = engine.stats
     assert stats.cached_tokens == sum(cached)
+    assert (stats.admitted_requests, stats.hit_requests) == (7, sum(count > 0 for count in cached))
+    assert (stats.finished_requests, stats.aborted_requests) == (7, 0)
     assert stats.prompt_tokens == stats.cached_tokens + stats.prefill_tokens
     assert (stats.state_bytes_copied > 0) == (mode == "pre_copy")
     assert_everything_is_returned(engine)
@@ -111,7 +113,7 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
-    assert engine.stats.evicted_state_blocks > 0
+    assert 0 < engine.stats.evicted_state_blocks < engine.stats.evicted_kv_pages
     assert_right(reference, outputs)
 
 
@@ -158,6 +160,10 @@ def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
     assert_right(reference, [*outputs, aborted] if aborted.token_ids else outputs)
     assert_everything_is_returned(engine)
     assert engine.step() == []
+    waits = engine.add_request(batch[0], GREEDY)
+    assert engine.abort(waits).token_ids == ()
+    stats = engine.stats
+    assert (stats.admitted_requests, stats.finished_requests, stats.aborted_requests) == (6, 5, 2)
 
 
 def test_stop_tokens_end_a_request(model):
