@@ -29,6 +29,8 @@ class EngineConfig:
             hold four times `max_num_seqs` sequences of `max_model_len`.
         num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
             request holds about K state blocks more, and `block_size` must be at least K + 1.
+        async_stepping: Whether a step is dispatched before the last one's tokens are read, so that the device never waits
+            for the host. Drafts are then made on the device; a running request holds a state block more, or a few.
         prompt_lookup_max: Longest n-gram that is looked up for drafts.
         prompt_lookup_min: Shortest one.
         max_model_len: Longest sequence; None is the model's own limit.
@@ -48,6 +50,7 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
+    async_stepping: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     max_model_len: int | None = None
@@ -100,6 +103,11 @@ class EngineConfig:
         # The bookkeeping and the kernels have it; the engine's scheduler doesn't drive it yet.
         if self.prefix_cache == "all":
             raise ValueError("prefix_cache='all' is not available yet: use 'align'")
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are unread when another one is dispatched."""
+        return int(self.async_stepping)
 
 
 @dataclass(frozen=True, kw_only=True)

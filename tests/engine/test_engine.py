@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -202,25 +203,55 @@ def test_kept_boundaries_and_why_a_prompt_was_not_cached(rng, model, reference):
     assert_everything_is_returned(engine)
 
 
-def test_a_step_that_raises_is_taken_back(rng, model, reference, monkeypatch):
-    engine = make(model)
-    (prompt,) = prompts(rng, 40, [5])
-    request_id, read = engine.add_request(prompt, GREEDY), engine.runner.read
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_a_step_that_raises_fails_who_ran_and_nobody_else(rng, model, reference, monkeypatch, async_stepping):
+    """Whether the pools are gone or not; those that wait, and those that come, are served from fresh ones."""
+    engine = make(model, async_stepping=async_stepping)
+    batch = prompts(rng, 40, [5, 6, 7, 8, 9, 10])
+    (before,) = engine.generate(batch[0], GREEDY)
+    ids, read = [engine.add_request(prompt, GREEDY) for prompt in batch], engine.runner.read
+    outputs = [output for _ in range(4) for output in engine.step()]
 
-    def fail(sampled):
+    def fail(dispatched):
+        for array in jax.tree.leaves(engine.runner.carry):
+            array.delete()
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.runner, "read", fail)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        engine.step()
+    failed = engine.step()
+    assert [output.request_id for output in failed] == ids[:4]
+    assert {(output.finish_reason, str(output.error)) for output in failed} == {("error", "the device is gone")}
     assert engine.cache.states.pool.keys == engine.cache.kv.pool.keys == frozenset()
     monkeypatch.setattr(engine.runner, "read", read)
-    outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
-    assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [(request_id, 0)]
+    assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [(ids[4], 0), (ids[5], 0)]
+    outputs += engine.generate(batch[0], GREEDY)
+    assert outputs[-1].token_ids == before.token_ids
     assert_right(reference, outputs)
-    assert engine.stats.prompt_tokens == len(prompt)
+    assert_everything_is_returned(engine)
+
+
+def test_an_interrupt_ends_what_ran_and_generate_leaves_nothing_running(rng, model, monkeypatch):
+    engine = make(model)
+    (prompt,) = prompts(rng, 40, [5])
+    other, read = engine.add_request(prompt, GREEDY), engine.runner.read
+
+    def interrupt(dispatched):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt, GREEDY)
+    monkeypatch.setattr(engine.runner, "read", lambda dispatched: 1 / 0)
+    new = engine.add_request(prompt, GREEDY)
+    assert [output.request_id for output in engine.step()] == [other, new]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([prompt, prompt], GREEDY)
+    monkeypatch.setattr(engine.runner, "read", read)
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    assert engine.generate(prompt, GREEDY)[0].finish_reason == "length"
     assert_everything_is_returned(engine)
 
 
@@ -253,7 +284,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
 
     assert engine.warmup(advance) >= 0
     assert count == engine.num_programs
-    before, pool = _step._cache_size(), engine.runner.pool
+    before, pool = _step._cache_size(), engine.runner.carry.pool
     engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
     assert _step._cache_size() == before
     assert pool.states[0][0].is_deleted(), "the pools were donated"

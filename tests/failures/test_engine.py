@@ -1,5 +1,7 @@
 """What went wrong elsewhere in whole engines, over a model whose every token is exactly known."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +55,9 @@ def assert_nothing_is_held(engine):
 
 def poison(engine):
     """What a pool may hold that nobody has cleared."""
-    engine.runner.pool, engine.runner.kv = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan), (engine.runner.pool, engine.runner.kv)
-    )
+    carry = engine.runner.carry
+    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (carry.pool, carry.kv))
+    engine.runner.carry = dataclasses.replace(carry, pool=pool, kv=kv)
 
 
 def aligned(values):
@@ -68,8 +70,7 @@ def aligned(values):
 
 
 def contents(engine):
-    runner = engine.runner
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves((runner.pool, runner.kv, runner.state, runner.tables))]
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(engine.runner.carry)]
 
 
 def test_prompts_of_every_length_cold_and_repeated(rng, engine):
@@ -191,9 +192,8 @@ def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
     runner._page_tables = tables
     engine.add_request(prompt(rng, 9), THREE)
     engine.step()
-    runner.kv = late(runner.kv)
-    plan = engine.scheduler.schedule()
-    sampled = runner.dispatch(plan)
+    runner.carry = dataclasses.replace(runner.carry, kv=late(runner.carry.kv))
+    dispatched = runner.dispatch(engine.scheduler.schedule())
     tables[:] = 0
-    (token,) = np.ravel(list(runner.read(sampled).values()))
-    assert token == next_token(plan.rows[0].request.tokens)
+    ((row, result),) = runner.read(dispatched)
+    assert result.tokens == [next_token(row.request.tokens)]
