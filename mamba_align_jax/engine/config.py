@@ -36,6 +36,7 @@ class EngineConfig:
         max_model_len: Longest sequence; None is the model's own limit.
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
+        max_waiting: Requests that may wait to run for the first time; None is no limit.
         state_dtype: Of the recurrent states: "float32", "bfloat16" or "float16".
         checked: Whether each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
@@ -55,6 +56,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
+    max_waiting: int | None = None
     state_dtype: str = "float32"
     checked: bool = False
 
@@ -63,7 +65,7 @@ class EngineConfig:
         _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("num_state_blocks", "num_kv_pages", "max_model_len"):
+        for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "None or at least 1", value)
         K = self.num_speculative_tokens
@@ -125,6 +127,7 @@ class SamplingParams:
             `block_size`, without 0 and what the prompt doesn't reach. `RequestOutput.checkpoint_at` says what they came to.
         num_speculative_tokens: Draft tokens per step at most; None is the engine's, 0 drafts nothing. What is generated does
             not depend on it.
+        priority: Lower numbers run first and give way last; equal ones in the order of their arrival.
     """
 
     max_tokens: int = 64
@@ -137,6 +140,7 @@ class SamplingParams:
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.block_size import BlockSizeWatch
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.device_drafting import NGramLookup
 from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
@@ -31,19 +32,26 @@ _MAX_PREFILL_ROWS = 4
 class EngineStats:
     """Counters since the engine was made.
 
-    `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from the cache; `prefill_tokens`
-    counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was lost: more than 0 is a
-    bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts verify rows with a draft in place t, and
-    `accepted_tokens[t]` those whose draft in place t was accepted.
+    `admitted_requests` have run, `hit_requests` of them on a cached prefix; finished, aborted and failed ones have left,
+    some of them before they ran. `prompt_tokens` counts each admitted prompt once, and `cached_tokens` what of it came from
+    the cache; `prefill_tokens` counts prompt tokens computed, after preemptions again. `null_reads` are rows whose state was
+    lost: more than 0 is a bug, which `EngineConfig(checked=True)` names. `draft_tokens[t]` counts verify rows with a draft
+    in place t, and `accepted_tokens[t]` those whose draft in place t was accepted.
     """
 
     steps: int = 0
+    admitted_requests: int = 0
+    hit_requests: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    failed_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefill_tokens: int = 0
     state_bytes_copied: int = 0
     preemptions: int = 0
     evicted_state_blocks: int = 0
+    evicted_kv_pages: int = 0
     null_reads: int = 0
     draft_tokens: tuple[int, ...] = ()
     accepted_tokens: tuple[int, ...] = ()
@@ -75,6 +83,9 @@ class Engine:
                 config.block_size,
                 CHUNK_SIZE,
             )
+        self._watch = None
+        if config.prefix_cache == "align":
+            self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         if drafter is not None and config.async_stepping:
             raise ValueError(f"drafter must be None under async_stepping, which drafts on the device, got {drafter!r}")
         self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
@@ -98,6 +109,9 @@ class Engine:
         self._in_flight: deque[tuple[Plan, Dispatched]] = deque()
         self._outputs: list[RequestOutput] = []
         self._steps = self._prompt_tokens = self._cached_tokens = self._prefill_tokens = 0
+        self._admitted = self._hits = 0
+        # By finish_reason.
+        self._ended: Counter[str] = Counter()
         self._draft_tokens, self._accepted_tokens = [0] * K, [0] * K
 
     def _make_cache(self) -> None:
@@ -122,6 +136,7 @@ class Engine:
             config.max_num_batched_tokens,
             self._drafter,
             config.num_speculative_tokens,
+            config.max_waiting,
         )
 
     @classmethod
@@ -140,12 +155,18 @@ class Engine:
         """Counters since the engine was made."""
         return EngineStats(
             steps=self._steps,
+            admitted_requests=self._admitted,
+            hit_requests=self._hits,
+            finished_requests=self._ended["stop"] + self._ended["length"],
+            aborted_requests=self._ended["abort"],
+            failed_requests=self._ended["error"],
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             prefill_tokens=self._prefill_tokens,
             state_bytes_copied=self.runner.state_bytes_copied,
             preemptions=self.scheduler.num_preemptions,
             evicted_state_blocks=self.cache.states.pool.num_evictions,
+            evicted_kv_pages=self.cache.kv.pool.num_evictions,
             null_reads=self.runner.null_reads,
             draft_tokens=tuple(self._draft_tokens),
             accepted_tokens=tuple(self._accepted_tokens),
@@ -179,6 +200,7 @@ class Engine:
         Raises:
             ValueError: it could never run: empty, too long for the model or the pools, tokens outside the vocabulary, or
                 more draft tokens than the engine's.
+            QueueFullError: `max_waiting` requests wait already; this one does not.
         """
         params = params or SamplingParams()
         prompt = tuple(int(t) for t in prompt_token_ids)
@@ -206,8 +228,8 @@ class Engine:
                 f"{self.config.kv_page_size}, got {length} tokens"
             )
         request = Request(next(self._ids), prompt, params)
-        self._requests[request.id] = request
         self.scheduler.add(request)
+        self._requests[request.id] = request
         return request.id
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -216,6 +238,7 @@ class Engine:
         if request is None:
             return None
         self.scheduler.remove(request)
+        self._ended["abort"] += 1
         return request.output("abort")
 
     def reset_prefix_cache(self) -> None:
@@ -286,11 +309,13 @@ class Engine:
         self._make_cache()
         self.scheduler.waiting, self.scheduler.num_preemptions = old.waiting, old.num_preemptions
         self.cache.states.pool.num_evictions = old.cache.states.pool.num_evictions
+        self.cache.kv.pool.num_evictions = old.cache.kv.pool.num_evictions
         self.runner.reset()
 
     def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
         # An abort may have come before: the caller has its output.
         if self._requests.pop(request.id, None) is not None:
+            self._ended[reason] += 1
             self._outputs.append(request.output(reason, error))
 
     def generate(
@@ -302,6 +327,7 @@ class Engine:
 
         Raises:
             ValueError: a prompt could never run; none is then started.
+            QueueFullError: nor is one if there are more prompts than may wait.
             Exception: what a step raised that one of them ran in.
         """
         several = len(prompt_token_ids) > 0 and isinstance(prompt_token_ids[0], Sequence)
@@ -328,6 +354,10 @@ class Engine:
         if row.is_prefilling:
             self._prefill_tokens += row.num_tokens
             if row.enters and row.admission == 1:
+                self._admitted += 1
+                self._hits += request.num_cached > 0
+                if self._watch:
+                    self._watch.admitted(len(request.prompt))
                 self._prompt_tokens += len(request.prompt)
                 self._cached_tokens += request.num_cached
             return

@@ -57,6 +57,8 @@ class Request:
     params: SamplingParams
     tokens: list[int] = field(init=False)
     slot: int = -1
+    # Priority and arrival: who comes first. Set when it is queued, and kept.
+    rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
     num_ahead: int = 0
     num_unsure: int = 0

@@ -1,12 +1,13 @@
 """Which requests run next and on what: continuous batching, chunked prefill, preemption. No JAX in here."""
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting import UNKNOWN, Drafter
 from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 
 
 @dataclass
@@ -64,14 +65,16 @@ class Plan:
 
 
 class Scheduler:
-    """First come, first served. Running requests decode every step; prompt chunks fill the rest of the token budget.
+    """By priority, then first come, first served. Running requests decode every step; prompt chunks fill the token budget.
 
     Steps may be planned while results of earlier ones are unread: what they add to a request is then known within bounds,
     `Request.least` and `Request.most`.
 
     Decode rows verify as many drafts as the request has use and the pools have room for: those of the drafter, or, without
-    one, as many as the device may have guessed. When blocks run out and no result is to come the youngest running request is
-    preempted: it gives everything back, waits at the head of the queue, and resumes from what is still cached.
+    one, as many as the device may have guessed. When blocks run out and no result is to come the youngest of the least
+    important running requests is preempted: it gives everything back, waits in its old place in the queue, and resumes from
+    what is still cached. Nobody enters before one who waits ahead of it, nor while somebody who runs waits for blocks, so
+    that within a priority nobody waits for ever.
     """
 
     def __init__(
@@ -82,21 +85,27 @@ class Scheduler:
         max_num_batched_tokens: int,
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
+        max_waiting: int | None = None,
     ) -> None:
         self.cache = cache
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(max_waiting)
+        # By rank too: rows are planned from the front on, and whoever gives way is the last.
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
-        """Queues a request."""
+        """Queues a request.
+
+        Raises:
+            QueueFullError: as many wait as may; nothing is changed.
+        """
+        self.waiting.add(request)
         request.checkpoint_at = self.cache.requested_offsets(request.params.checkpoint_at, len(request.prompt))
-        self.waiting.append(request)
 
     def schedule(self, *, settled: bool = True) -> Plan:
         """Plans one step and allocates for it; an empty plan means that nothing can run before a result is read.
@@ -110,7 +119,7 @@ class Scheduler:
             self._plan_prefill(plan)
             if plan.rows or not self.running or not settled:
                 return plan
-            # Prompts that wait for each other's blocks: the youngest gives way.
+            # Prompts that wait for each other's blocks: the last gives way.
             self._preempt(self.running[-1])
 
     def dispatched(self, plan: Plan) -> None:
@@ -151,7 +160,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._leave(request)
         request.num_computed, request.prefill_end = 0, len(request.tokens)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         self.num_preemptions += 1
 
     def _plan_decode(self, plan: Plan, settled: bool) -> None:
@@ -169,7 +178,7 @@ class Scheduler:
                 if not settled:
                     plan.is_short = True
                     break
-                # Rows are planned from the oldest on, so the youngest is not in the plan unless it is this one.
+                # Rows are planned by rank, so the last is not in the plan unless it is this one.
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
@@ -198,12 +207,15 @@ class Scheduler:
         return self.drafter.draft(request.id, request.tokens, most)[:most] if self.drafter else [UNKNOWN] * most
 
     def _plan_prefill(self, plan: Plan) -> None:
-        budget = self.max_num_batched_tokens
+        budget, blocked = self.max_num_batched_tokens, plan.is_short
         for request in self.running:
             if request.is_prefilling:
-                budget -= self._plan_chunk(plan, request, budget, None)
-        while self.waiting and self._free_slots:
-            request = self.waiting[0]
+                used = self._plan_chunk(plan, request, budget, None)
+                budget -= used or 0
+                blocked |= used is None
+        # Whoever enters holds blocks: those that a running request waits for are not for others.
+        while self.waiting and self._free_slots and not blocked:
+            request = self.waiting.first
             hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode(), request.chain)
             request.num_computed, request.chain = hit.length, hit.state.chain
             if request.num_admissions == 0:
@@ -211,16 +223,16 @@ class Scheduler:
                 request.num_cached, request.cache_miss = hit.length, hit.miss
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
             used = self._plan_chunk(plan, request, budget, hit)
-            if used == 0:
+            if not used:
                 # A request that can't run now waits, and keeps its place: nobody overtakes.
                 request.num_computed = 0
                 return
             budget -= used
-            self.waiting.popleft()
-            self.running.append(request)
+            self.waiting.remove(request)
+            insort(self.running, request, key=by_rank)
 
-    def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int:
-        """Adds a row if the budget and the pools allow; returns its tokens."""
+    def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int | None:
+        """Adds a row if the budget and the pools allow; returns its tokens, None if it is the pools that don't."""
         if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
             return 0
         start = request.least
@@ -230,7 +242,7 @@ class Scheduler:
             return 0
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         if allocation is None:
-            return 0
+            return None
         if hit is not None:
             request.slot = self._free_slots.pop()
             request.num_admissions += 1

@@ -10,6 +10,7 @@ import pytest
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -88,6 +89,8 @@ def test_shared_prefixes_and_conversations(rng, model, reference, mode):
         assert cached == [64, 0, 32, 0, 32, 0]
     stats = engine.stats
     assert stats.cached_tokens == sum(cached)
+    assert (stats.admitted_requests, stats.hit_requests) == (7, sum(count > 0 for count in cached))
+    assert (stats.finished_requests, stats.aborted_requests) == (7, 0)
     assert stats.prompt_tokens == stats.cached_tokens + stats.prefill_tokens
     assert (stats.state_bytes_copied > 0) == (mode == "pre_copy")
     assert_everything_is_returned(engine)
@@ -111,7 +114,7 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
-    assert engine.stats.evicted_state_blocks > 0
+    assert 0 < engine.stats.evicted_state_blocks < engine.stats.evicted_kv_pages
     assert_right(reference, outputs)
 
 
@@ -158,6 +161,10 @@ def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
     assert_right(reference, [*outputs, aborted] if aborted.token_ids else outputs)
     assert_everything_is_returned(engine)
     assert engine.step() == []
+    waits = engine.add_request(batch[0], GREEDY)
+    assert engine.abort(waits).token_ids == ()
+    stats = engine.stats
+    assert (stats.admitted_requests, stats.finished_requests, stats.aborted_requests) == (6, 5, 2)
 
 
 def test_stop_tokens_end_a_request(model):
@@ -298,6 +305,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(state_dtype="int8"), "state_dtype must be .* got 'int8'"),
         (dict(memory_fraction=1.5), "memory_fraction must be in"),
         (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+        (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),
     ],
 )
 def test_bad_configurations_are_named(model, overrides, message):
@@ -306,7 +314,7 @@ def test_bad_configurations_are_named(model, overrides, message):
 
 
 def test_bad_requests_are_named_and_change_nothing(model):
-    engine = make(model, num_kv_pages=10)
+    engine = make(model, num_kv_pages=10, max_waiting=2)
     for prompt, params, message in (
         ([], GREEDY, "prompt_token_ids must not be empty"),
         ([1, 256], GREEDY, r"must be in \[0, 256\), got 256"),
@@ -317,6 +325,9 @@ def test_bad_requests_are_named_and_change_nothing(model):
         with pytest.raises(ValueError, match=message):
             engine.generate([[1, 2, 3], prompt], params)
         assert not engine.has_unfinished
+    with pytest.raises(QueueFullError, match="max_waiting = 2 requests wait already"):
+        engine.generate([[1, 2, 3]] * 3, GREEDY)
+    assert not engine.has_unfinished
     for bad in (
         dict(max_tokens=0),
         dict(temperature=-1),

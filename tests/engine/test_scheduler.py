@@ -15,6 +15,7 @@ from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting import UNKNOWN
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.errors import QueueFullError
 
 BLOCK, PAGE, SEQS = 8, 4, 3
 
@@ -29,10 +30,11 @@ def make(
     K=0,
     interval=None,
     steps_in_flight=0,
+    queue=None,
 ):
     states = StateBlockManager(num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight)
     cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
-    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K)
+    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, queue)
 
 
 def kept(scheduler, tokens):
@@ -136,6 +138,16 @@ class Device:
         return said
 
 
+def assert_order(rank, before, plan, scheduler):
+    """Nobody enters past one who waits ahead; who gives way ranks behind all that go on; who waits, waits by rank."""
+    waits = [rank[r.id] for r in scheduler.waiting]
+    assert waits == sorted(waits)
+    entered = [rank[row.request.id] for row in plan.rows if row.enters]
+    assert max(entered, default=(-9,)) < min(waits, default=(9,))
+    gave_way = [rank[r.id] for r in before if r in scheduler.waiting]
+    assert max((rank[r.id] for r in scheduler.running), default=(-9,)) < min(gave_way, default=(9,))
+
+
 def serve(
     scheduler,
     requests,
@@ -146,24 +158,36 @@ def serve(
     steps_in_flight=0,
     plan=((0, 0),),
 ):
-    """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
+    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs."""
     states = scheduler.cache.states
     device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone, in_flight = set(), deque()
+    rank = {r.id: (r.params.priority, n) for n, r in enumerate(scheduler.waiting)}
     while waiting or scheduler.waiting or scheduler.running:
         between(step)
         while waiting and waiting[0][0] <= step:
-            scheduler.add(requests[waiting.pop(0)[1]])
+            request = requests[waiting[0][1]]
+            full = sum(r.num_admissions == 0 for r in scheduler.waiting) == scheduler.waiting.limit
+            if full:
+                before = list(scheduler.waiting)
+                with pytest.raises(QueueFullError, match=f"max_waiting = {scheduler.waiting.limit} requests wait"):
+                    scheduler.add(request)
+                assert list(scheduler.waiting) == before
+                break
+            scheduler.add(request)
+            waiting.pop(0)
+            rank[request.id] = request.params.priority, len(rank)
         for at, number in aborts:
             request = requests[number]
             if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
                 scheduler.remove(request)
                 gone.add(number)
-        preemptions = scheduler.num_preemptions
+        preemptions, before = scheduler.num_preemptions, list(scheduler.running)
         plan = scheduler.schedule(settled=not in_flight)
         assert not in_flight or scheduler.num_preemptions == preemptions, "what is missing may be about to come"
+        assert_order(rank, before, plan, scheduler)
         assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
         assert len(plan.prefill) <= scheduler.max_prefill_rows
         if plan.rows:
@@ -236,7 +260,62 @@ def test_nobody_overtakes_a_request_that_waits():
     scheduler, device = make(num_pages=12), Device("align")
     requests = [request(0, [0] * 30, 8), request(1, [1] * 30, 2), request(2, [2] * 3, 1)]
     serve(scheduler, requests, device=device)
-    assert device.entered[:3] == [0, 1, 2]
+    assert list(dict.fromkeys(device.entered)) == [0, 1, 2]
+
+
+def test_a_stream_of_later_requests_holds_nobody_up():
+    """Small requests leave no two pages free at once, and there are always more of them: the last chunk gets its two."""
+    scheduler = make(num_pages=1 + 8, budget=20)
+    requests = [request(0, [0] * 31, 1), *[request(n, [n] * 2, 3) for n in range(1, 60)]]
+    done = serve(scheduler, requests, arrivals=range(60))
+    assert done.index(0) < 5
+    assert_complete(requests)
+
+
+def test_lower_numbers_run_first_and_equal_ones_in_the_order_of_their_arrival():
+    scheduler, device = make(), Device("align")
+    priorities = [0, 0, 0, 1, 0, -1, 1, -1]
+    requests = [request(n, [n] * 9, priority=priority) for n, priority in enumerate(priorities)]
+    done = serve(scheduler, requests, [0, 0, 0, *[1] * 5], device=device)
+    # Two prompts fill a step. Whoever runs goes on; of those that wait, 5 and 7 come first.
+    assert device.entered == done == [0, 1, 5, 7, 2, 4, 3, 6]
+    assert_complete(requests)
+
+
+def test_the_youngest_of_the_least_important_gives_way():
+    """And comes back before whoever is younger, or less important."""
+    scheduler, device = make(num_pages=14), Device("align")
+    priorities = [1, 0, 1, 1, 0]
+    requests = [request(n, [n] * 12, 20, priority=priority) for n, priority in enumerate(priorities)]
+    done = serve(scheduler, requests, [0, 0, 0, 4, 4], device=device)
+    assert scheduler.num_preemptions > 0
+    assert done == [1, 4, 0, 2, 3]
+    assert device.entered.count(1) == 1, "the first of all never gives way"
+    assert_complete(requests)
+
+
+def test_a_full_queue_takes_nobody_but_those_that_gave_way():
+    scheduler = make(num_pages=14, queue=1)
+    requests = [request(n, [n] * 12, 20) for n in range(3)]
+    for r in requests[:2]:
+        scheduler.add(r)
+        scheduler.dispatched(plan := scheduler.schedule())
+        for row in plan.rows:
+            scheduler.finished(row, [1] if row.samples else [])
+    scheduler.add(requests[2])
+    scheduler._preempt(scheduler.running[-1])
+    assert [r.id for r in scheduler.waiting] == [1, 2]
+    late = request(3, [1], checkpoint_at=[1])
+    with pytest.raises(QueueFullError, match="max_waiting = 1 requests wait already"):
+        scheduler.add(late)
+    assert [r.id for r in scheduler.waiting] == [1, 2]
+    scheduler.remove(requests[2])
+    assert requests[2] not in scheduler.waiting
+    scheduler.schedule()
+    assert [r.id for r in scheduler.running] == [0, 1]
+    scheduler.add(late)
+    with pytest.raises(QueueFullError):
+        scheduler.add(request(4, [1]))
 
 
 def test_what_is_left_of_a_budget_is_not_spent_inside_a_block():
@@ -441,7 +520,8 @@ def test_states_behind_rejected_drafts_and_stop_tokens_are_not_found():
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_schedule_computes_every_token_once(data):
-    """Small pools, shared prefixes, late arrivals and aborts, preemption and drafts, right and wrong ones, included."""
+    """Small pools, shared prefixes, late arrivals, a full queue, aborts, priorities, preemption and drafts, right and wrong
+    ones, included."""
     K = data.draw(st.sampled_from([0, 1, 3, BLOCK - 1]))
     in_flight = data.draw(st.integers(0, 1))
     plan = st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=5)
@@ -451,7 +531,8 @@ def test_any_schedule_computes_every_token_once(data):
         shared = data.draw(st.integers(0, 25))
         suffix = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         own = data.draw(st.sampled_from([None, None, *range(K + 1)]))
-        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own))
+        priority = data.draw(st.sampled_from([0, 0, 0, -1, 1]))
+        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own, priority=priority))
     scheduler = make(
         num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(in_flight), 13 + 3 * K)),
         num_pages=data.draw(st.integers(14, 40)),
@@ -460,12 +541,13 @@ def test_any_schedule_computes_every_token_once(data):
         prefill_rows=data.draw(st.integers(1, 3)),
         drafter=None if in_flight else Foresight(data.draw(plan)),
         K=K,
+        queue=data.draw(st.sampled_from([None, None, 1, 2])),
         steps_in_flight=in_flight,
     )
     arrivals = [data.draw(st.integers(0, 20)) for _ in requests]
     aborts = [
         (data.draw(st.integers(0, 15)), data.draw(st.integers(0, count - 1)))
-        for _ in range(data.draw(st.integers(0, 2)))
+        for _ in range(data.draw(st.integers(0, 3)))
     ]
     serve(scheduler, requests, arrivals, aborts, steps_in_flight=in_flight, plan=data.draw(plan))
     assert_complete([r for r in requests if r.id not in {number for _, number in aborts}])

@@ -84,6 +84,20 @@ def test_prompts_of_every_length_cold_and_repeated(rng, engine):
     assert_nothing_is_held(engine)
 
 
+def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
+    """Once, when most were: three of four here."""
+    engine = Engine(model, EngineConfig(**SIZES))
+    for number in range(40):
+        engine.add_request(prompt(rng, BLOCK + (number % 4 == 0)), SamplingParams(max_tokens=1))
+    run(engine)
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1)))
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1, prefix_cache="none")))
+    assert [r.getMessage() for r in caplog.records if r.name.endswith("block_size")] == [
+        "block_size 8: 24 of the first 32 prompts had no more tokens than that, too few to hit the prefix cache",
+        "block_size 8 is too long for max_model_len 9: no prompt ever hits the prefix cache",
+    ]
+
+
 def test_fresh_requests_in_poisoned_pools(rng, engine):
     """Together, in more requests than slots, the shortest of one token: nothing of what a block held is ever read."""
     poison(engine)
