@@ -23,7 +23,6 @@ from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
 from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
-from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from pallas_kernels import CHUNK_SIZE
 
@@ -99,15 +98,8 @@ class Engine:
         self.runner = StepRunner(
             model,
             self.spec,
-            lambda: KVPages.create(
-                model.num_attention_layers,
-                self.sizes.kv_pages,
-                config.kv_page_size,
-                model.num_kv_heads,
-                model.head_dim,
-                model.dtype,
-            ),
-            self.sizes.state_blocks,
+            self.sizes,
+            config.kv_page_size,
             _MAX_PREFILL_ROWS,
             config.max_num_batched_tokens,
             steps_in_flight=config.steps_in_flight,

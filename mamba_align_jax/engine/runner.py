@@ -1,7 +1,6 @@
 """Runs plans: packs rows into a bucket, dispatches one jitted step with donated pools, reads the sampled tokens later."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from mamba_align_jax.engine.device_drafting import NGramLookup
 from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
+from mamba_align_jax.engine.sizing import PoolSizes
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.pool import StatePool
@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Carry:
+class DeviceState:
     """All that one step hands to the next. Donate it."""
 
     pool: StatePool
@@ -115,23 +115,23 @@ def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
 @functools.partial(
     jax.jit,
     static_argnames=("graph", "spec", "drafter", "num_decode_rows"),
-    donate_argnames=("carry",),
+    donate_argnames=("device_state",),
 )
 def _step(
     params: list[jax.Array],
     inputs: Inputs,
-    carry: Carry,
+    device_state: DeviceState,
     *,
     graph: Graph,
     spec: AlignConfig,
     drafter: NGramLookup | None,
     num_decode_rows: int,
-) -> tuple[StepResult, Carry]:
+) -> tuple[StepResult, DeviceState]:
     model = graph.model(params)
-    batch, pool, kv = inputs.batch, carry.pool, carry.kv
-    tables = update_block_tables(carry.tables, inputs.updates)
-    state = add_requests(carry.state, inputs.additions)
-    pending = enter(carry.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
+    batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
+    tables = update_block_tables(device_state.tables, inputs.updates)
+    state = add_requests(device_state.state, inputs.additions)
+    pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
     tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, num_decode_rows)
     state, indices = begin_step(spec, state, batch, tables)
     pool = migrate(spec, pool, indices)
@@ -179,7 +179,7 @@ def _step(
         copies=_count(spec, indices.migration) + _count(spec, plan),
         null_reads=indices.num_null_reads(),
     )
-    return result, Carry(pool=pool, kv=kv, state=state, tables=tables, pending=pending)
+    return result, DeviceState(pool=pool, kv=kv, state=state, tables=tables, pending=pending)
 
 
 class Bucket(NamedTuple):
@@ -203,10 +203,10 @@ class StepRunner:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Any,
         spec: AlignConfig,
-        create_kv: Callable[[], KVPages],
-        num_state_blocks: int,
+        sizes: PoolSizes,
+        kv_page_size: int,
         max_prefill_rows: int,
         max_num_batched_tokens: int,
         *,
@@ -218,8 +218,8 @@ class StepRunner:
         Args:
             model: The model.
             spec: How states are kept.
-            create_kv: Makes the KV pages, also after `reset`.
-            num_state_blocks: Of the pool, NULL_BLOCK included.
+            sizes: Of the pools.
+            kv_page_size: Tokens of a KV page.
             max_prefill_rows: Prefill rows of a step.
             max_num_batched_tokens: Their tokens.
             steps_in_flight: Steps that are dispatched while one is unread.
@@ -230,28 +230,28 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state_bytes_copied = self.null_reads = 0
         self._graph, self._params = Graph.split(model)
-        self._create_kv, self._num_state_blocks = create_kv, num_state_blocks
+        self._kv_spec, self._sizes, self._page_size = model.kv_spec(), sizes, kv_page_size
         self._steps_in_flight, self._drafter = steps_in_flight, drafter
         self._start()
 
     def reset(self) -> None:
         """Fresh pools and bookkeeping, for every slot: what a step that raised has left is gone."""
         # The old arrays go before the new ones come: there is no room for both.
-        del self.carry
+        del self.device_state
         self._start()
 
     def _start(self) -> None:
-        spec, kv = self.spec, self._create_kv()
+        spec, sizes = self.spec, self._sizes
         history = spec.max_model_len if self._drafter else 0
-        self.carry = Carry(
-            pool=StatePool.create(spec, self._num_state_blocks),
-            kv=kv,
+        self.device_state = DeviceState(
+            pool=StatePool.create(spec, sizes.state_blocks),
+            kv=KVPages.create(self._kv_spec, sizes.kv_pages, self._page_size),
             state=AlignState.create(spec),
             tables=BlockTables.create(spec),
             pending=Pending.create(spec.max_num_reqs, spec.window, history),
         )
-        self._checker = StepChecker(spec, self._num_state_blocks)
-        self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // kv.keys.shape[2])), np.int32)
+        self._checker = StepChecker(spec, sizes.state_blocks)
+        self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self._page_size)), np.int32)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -287,16 +287,16 @@ class StepRunner:
 
     def _run(self, bucket: Bucket, places: list[Row | None]) -> StepResult:
         inputs = self._inputs(bucket, places)
-        result, self.carry = _step(
+        result, self.device_state = _step(
             self._params,
             inputs,
-            self.carry,
+            self.device_state,
             graph=self._graph,
             spec=self.spec,
             drafter=self._drafter,
             num_decode_rows=bucket.decode_rows,
         )
-        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.carry.state)
+        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
         return result
 
     def read(self, dispatched: Dispatched) -> list[tuple[Row, RowResult]]:
@@ -322,7 +322,7 @@ class StepRunner:
             for number, page in row.allocation.pages:
                 self._page_tables[row.request.slot, number] = page
         entering = [row for row in rows if row.enters]
-        history = np.zeros((bucket.prefill_rows, self.carry.pending.history.shape[1]), np.int32)
+        history = np.zeros((bucket.prefill_rows, self.device_state.pending.history.shape[1]), np.int32)
         for place, row in enumerate(entering if self._drafter else ()):
             history[place, : len(row.request.tokens)] = row.request.tokens
         column_entries = [

@@ -213,7 +213,7 @@ def test_a_step_that_raises_fails_who_ran_and_nobody_else(rng, model, reference,
     outputs = [output for _ in range(4) for output in engine.step()]
 
     def fail(dispatched):
-        for array in jax.tree.leaves(engine.runner.carry):
+        for array in jax.tree.leaves(engine.runner.device_state):
             array.delete()
         raise RuntimeError("the device is gone")
 
@@ -284,7 +284,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
 
     assert engine.warmup(advance) >= 0
     assert count == engine.num_programs
-    before, pool = _step._cache_size(), engine.runner.carry.pool
+    before, pool = _step._cache_size(), engine.runner.device_state.pool
     engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
     assert _step._cache_size() == before
     assert pool.states[0][0].is_deleted(), "the pools were donated"

@@ -55,9 +55,9 @@ def assert_nothing_is_held(engine):
 
 def poison(engine):
     """What a pool may hold that nobody has cleared."""
-    carry = engine.runner.carry
-    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (carry.pool, carry.kv))
-    engine.runner.carry = dataclasses.replace(carry, pool=pool, kv=kv)
+    state = engine.runner.device_state
+    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
+    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def aligned(values):
@@ -70,7 +70,7 @@ def aligned(values):
 
 
 def contents(engine):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(engine.runner.carry)]
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(engine.runner.device_state)]
 
 
 def test_prompts_of_every_length_cold_and_repeated(rng, engine):
@@ -192,7 +192,7 @@ def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
     runner._page_tables = tables
     engine.add_request(prompt(rng, 9), THREE)
     engine.step()
-    runner.carry = dataclasses.replace(runner.carry, kv=late(runner.carry.kv))
+    runner.device_state = dataclasses.replace(runner.device_state, kv=late(runner.device_state.kv))
     dispatched = runner.dispatch(engine.scheduler.schedule())
     tables[:] = 0
     ((row, result),) = runner.read(dispatched)
