@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax.models import qwen3_5
-from mamba_align_jax.models.checkpoint import read_config, read_weights
+from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
 _ARCHITECTURES = {"qwen3_5_text": qwen3_5, "qwen3_5": qwen3_5}
 
 
 def load_model(path: str | Path, dtype: str | None = None) -> Any:
     """Loads a directory with config.json and safetensors files, without torch or transformers.
+
+    The model has a draft head (`model.mtp`) if config.json names one and the files hold it.
 
     Args:
         path: The directory.
@@ -25,4 +27,6 @@ def load_model(path: str | Path, dtype: str | None = None) -> Any:
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURES)}, got {kind!r} in {path}")
     architecture = _ARCHITECTURES[kind]
+    if config.get("mtp_num_hidden_layers") and not has_draft_head(path):
+        config["mtp_num_hidden_layers"] = 0
     return read_weights(path, architecture, architecture.Config.from_dict(config, dtype))

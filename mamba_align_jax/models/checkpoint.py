@@ -12,8 +12,10 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# Draft heads and vision towers of published checkpoints: not part of the text model.
-_IGNORED_PREFIXES = ("mtp.", "model.visual.")
+# Vision towers of published checkpoints: not part of the text model.
+_IGNORED_PREFIXES = ("model.visual.",)
+# Draft heads: a configuration may name one that the files lack, as fine-tuned copies do, or the other way round.
+_HEAD_PREFIX = "mtp."
 # What a configuration with a nested text model may hold outside of it.
 _SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
@@ -27,6 +29,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if "text_config" not in config:
         return config
     return {name: config[name] for name in _SHARED_FIELDS if name in config} | config["text_config"]
+
+
+def has_draft_head(path: str | Path) -> bool:
+    """Whether the directory's files hold `mtp.*` tensors."""
+    return any(name.startswith(_HEAD_PREFIX) for name, _ in _tensors(Path(path)))
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -52,10 +59,13 @@ def read_weights(path: str | Path, architecture: Any, config: Any) -> Any:
     model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
     graph, state = nnx.split(model)
     places = {architecture.tensor_name(place): (place, variable) for place, variable in nnx.to_flat_state(state)}
+    ignored = _IGNORED_PREFIXES
+    if not any(name.startswith(_HEAD_PREFIX) for name in places):
+        ignored = (*ignored, _HEAD_PREFIX)
     loaded = {}
     for name, tensor in _tensors(Path(path)):
         name = name.replace("model.language_model.", "model.", 1)
-        if name.startswith(_IGNORED_PREFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+        if name.startswith(ignored) or (config.tie_word_embeddings and name == "lm_head.weight"):
             continue
         if name not in places:
             raise ValueError(f"tensor {name!r} has no place in {config.model_type}")

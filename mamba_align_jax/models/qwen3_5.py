@@ -1,4 +1,4 @@
-"""Qwen3.5 text, dense: gated-delta-net layers with gated full attention at every fourth."""
+"""Qwen3.5 text, dense: gated-delta-net layers with gated full attention at every fourth, and its draft head."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.mtp import MTPHead
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.spec import GroupSpec
 from pallas_kernels import Implementation
@@ -46,6 +47,7 @@ class Config:
     partial_rotary_factor: float = 0.25
     tie_word_embeddings: bool = False
     eos_token_id: int | None = None
+    mtp_num_hidden_layers: int = 0
     dtype: str = "bfloat16"
     model_type: str = "qwen3_5_text"
 
@@ -80,6 +82,8 @@ class Config:
             "rope_type": (rope.get("rope_type", "default"), ("default",)),
             "dtype": (result.dtype, ("float32", "bfloat16", "float16")),
             "num_experts": (config.get("num_experts") or 0, (0,)),
+            "mtp_num_hidden_layers": (result.mtp_num_hidden_layers, (0, 1)),
+            "mtp_use_dedicated_embeddings": (config.get("mtp_use_dedicated_embeddings", False), (False,)),
         }
         for name, (got, supported) in unsupported.items():
             if got not in supported:
@@ -137,6 +141,8 @@ class Model(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
+        has_head = config.mtp_num_hidden_layers > 0
+        self.mtp = MTPHead(Layer(config, FULL, rngs), config, rngs) if has_head else None
 
     @property
     def dtype(self) -> str:
@@ -145,7 +151,7 @@ class Model(nnx.Module):
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers with keys and values."""
+        """Layers with keys and values, the draft head's apart: where a model has one, it comes behind them."""
         return self.config.layer_types.count(FULL)
 
     @property
@@ -204,6 +210,29 @@ class Model(nnx.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x), pool.with_group(0, (conv, recurrent)), KVPages(keys=keys, values=values)
 
+    def draft(
+        self, hidden: jax.Array, next_tokens: jax.Array, step: StepInputs, kv: KVPages
+    ) -> tuple[jax.Array, KVPages]:
+        """Runs the draft head over a step's tokens: see `MTPHead`.
+
+        Args:
+            hidden: Of each token, as `__call__` gives it, or as this gave it for the token before. [tokens, hidden]
+            next_tokens: The token behind each. int32 [tokens].
+            step: The step's inputs.
+            kv: Keys and values, with one layer more than `num_attention_layers`. Donate them.
+
+        Returns:
+            Hidden states [tokens, hidden], whose `logits` foretell the token behind the next one, and the pages.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        if self.mtp is None:
+            raise ValueError("draft: model must have an MTP head, got a checkpoint without mtp.* tensors")
+        layer = jnp.int32(self.num_attention_layers)
+        out, keys, values = self.mtp(self.embed_tokens(next_tokens), hidden, step, kv.keys, kv.values, layer)
+        return out, KVPages(keys=keys, values=values)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""
         weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
@@ -218,12 +247,13 @@ _RENAMED = {"conv_weight": "conv1d.weight", "embedding": "weight", "kernel": "we
 def tensor_name(place: tuple[Any, ...]) -> str:
     """The checkpoint's name of the parameter at `place` in the module tree."""
     *path, leaf = (str(part) for part in place)
-    prefix = [] if path[0] == "lm_head" else ["model"]
+    prefix = [] if path[0] in ("lm_head", "mtp") else ["model"]
     return ".".join([*prefix, *path, _RENAMED.get(leaf, leaf)])
 
 
 def _is_product(name: str) -> bool:
-    return name.endswith(("_proj.weight", "_qkv.weight", "_z.weight", "_a.weight", "_b.weight", "lm_head.weight"))
+    products = ("_proj.weight", "_qkv.weight", "_z.weight", "_a.weight", "_b.weight", "lm_head.weight", "mtp.fc.weight")
+    return name.endswith(products)
 
 
 def from_checkpoint(name: str, array: np.ndarray) -> np.ndarray:
