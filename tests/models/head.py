@@ -1,5 +1,6 @@
 """A checkpoint with a random draft head, and the head as the formulas have it: NumPy, float64, one token after another."""
 
+import copy
 import json
 import shutil
 
@@ -43,6 +44,12 @@ class NumpyHead:
     def __init__(self, path):
         self.weights = {name: np.asarray(w, np.float64) for name, w in load_file(path / "model.safetensors").items()}
         self.config, self.keys, self.values = read_config(path), {}, {}
+
+    def fork(self):
+        """Another one, for trying out how the sequence may go on."""
+        other = copy.copy(self)
+        other.keys, other.values = dict(self.keys), dict(self.values)
+        return other
 
     def _norm(self, name, x):
         scale = 1 + self.weights[f"mtp.{name}.weight"]
