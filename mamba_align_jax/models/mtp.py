@@ -1,5 +1,6 @@
 """The multi-token-prediction head of Qwen3-Next and Qwen3.5: one decoder layer that foretells the next token but one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.config import ModelConfig
 
 
 class MTPHead(nnx.Module):
@@ -19,48 +20,32 @@ class MTPHead(nnx.Module):
     those at a shared prefix's end may come from another continuation: that costs drafts, never an answer.
 
     Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024); DeepSeek-V3's report
-    (2024) for the layer on the last one's hidden state; vLLM's `qwen3_5_mtp.py` for which norms and in what order.
+    (2024) for a layer on the hidden state; vLLM's `qwen3_5_mtp.py` for which norms and in what order.
     """
 
-    def __init__(self, layer: Any, config: Any, rngs: nnx.Rngs) -> None:
-        """A head around a full-attention decoder layer of the model's own kind; `config` is the model's."""
-        size, epsilon, dtype = config.hidden_size, config.rms_norm_eps, config.dtype
-        self.pre_fc_norm_embedding = RMSNorm(size, epsilon, dtype)
-        self.pre_fc_norm_hidden = RMSNorm(size, epsilon, dtype)
-        self.fc = linear(2 * size, size, dtype, rngs)
+    def __init__(self, layer: Any, config: ModelConfig, norm: Callable[[], nnx.Module], rngs: nnx.Rngs) -> None:
+        """A head around a full-attention decoder layer of the model's own kind; `config` and `norm` are the model's."""
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
+        self.fc = linear(2 * config.hidden_size, config.hidden_size, config.dtype, rngs)
         self.layers = nnx.List([layer])
-        self.norm = RMSNorm(size, epsilon, dtype)
+        self.norm = norm()
 
     def join(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
         """What enters the layer [..., hidden]."""
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         return self.fc(jnp.concatenate(both, axis=-1))
 
-    def __call__(
-        self,
-        embedded: jax.Array,
-        hidden: jax.Array,
-        step: StepInputs,
-        keys: jax.Array,
-        values: jax.Array,
-        layer: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, embedded: jax.Array, hidden: jax.Array, step: StepInputs, carry: Any) -> tuple[jax.Array, Any]:
         """Runs packed tokens over the step's own rows, positions and pages.
 
         Args:
             embedded: Embedding of the token behind each. [tokens, hidden]
             hidden: Hidden state of each. [tokens, hidden]
             step: The step's inputs.
-            keys: Pages of keys, all layers. Donate them.
-            values: Pages of values, likewise.
-            layer: The head's place in the pages.
+            carry: As layers take it; the head's keys are in the layer behind those passed.
 
         Returns:
-            Hidden states [tokens, hidden] for the target's `logits`, and the pages.
+            Hidden states [tokens, hidden] for the target's `logits`, and what to carry on.
         """
-        decoder = self.layers[0]
-        x = self.join(embedded, hidden)
-        out, keys, values = decoder.self_attn(decoder.input_layernorm(x), step, keys, values, layer)
-        x = x + out
-        x = x + decoder.mlp(decoder.post_attention_layernorm(x))
-        return self.norm(x), keys, values
+        x, carry = self.layers[0](self.join(embedded, hidden), step, carry)
+        return self.norm(x), carry

@@ -62,8 +62,7 @@ class Sequences:
 
     def pages(self):
         """All garbage but page 0, which takes what nobody keeps."""
-        shape = (self.model.num_attention_layers + 1, 1 + SLOTS * TABLE, PAGE)
-        kv = KVPages.create(*shape, self.model.num_kv_heads, self.model.head_dim, self.model.dtype)
+        kv = KVPages.create(self.model.kv_spec(draft=True), 1 + SLOTS * TABLE, PAGE)
         return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan).at[:, 0].set(0.0), kv)
 
     def step(self, kv, decode=(), prefill=(), accepted=None):
