@@ -31,11 +31,9 @@ from flax import nnx
 
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.layers.attention import attend
-from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
-from mamba_align_jax.models.mtp import MTPHead
 from pallas_kernels import chunk_rows
 
 CONFIG = qwen3_5.Config(
@@ -303,9 +301,7 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argpar
 def train_head(corpus: dict[str, np.ndarray], model: qwen3_5.Model, options: argparse.Namespace) -> qwen3_5.Model:
     """A bfloat16 model with a newly trained draft head; its other weights are the same bits."""
     config = qwen3_5.Config.from_dict(model.config.to_dict() | {"mtp_num_hidden_layers": 1})
-    exact, rngs = dataclasses.replace(config, dtype="float32"), nnx.Rngs(0)
-    norm = functools.partial(RMSNorm, config.hidden_size, config.rms_norm_eps, offset=1.0)
-    head = MTPHead(qwen3_5.Layer(exact, qwen3_5.FULL, rngs), exact, norm, rngs)
+    head = qwen3_5.draft_head(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))
     params = nnx.State({"mtp": nnx.state(head, nnx.Param)})
     fixed = served(nnx.split_state(nnx.state(model, nnx.Param), nnx.PathContains("mtp"), ...)[1])
     graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))

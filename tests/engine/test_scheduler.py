@@ -157,8 +157,12 @@ def serve(
     between=lambda step: None,
     steps_in_flight=0,
     plan=((0, 0),),
+    heard=lambda row, tokens, gone: None,
 ):
-    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs."""
+    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs.
+
+    `heard` is called with every row once its tokens were read, and whether they came too late.
+    """
     states = scheduler.cache.states
     device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
     arrivals = arrivals or [0] * len(requests)
@@ -196,11 +200,13 @@ def serve(
         unread = steps_in_flight if plan.rows and not plan.is_short else 0
         while len(in_flight) > unread:
             for row, tokens in in_flight.popleft():
-                if row.is_current:
+                late = not row.is_current
+                if not late:
                     scheduler.finished(row, tokens)
                     if len(row.request.generated) == row.request.params.max_tokens:
                         scheduler.remove(row.request)
                         done.append(row.request.id)
+                heard(row, tokens, late)
         scheduler.cache.check()
         step += 1
         assert step < 3000, "no progress"

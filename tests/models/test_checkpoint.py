@@ -119,11 +119,11 @@ def test_published_names(model, write):
     extra = {"mtp.norm.weight": np.ones(3, np.float32), "model.visual.pos_embed.weight": np.ones(3, np.float32)}
     outside = ("lm_head.", *extra)
     rename = lambda name: name if name.startswith(outside) else name.replace("model.", "model.language_model.", 1)
-    path = write(change=extra, nest=True, rename=rename)
+    path = write({"mtp_num_hidden_layers": 0}, extra, nest=True, rename=rename)
     assert same(load_model(path), model)
 
 
-def test_a_draft_head_is_loaded_where_config_and_tensors_have_one(tmp_path, write):
+def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
     named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
     model = load_model(write(named, head))
     assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
@@ -131,7 +131,8 @@ def test_a_draft_head_is_loaded_where_config_and_tensors_have_one(tmp_path, writ
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(np.array_equal(saved[name], value) for name, value in head.items())
     assert same(load_model(tmp_path / "saved"), model)
-    assert load_model(write(change=head)).mtp is None
+    assert same(load_model(write({"mtp_num_hidden_layers": None}, head)), model)
+    assert load_model(write({"mtp_num_hidden_layers": 0}, head)).mtp is None
     without = load_model(write(named))
     assert without.mtp is None
     assert without.config.mtp_num_hidden_layers == 0
