@@ -4,13 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import qwen3_5
+from mamba_align_jax.models import olmo_hybrid, qwen3_5, qwen3_next
 from mamba_align_jax.models.checkpoint import read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
+    "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
 }
 
 
