@@ -48,8 +48,8 @@ def mamba1(w, x, *, norm_epsilon=None):
     return project(w, "out_proj", y[:, 0] * silu(z)), inputs, states
 
 
-def mamba2(w, x, *, state_dim, epsilon, norm=True, norm_before_gate=False, multipliers=None):
-    """As `mamba1`."""
+def mamba2(w, x, *, state_dim, epsilon, norm=True, norm_before_gate=False, multipliers=None, least_dt=0.0):
+    """As `mamba1`. `least_dt` is where transformers clamps the steps of prompts in some models."""
     heads, inner = len(w["A_log"]), w["out_proj.weight"].shape[1]
     groups = (w["conv1d.weight"].shape[0] - inner) // (2 * state_dim)
     sizes = inner, inner, groups * state_dim, groups * state_dim, heads
@@ -60,7 +60,7 @@ def mamba2(w, x, *, state_dim, epsilon, norm=True, norm_before_gate=False, multi
     xBC, inputs = convolve(w, xBC)
     x, B, C = np.split(xBC, [inner, inner + sizes[2]], axis=1)
     of_heads = lambda v: np.repeat(v.reshape(len(v), groups, state_dim), heads // groups, axis=1)
-    x, dt = x.reshape(len(x), heads, -1), np.logaddexp(0, dt + w["dt_bias"])[..., None]
+    x, dt = x.reshape(len(x), heads, -1), np.maximum(np.logaddexp(0, dt + w["dt_bias"]), least_dt)[..., None]
     A = np.broadcast_to(-np.exp(w["A_log"])[:, None, None], (heads, x.shape[2], state_dim))
     y, states = select(x, np.broadcast_to(dt, x.shape), A, of_heads(B), of_heads(C), w["D"][:, None])
     y = y.reshape(len(y), inner)
@@ -122,7 +122,7 @@ def causal_lm(config, tensors, tokens, layer, *, prefix="model", embedding="embe
     """Logits [tokens, vocab] of `layer(number, weights, x)` after layer, and norm and head behind them."""
     w = under(tensors, prefix)
     x = w[f"{embedding}.weight"][np.asarray(tokens)] * config.get("embedding_multiplier", 1.0)
-    for number in range(config["num_hidden_layers"]):
+    for number in range(len({name.split(".")[1] for name in w if name.startswith("layers.")})):
         x = layer(number, under(w, f"layers.{number}"), x)
     x = rms(x, epsilon or config["rms_norm_eps"]) * w[f"{norm}.weight"]
     return x @ tensors.get("lm_head.weight", w[f"{embedding}.weight"]).T
@@ -137,7 +137,8 @@ def falcon_mamba(config, tensors, tokens):
     return causal_lm(config, tensors, tokens, layer, **names)
 
 
-def nemotron_h(config, tensors, tokens):
+def nemotron_h(config, tensors, tokens, least_dt=0.0, trace=None):
+    """`trace` is a list that takes each Mamba layer's inputs of the convolution and states."""
     relu2 = lambda w, x: project(w, "down_proj", np.maximum(project(w, "up_proj", x), 0) ** 2)
 
     def moe(w, x):
@@ -145,23 +146,41 @@ def nemotron_h(config, tensors, tokens):
         inner = project(w, "fc1_latent_proj", x) if "fc1_latent_proj.weight" in w else x
         expert = lambda e, x: relu2(under(w, f"experts.{e}"), x)
         by = scores + w["gate.e_score_correction_bias"]
+        groups = by.reshape(len(by), config.get("n_group", 1), -1)
+        best_two = np.sort(groups)[..., -2:].sum(-1)
+        kept = best_two >= np.sort(best_two)[:, [-config.get("topk_group", 1)]]
+        by = np.where(kept[..., None], groups, -np.inf).reshape(by.shape)
         out = mixture(
-            inner, scores, config["num_experts_per_tok"], expert, chosen_by=by, normalise=config["norm_topk_prob"]
+            inner,
+            scores,
+            config["num_experts_per_tok"],
+            expert,
+            chosen_by=by,
+            normalise=config.get("norm_topk_prob", True),
         )
         out = out * config["routed_scaling_factor"]
         out = project(w, "fc2_latent_proj", out) if "fc1_latent_proj.weight" in w else out
         return out + relu2(under(w, "shared_experts"), x)
 
+    def mamba(w, x):
+        out, *states = mamba2(w, x, state_dim=config["ssm_state_size"], epsilon=epsilon, least_dt=least_dt)
+        if trace is not None:
+            trace.append(states)
+        return out
+
     epsilon = config["layer_norm_epsilon"]
     mixers = {
-        "linear_attention": lambda w, x: mamba2(w, x, state_dim=config["ssm_state_size"], epsilon=epsilon)[0],
+        "linear_attention": mamba,
         "full_attention": lambda w, x: attention(w, x, config["num_attention_heads"], config["num_key_value_heads"]),
         "mlp": relu2,
         "moe": moe,
     }
 
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    kinds = config.get("layers_block_type") or [names[letter] for letter in config["hybrid_override_pattern"]]
+
     def layer(number, w, x):
-        return x + mixers[config["layers_block_type"][number]](under(w, "mixer"), rms(x, epsilon) * w["norm.weight"])
+        return x + mixers[kinds[number]](under(w, "mixer"), rms(x, epsilon) * w["norm.weight"])
 
     names = dict(prefix="backbone", embedding="embeddings", norm="norm_f", epsilon=epsilon)
     return causal_lm(config, tensors, tokens, layer, **names)
