@@ -16,7 +16,7 @@ from mamba_align_jax.models import (
     qwen3_5,
     qwen3_next,
 )
-from mamba_align_jax.models.checkpoint import read_config, read_weights
+from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
@@ -41,6 +41,8 @@ def load_model(
 ) -> Any:
     """Loads a directory with config.json and safetensors files, without torch or transformers.
 
+    Where the files hold a draft head that the architecture knows, the model has one, unless config.json says 0 layers.
+
     Args:
         path: The directory.
         dtype: "float32", "bfloat16" or "float16"; None keeps the checkpoint's.
@@ -55,4 +57,6 @@ def load_model(
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURES)}, got {kind!r} in {path}")
     architecture = _ARCHITECTURES[kind]
-    return read_weights(path, architecture, architecture.Config.from_dict(config, dtype), advance)
+    # Not every configuration names its head, and fine-tuned copies name one that their files have lost.
+    head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
+    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), advance)
