@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
@@ -24,6 +26,7 @@ from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
 from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models import load_model
+from mamba_align_jax.models.tensor_parallel import shard_model, share
 from pallas_kernels import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
@@ -60,24 +63,37 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over one model on one device, with a prefix cache over states and keys."""
+    """Continuous batching over one model, on one device or split over several, with a prefix cache over states and keys."""
 
-    def __init__(self, model: Any, config: EngineConfig | None = None, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         """An engine over a loaded model.
 
         Args:
             model: As `load_model` gives it.
             config: The defaults if None.
             drafter: Who proposes draft tokens, under synchronous stepping; prompt lookup if None.
+            mesh: Splits the model over the devices of its axis "tensor", as `shard_model` does. Sizes and bytes are then
+                those of one device.
 
         Raises:
             ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, or there is a drafter under
-                asynchronous stepping, which drafts on the device.
+                asynchronous stepping, which drafts on the device; or the model can't be split.
         """
         config = config or EngineConfig()
         self.config = config
         self.model_config = model.config
-        self.spec = align_config(config, model)
+        layout, devices, own = None, (), model
+        if mesh is not None:
+            model, layout = shard_model(model, mesh)
+            devices, own = mesh.local_devices, share(model)
+        self.spec = align_config(config, own)
         if config.prefix_cache == "align" and config.block_size % CHUNK_SIZE:
             _LOG.warning(
                 "block_size %d is no multiple of the gated delta rule's chunk_size %d: states resumed from the cache "
@@ -90,7 +106,7 @@ class Engine:
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         if drafter is not None and config.async_stepping:
             raise ValueError(f"drafter must be None under async_stepping, which drafts on the device, got {drafter!r}")
-        self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
+        self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices)
         K = config.num_speculative_tokens
         lookup = config.prompt_lookup_max, config.prompt_lookup_min
         self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.async_stepping else None
@@ -104,6 +120,7 @@ class Engine:
             config.max_num_batched_tokens,
             steps_in_flight=config.steps_in_flight,
             drafter=NGramLookup(*lookup) if K and config.async_stepping else None,
+            layout=layout,
         )
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()

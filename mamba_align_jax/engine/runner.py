@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.checked import StepChecker
@@ -23,6 +24,7 @@ from mamba_align_jax.engine.sizing import PoolSizes
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.pool import StatePool
+from mamba_align_jax.sharding import Layout
 from mamba_align_jax.spec import AlignConfig, ConvState
 
 
@@ -112,12 +114,32 @@ def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
     return jnp.stack(plan.num_copies())
 
 
+def _device_specs(layout: Layout) -> DeviceState:
+    every = PartitionSpec()
+    return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, pending=every)
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "spec", "drafter", "num_decode_rows"),
+    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "layout"),
     donate_argnames=("device_state",),
 )
 def _step(
+    params: list[jax.Array],
+    inputs: Inputs,
+    device_state: DeviceState,
+    *,
+    layout: Layout | None = None,
+    **static: Any,
+) -> tuple[StepResult, DeviceState]:
+    run = functools.partial(_run_step, **static)
+    if layout is not None:
+        every, specs = PartitionSpec(), _device_specs(layout)
+        run = layout.run(run, (list(layout.params), every, specs), (every, specs))
+    return run(params, inputs, device_state)
+
+
+def _run_step(
     params: list[jax.Array],
     inputs: Inputs,
     device_state: DeviceState,
@@ -212,6 +234,7 @@ class StepRunner:
         *,
         steps_in_flight: int = 0,
         drafter: NGramLookup | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """A runner with fresh pools.
 
@@ -224,6 +247,7 @@ class StepRunner:
             max_num_batched_tokens: Their tokens.
             steps_in_flight: Steps that are dispatched while one is unread.
             drafter: Who drafts on the device, if anybody does.
+            layout: Of a model that is split over devices; `spec` and `sizes` are then one device's.
         """
         self.spec = spec
         self.max_prefill_rows = max_prefill_rows
@@ -231,7 +255,7 @@ class StepRunner:
         self.state_bytes_copied = self.null_reads = 0
         self._graph, self._params = Graph.split(model)
         self._kv_spec, self._sizes, self._page_size = model.kv_spec(), sizes, kv_page_size
-        self._steps_in_flight, self._drafter = steps_in_flight, drafter
+        self._steps_in_flight, self._drafter, self._layout = steps_in_flight, drafter, layout
         self._start()
 
     def reset(self) -> None:
@@ -243,13 +267,16 @@ class StepRunner:
     def _start(self) -> None:
         spec, sizes = self.spec, self._sizes
         history = spec.max_model_len if self._drafter else 0
-        self.device_state = DeviceState(
+        create = lambda: DeviceState(
             pool=StatePool.create(spec, sizes.state_blocks),
             kv=KVPages.create(self._kv_spec, sizes.kv_pages, self._page_size),
             state=AlignState.create(spec),
             tables=BlockTables.create(spec),
             pending=Pending.create(spec.max_num_reqs, spec.window, history),
         )
+        if self._layout is not None:
+            create = jax.jit(self._layout.run(create, (), _device_specs(self._layout)))
+        self.device_state = create()
         self._checker = StepChecker(spec, sizes.state_blocks)
         self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self._page_size)), np.int32)
 
@@ -287,6 +314,8 @@ class StepRunner:
 
     def _run(self, bucket: Bucket, places: list[Row | None]) -> StepResult:
         inputs = self._inputs(bucket, places)
+        if self._layout is not None:
+            inputs = self._layout.replicate(inputs)
         result, self.device_state = _step(
             self._params,
             inputs,
@@ -295,6 +324,7 @@ class StepRunner:
             spec=self.spec,
             drafter=self._drafter,
             num_decode_rows=bucket.decode_rows,
+            layout=self._layout,
         )
         self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
         return result

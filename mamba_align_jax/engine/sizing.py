@@ -1,6 +1,7 @@
 """What an engine's configuration means for a model: its `AlignConfig`, and how many blocks and pages fit."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,10 @@ def free_bytes(device: jax.Device) -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes:
+def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any, devices: Sequence[jax.Device] = ()) -> PoolSizes:
     """The configured sizes, or as many as fit: one state block for every `block_size` tokens of pages.
+
+    Of several devices, the one with the least memory left decides; the first of all if none are given.
 
     Raises:
         ValueError: a pool is too small for one request.
@@ -61,7 +64,8 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes
     running = config.max_num_seqs * each
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
-    available = free_bytes(jax.devices()[0])
+    free = [free_bytes(device) for device in devices or jax.devices()[:1]]
+    available = None if None in free else min(free)
     if available is None:
         columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
     else:

@@ -15,7 +15,7 @@ class CausalConv1d(ConvTaps):
 
     def state(self, dtype: str) -> ConvState:
         """What a block holds of this layer."""
-        width, channels = self.weight[...].shape
+        width, channels = self.weight.shape
         return ConvState(width, channels, dtype)
 
     def __call__(

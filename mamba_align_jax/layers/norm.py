@@ -56,10 +56,14 @@ class GatedGroupNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.groups, self.epsilon, self.norm_before_gate = groups, epsilon, norm_before_gate
 
+    def normalise(self, parts: jax.Array) -> jax.Array:
+        """Each group of float32 [tokens, groups, size / groups] over its own rms."""
+        return rms(parts, self.epsilon)
+
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises [tokens, size]; `gate` has its shape."""
         y, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
         y = y if self.norm_before_gate else y * gate
         parts = y.reshape(y.shape[0], self.groups, -1)
-        y = rms(parts, self.epsilon).reshape(y.shape) * self.weight[...].astype(jnp.float32)
+        y = self.normalise(parts).reshape(y.shape) * self.weight[...].astype(jnp.float32)
         return (y * gate if self.norm_before_gate else y).astype(x.dtype)
