@@ -6,10 +6,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.test_qwen3_5 import ATOL, CHECKPOINT
+from models.driver import ATOL, DATA
 
 from mamba_align_jax.models import load_model
 
+CHECKPOINT = DATA / "qwen3_5_text"
 pytest.importorskip("optax")
 
 
