@@ -105,8 +105,7 @@ class Scheduler:
         """Takes in a step's result: `sampled` maps request ids to tokens, accepted drafts first, none behind a stop."""
         for row in plan.rows:
             request, tokens = row.request, sampled[row.request.id] if row.samples else []
-            for token in tokens:
-                request.append(token)
+            request.append(*tokens)
             # The last sampled token has no state yet; drafts have one only as far as they are among the others.
             request.num_computed += row.num_tokens - len(row.drafts) + max(len(tokens) - 1, 0)
             self.cache.commit(request.id, request.tokens[: request.num_computed])
