@@ -121,20 +121,20 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
         num_speculative_tokens=cell.drafts,
         num_kv_pages=1 + 3 * options.concurrency * math.ceil(longest / options.kv_page_size),
     )  # fmt: skip
-    held = align_config(EngineConfig(**fields), model).blocks_per_request(1)
+    config = EngineConfig(**fields)
+    held = align_config(config, model).blocks_per_request(config.steps_in_flight)
     return EngineConfig(**fields, num_state_blocks=1 + options.concurrency * (held + 4))
 
 
 def free(engine: Engine) -> None:
     """Deletes the pools: the engine is of no use afterwards."""
-    runner = engine.runner
-    for array in jax.tree.leaves((runner.pool, runner.kv)):
+    for array in jax.tree.leaves(engine.runner.device_state):
         array.delete()
     gc.collect()
 
 
 def _drain(engine: Engine) -> None:
-    jax.block_until_ready((engine.runner.pool, engine.runner.kv))
+    jax.block_until_ready(engine.runner.device_state)
 
 
 def run_cell(engine: Engine, cell: Cell, options: argparse.Namespace, deadline: float) -> Row | None:
