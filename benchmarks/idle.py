@@ -1,10 +1,11 @@
-"""How long the GPU waits between decode steps, from a profiler's trace: `python -m benchmarks.idle FILE.xplane.pb --steps N`.
+"""How long the GPU waits between steps, from a profiler's trace: `python -m benchmarks.idle FILE.xplane.pb --steps N`.
 
 Of a trace that holds N equal steps and nothing before or after them, kernels in order of their starts divide into N parts.
 The gap behind a step runs from the end of its last kernel to the start of the next step's first.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 from collections import Counter
@@ -90,7 +91,7 @@ def split(found: list[Kernel], steps: int) -> list[list[Kernel]]:
 def measure(found: list[Kernel], steps: int) -> dict[str, Any]:
     """Medians over the steps: of the gap behind a step, of a step with its gap, and of the gap's share of it.
 
-    `busy_share` is the share of the time in which some kernel runs; what is missing besides the gaps are pauses inside steps.
+    `busy_share` is the share of the time in which some kernel runs; besides the gaps, it lacks the pauses inside steps.
 
     Raises:
         RuntimeError: the kernels don't divide into steps, or there is only one.
@@ -100,7 +101,7 @@ def measure(found: list[Kernel], steps: int) -> dict[str, Any]:
         raise RuntimeError(f"steps must be at least 2, got {steps}")
     starts, ends = [part[0].start for part in parts], [max(kernel.end for kernel in part) for part in parts]
     gaps = [max(0.0, start - end) for start, end in zip(starts[1:], ends[:-1], strict=True)]
-    periods = [later - earlier for earlier, later in zip(starts[:-1], starts[1:], strict=True)]
+    periods = [later - earlier for earlier, later in itertools.pairwise(starts)]
     whole = [kernel for kernel in found if starts[0] <= kernel.start < starts[-1]]
     return {
         "steps": steps,

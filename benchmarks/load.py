@@ -4,6 +4,7 @@ Times are seconds since the load began. A request arrives when it is due, so tha
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,9 +89,9 @@ class ClosedLoop:
     concurrency: int
     name: str = field(default="closed", init=False)
 
-    def due(self, sessions: int) -> list[float | None]:
-        """When each session begins; None: when another ends."""
-        return [0.0 if number < self.concurrency else None for number in range(sessions)]
+    def due(self, sessions: int) -> list[float]:
+        """When each session begins; at infinity: when another ends."""
+        return [0.0 if number < self.concurrency else math.inf for number in range(sessions)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class OpenLoop:
     seed: int = 0
     name: str = field(default="open", init=False)
 
-    def due(self, sessions: int) -> list[float | None]:
+    def due(self, sessions: int) -> list[float]:
         """When each session begins."""
         return np.cumsum(np.random.default_rng(self.seed).exponential(1 / self.rate, sessions)).tolist()
 
@@ -166,6 +167,9 @@ def serve(engine: Engine, sessions: Sequence[tuple[Tokens, ...]], output: int, l
         sessions: What each says, turn by turn.
         output: Tokens of each answer; nothing ends one before.
         loop: When sessions begin.
+
+    Raises:
+        Exception: what a step raised.
     """
     begin = time.perf_counter()
     now = lambda: time.perf_counter() - begin
@@ -180,7 +184,7 @@ def serve(engine: Engine, sessions: Sequence[tuple[Tokens, ...]], output: int, l
         live[request] = _Turn(session, number, arrival, now())
 
     while waiting or live:
-        while waiting and waiting[0][0] is not None and waiting[0][0] <= now():
+        while waiting and waiting[0][0] <= now():
             arrival, session = waiting.popleft()
             send(session, 0, arrival)
         if not live:
@@ -189,7 +193,10 @@ def serve(engine: Engine, sessions: Sequence[tuple[Tokens, ...]], output: int, l
         start = now()
         outputs = engine.step()
         calls.append(now() - start)
-        for request in [request.id for request in engine.scheduler.running] + [o.request_id for o in outputs]:
+        failed = next((out.error for out in outputs if out.error is not None), None)
+        if failed is not None:
+            raise failed
+        for request in [request.id for request in engine.scheduler.running] + [out.request_id for out in outputs]:
             if live[request].admitted is None:
                 live[request].admitted = start
         for out in outputs:
@@ -197,7 +204,7 @@ def serve(engine: Engine, sessions: Sequence[tuple[Tokens, ...]], output: int, l
             served.append(_served(turn, out))
             if turn.number + 1 < len(turn.session):
                 send(turn.session, turn.number + 1, now(), out.prompt_token_ids + out.token_ids)
-            elif waiting and waiting[0][0] is None:
+            elif waiting and waiting[0][0] == math.inf:
                 send(waiting.popleft()[1], 0, now())
     return Run(served, now(), calls)
 

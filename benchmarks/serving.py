@@ -196,7 +196,13 @@ def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path 
     """The GPU's idle share of decode steps with every row busy, at the workload's context.
 
     `span_us` is the wall-clock time of as many steps just before, untraced: tracing slows the host down.
+
+    Raises:
+        ValueError: answers are too short for so many steps.
+        RuntimeError: the trace, which stays where it is, can't be read.
     """
+    if workload.output < 4 * steps:
+        raise ValueError(f"--idle must be at most a quarter of the answer's {workload.output} tokens, got {steps}")
     engine.reset_prefix_cache()
     rows = engine.config.max_num_seqs
     sessions = workload.sessions(engine.model_config.vocab_size, 0)
@@ -281,10 +287,14 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("--block-size", type=int, default=512)
     sizes.add_argument("--kv-page-size", type=int, default=16)
     sizes.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--idle", type=int, metavar="STEPS", help="measure the GPU's idle share of so many decode steps")
+    parser.add_argument(
+        "--idle", type=int, metavar="STEPS", help="measure the GPU's idle share of so many decode steps"
+    )
     parser.add_argument("--no-load", action="store_true", help="with --idle: nothing else")
     parser.add_argument("--trace-dir", type=Path, help="where --idle leaves its traces")
-    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="start nothing that would end later")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start nothing that would end later"
+    )
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs there for the next process")
     parser.add_argument("--json", help="append one JSON row per cell to this file")
     parser.add_argument("--commit", default="unknown")
