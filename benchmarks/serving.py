@@ -92,6 +92,12 @@ class Cell:
         return f"{self.workload.name} {self.loop.name} {self.mode} K{self.drafts}"
 
     @property
+    def sizes(self) -> Row:
+        """Of its workload and loop."""
+        fields = vars(self.workload) | vars(self.loop)
+        return {name: value for name, value in fields.items() if name not in ("name", "seed")}
+
+    @property
     def guess_s(self) -> float:
         """About how long a run on an H200 takes, without compiling."""
         requests, rows = self.workload.num_requests, 16
@@ -133,8 +139,10 @@ def free(engine: Engine) -> None:
     gc.collect()
 
 
-def _drain(engine: Engine) -> None:
-    jax.block_until_ready(engine.runner.device_state)
+def _step(engine: Engine) -> None:
+    for output in engine.step():
+        if output.error is not None:
+            raise output.error
 
 
 def run_cell(engine: Engine, cell: Cell, options: argparse.Namespace, deadline: float) -> Row | None:
@@ -192,14 +200,13 @@ def _short(row: Row) -> str:
     )
 
 
-def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path | None = None) -> Row:
-    """The GPU's idle share of decode steps with every row busy, at the workload's context.
+def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path | None = None) -> Row | None:
+    """The GPU's idle share of decode steps with every row busy, at the workload's context; None if the trace is unreadable.
 
     `span_us` is the wall-clock time of as many steps just before, untraced: tracing slows the host down.
 
     Raises:
         ValueError: answers are too short for so many steps.
-        RuntimeError: the trace, which stays where it is, can't be read.
     """
     if workload.output < 4 * steps:
         raise ValueError(f"--idle must be at most a quarter of the answer's {workload.output} tokens, got {steps}")
@@ -208,15 +215,15 @@ def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path 
     sessions = workload.sessions(engine.model_config.vocab_size, 0)
     params = SamplingParams(max_tokens=workload.output, ignore_eos=True)
     ids = [engine.add_request(sessions[number % len(sessions)][0], params) for number in range(rows)]
-    running = engine.scheduler.running
-    while engine.scheduler.waiting or any(not request.token_times for request in running):
-        engine.step()
-    assert len(running) == rows, f"{len(running)} of {rows} requests run"
+    while engine.scheduler.waiting or any(not request.token_times for request in engine.scheduler.running):
+        _step(engine)
+    running = len(engine.scheduler.running)
+    assert running == rows, f"{running} of {rows} requests run"
 
     def run() -> None:
         for _ in range(steps):
-            engine.step()
-        _drain(engine)
+            _step(engine)
+        jax.block_until_ready(engine.runner.device_state)
 
     run()
     begin = time.perf_counter()
@@ -225,10 +232,16 @@ def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path 
     trace = idle.record(run, directory)
     for request in ids:
         engine.abort(request)
-    while engine.has_unfinished:
-        engine.step()
+    engine.step()
     print(f"  trace: {trace}", flush=True)
-    return idle.read(trace, steps) | {"rows": rows, "span_us": 1e6 * span / steps}
+    try:
+        row = idle.read(trace, steps)
+    except RuntimeError as error:
+        # It can be read again, by `benchmarks.idle`, and the load is worth having meanwhile.
+        print(f"  {error}", flush=True)
+        return None
+    print(f"  idle {row['idle_share']:.4f} of a step of {row['step_us']:.0f} us: {row}", flush=True)
+    return row | {"rows": rows, "span_us": 1e6 * span / steps}
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -347,23 +360,17 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             print(f"  compiled in {engine.warmup():.1f} s", flush=True)
             if options.idle:
                 row = decode_idle(engine, cell.workload, options.idle, options.trace_dir)
-                print(f"  idle {row['idle_share']:.4f} of a step of {row['step_us']:.0f} us: {row}", flush=True)
-                keep(cell, engine, {"workload": "decode_idle", "context": cell.workload.name} | row)
+                if row is not None:
+                    keep(cell, engine, {"workload": "decode_idle", "context": cell.workload.name} | row)
         if options.no_load:
             continue
         print(f"{cell.name}: about {options.runs * cell.guess_s:.0f} s on an H200", flush=True)
         row = run_cell(engine, cell, options, begin + options.budget)
         if row is not None:
-            keep(cell, engine, {"workload": cell.workload.name, "loop": cell.loop.name} | vars_of(cell) | row)
+            keep(cell, engine, {"workload": cell.workload.name, "loop": cell.loop.name} | cell.sizes | row)
     if engine is not None:
         free(engine)
     return rows
-
-
-def vars_of(cell: Cell) -> Row:
-    """The sizes of its workload and loop."""
-    fields = {**vars(cell.workload), **vars(cell.loop)}
-    return {name: value for name, value in fields.items() if name not in ("name", "seed")}
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def test_rows_are_complete(tmp_path, capsys, monkeypatch):
 def test_nothing_starts_that_would_end_too_late():
     cell = next(serving.cells(serving._parser().parse_args([])))
     assert cell.name == "prefix_repetition closed none K0"
-    engine = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    engine: object = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
     options = serving._parser().parse_args([])
     assert serving.run_cell(engine, cell, options, time.perf_counter() + cell.guess_s - 1) is None
 
