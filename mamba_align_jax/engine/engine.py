@@ -1,10 +1,11 @@
 """The engine: takes requests, steps them, hands out what they generated."""
 
+import contextlib
 import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
+from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models import load_model
 from pallas_kernels import CHUNK_SIZE
@@ -108,6 +110,7 @@ class Engine:
         # Steps whose results are unread, the oldest first, and finished requests that no caller has seen yet.
         self._in_flight: deque[tuple[Plan, Dispatched]] = deque()
         self._outputs: list[RequestOutput] = []
+        self._trace: Callable[[TracedStep], None] | None = None
         self._steps = self._prompt_tokens = self._cached_tokens = self._prefill_tokens = 0
         self._admitted = self._hits = 0
         # By finish_reason.
@@ -248,6 +251,22 @@ class Engine:
         """
         self.cache.reset_prefix_cache()
 
+    @contextlib.contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Writes each step to `path` whose result is read in this context: see `TracedStep`, `mamba-align trace`.
+
+        Raises:
+            ValueError: a trace is being written already.
+            OSError: the file can't be written.
+        """
+        if self._trace is not None:
+            raise ValueError(f"trace: one is being written already, got {str(path)!r} for another")
+        with write_trace(path) as self._trace:
+            try:
+                yield
+            finally:
+                self._trace = None
+
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, reads the oldest unread one, and returns the requests that finished.
 
@@ -286,16 +305,27 @@ class Engine:
     def _read(self, plan: Plan, dispatched: Dispatched) -> None:
         """Takes in a step's result. Rows whose request has ended meanwhile came to nothing."""
         self._steps += 1
+        copied, lost = self.runner.state_bytes_copied, self.runner.null_reads
+        traced = []
         for row, result in self.runner.read(dispatched):
-            if not row.is_current:
-                continue
-            request = row.request
-            self._count(row, result)
-            self.scheduler.finished(row, self._kept(request, result.tokens))
-            reason = self._finish_reason(request) if row.samples else None
-            if reason:
-                self.scheduler.remove(request)
-                self._end(request, reason)
+            current = row.is_current
+            if current:
+                self._take_in(row, result)
+            if self._trace:
+                size = self.spec.state_block_size
+                traced.append(traced_row(row, result.num_drafts, result.tokens, not current, size))
+        if self._trace:
+            copied, lost = self.runner.state_bytes_copied - copied, self.runner.null_reads - lost
+            self._trace(TracedStep(step=self._steps, copied_bytes=copied, null_reads=lost, rows=tuple(traced)))
+
+    def _take_in(self, row: Row, result: RowResult) -> None:
+        request = row.request
+        self._count(row, result)
+        self.scheduler.finished(row, self._kept(request, result.tokens))
+        reason = self._finish_reason(request) if row.samples else None
+        if reason:
+            self.scheduler.remove(request)
+            self._end(request, reason)
 
     def _fail(self, error: BaseException) -> None:
         """A step raised: ends who ran, and makes everything anew."""

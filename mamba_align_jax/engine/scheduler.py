@@ -15,7 +15,8 @@ class Row:
     """`num_tokens` tokens of one request from `start` on, the last of them `drafts` if there are any.
 
     While a step with drafts is unread, `start` is the earliest position that the device may be at. `enters`: its slot is
-    seeded in this step. `slot` and `admission` say whom a result is for that comes late.
+    seeded in this step. `slot` and `admission` say whom a result is for that comes late. `published` is the boundary that it
+    offered to the cache, in tokens; 0 for none.
     """
 
     request: Request
@@ -27,6 +28,7 @@ class Row:
     drafts: tuple[int, ...] = ()
     slot: int = -1
     admission: int = 0
+    published: int = 0
 
     @property
     def certain(self) -> int:
@@ -126,7 +128,8 @@ class Scheduler:
         """The plan's step is on its way: columns that no later step reads may go, and what prompts fill is published."""
         for row in plan.rows:
             tokens = row.request.tokens[: row.start + row.num_tokens] if row.is_prefilling else None
-            self.cache.dispatched(row.request.id, tokens)
+            if self.cache.dispatched(row.request.id, tokens).states:
+                row.published = row.start + row.num_tokens
 
     def finished(self, row: Row, tokens: Sequence[int]) -> None:
         """Takes in what a row of the oldest unread step came to: accepted drafts first, nothing behind a stop.
@@ -134,12 +137,13 @@ class Scheduler:
         Rows that are no longer current came to nothing.
         """
         request = row.request
+        row.start = request.num_computed
         request.append(*tokens)
         # The last sampled token has no state yet; drafts have one only as far as they are among the others.
         request.num_computed += row.certain + max(len(tokens) - 1, 0)
         request.num_ahead -= row.certain
         request.num_unsure -= len(row.drafts)
-        self.cache.commit(request.id, request.tokens[: request.num_computed])
+        row.published = self.cache.commit(request.id, request.tokens[: request.num_computed]) or row.published
 
     def remove(self, request: Request) -> None:
         """A request finished or was aborted: frees exactly its blocks."""

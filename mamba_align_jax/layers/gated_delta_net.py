@@ -1,4 +1,4 @@
-"""Gated delta net with plain projections (Qwen3.5): convolution, gates, delta rule, gated norm."""
+"""Gated delta net: convolution, gates, delta rule, gated norm."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,10 @@ class GatedDeltaNet(nnx.Module):
         epsilon: float,
         dtype: str,
         rngs: nnx.Rngs,
+        *,
+        allow_neg_eigval: bool = False,
     ) -> None:
+        self.allow_neg_eigval = allow_neg_eigval
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         keys, values = key_heads * key_dim, value_heads * value_dim
@@ -95,7 +98,7 @@ class GatedDeltaNet(nnx.Module):
             )  # fmt: skip
             out, recurrent = gated_delta_rule_update(
                 qkv, a, b, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[group], write,
-                implementation=implementation,
+                allow_neg_eigval=self.allow_neg_eigval, implementation=implementation,
             )  # fmt: skip
             return out, conv, recurrent
 
@@ -116,7 +119,7 @@ class GatedDeltaNet(nnx.Module):
             q, k, v = jnp.split(qkv, [self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim], axis=1)
             heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
             q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
-            g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+            g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, allow_neg_eigval=self.allow_neg_eigval)
             assert chunks is not None
             out, recurrent = gated_delta_rule_prefill(
                 q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,

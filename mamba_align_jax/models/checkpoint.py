@@ -14,8 +14,10 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# Draft heads and vision towers of published checkpoints: not part of the text model.
-_IGNORED_PREFIXES = ("mtp.", "model.visual.")
+# Vision towers of published checkpoints: not part of the text model.
+_IGNORED_PREFIXES = ("model.visual.",)
+# Draft heads: not every architecture's is known.
+_HEAD_PREFIX = "mtp."
 # What a configuration with a nested text model may hold outside of it.
 _SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
@@ -96,6 +98,23 @@ def named(place: str) -> Source:
     return taps(place) if place.endswith("conv1d.weight") else tensor(place)
 
 
+def experts(
+    place: str, number: int, up: Sequence[str] = ("gate_proj", "up_proj"), down: Sequence[str] = ("down_proj",)
+) -> list[Source]:
+    """The ways to make `up` or `down` of `layers.moe.Experts`: from a tensor of all experts, or from each expert's own.
+
+    Args:
+        place: The parameter's, "...experts.up" or "...experts.down".
+        number: Of experts.
+        up: Names of each expert's products that `up` joins.
+        down: And `down`.
+    """
+    prefix, leaf = place.rsplit(".", 1)
+    fused = mapped(tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj"), lambda array: array.swapaxes(1, 2))
+    one = lambda e: joined([product(f"{prefix}.{e}.{name}.weight") for name in (up if leaf == "up" else down)])
+    return [stacked([one(e) for e in range(number)]), fused]
+
+
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """A slice by the name of each of the checkpoint's tensors; it is read when it is indexed."""
     index = path / "model.safetensors.index.json"
@@ -111,6 +130,12 @@ def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             if not key.startswith(_IGNORED_PREFIXES):
                 slices[key.replace("model.language_model.", "model.", 1)] = file.get_slice(key)
     return slices
+
+
+def has_draft_head(path: str | Path) -> bool:
+    """Whether the directory's files hold `mtp.*` tensors."""
+    with contextlib.ExitStack() as stack:
+        return any(name.startswith(_HEAD_PREFIX) for name in _open(Path(path), stack))
 
 
 def _read(source: Source, slices: dict[str, Any], variable: Any) -> jax.Array:
@@ -152,6 +177,8 @@ def read_weights(
         slices = _open(Path(path), stack)
         if config.tie_word_embeddings:
             slices.pop("lm_head.weight", None)
+        if not any(place[0] == "mtp" for place in variables):
+            slices = {name: found for name, found in slices.items() if not name.startswith(_HEAD_PREFIX)}
         found, missing = {}, []
         for place in variables:
             ways = architecture.sources(".".join(map(str, place)), config)

@@ -21,6 +21,7 @@ MODES = {
     "none": dict(prefix_cache="none"),
     "pre_copy": dict(policy="pre_copy"),
     "copy_free": dict(policy="copy_free"),
+    "async": dict(policy="copy_free", async_stepping=True),
 }
 SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -102,8 +103,9 @@ def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
     test_shared_prefixes_and_conversations(rng, model, reference, mode)
 
 
-def test_preempted_requests_are_right(rng, model, reference):
-    engine = make(model, **SMALL)
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_preempted_requests_are_right(rng, model, reference, async_stepping):
+    engine = make(model, **SMALL, async_stepping=async_stepping)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
     assert engine.stats.preemptions > 0
     assert_right(reference, outputs)
@@ -144,8 +146,9 @@ def test_sub_block_chunks(rng, model, reference):
     assert outputs[1].num_cached_tokens == 64
 
 
-def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
-    engine = make(model)
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference, async_stepping):
+    engine = make(model, async_stepping=async_stepping)
     batch = prompts(rng, 20, [5, 30, 1, 12, 40, 3])
     ids, outputs = [], []
     for number, prompt in enumerate(batch):

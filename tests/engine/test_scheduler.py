@@ -157,8 +157,12 @@ def serve(
     between=lambda step: None,
     steps_in_flight=0,
     plan=((0, 0),),
+    heard=lambda row, tokens, gone: None,
 ):
-    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs."""
+    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs.
+
+    `heard` is called with every row once its tokens were read, and whether they came too late.
+    """
     states = scheduler.cache.states
     device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
     arrivals = arrivals or [0] * len(requests)
@@ -196,11 +200,13 @@ def serve(
         unread = steps_in_flight if plan.rows and not plan.is_short else 0
         while len(in_flight) > unread:
             for row, tokens in in_flight.popleft():
-                if row.is_current:
+                late = not row.is_current
+                if not late:
                     scheduler.finished(row, tokens)
                     if len(row.request.generated) == row.request.params.max_tokens:
                         scheduler.remove(row.request)
                         done.append(row.request.id)
+                heard(row, tokens, late)
         scheduler.cache.check()
         step += 1
         assert step < 3000, "no progress"
@@ -263,11 +269,12 @@ def test_nobody_overtakes_a_request_that_waits():
     assert list(dict.fromkeys(device.entered)) == [0, 1, 2]
 
 
-def test_a_stream_of_later_requests_holds_nobody_up():
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_a_stream_of_later_requests_holds_nobody_up(steps_in_flight):
     """Small requests leave no two pages free at once, and there are always more of them: the last chunk gets its two."""
-    scheduler = make(num_pages=1 + 8, budget=20)
+    scheduler = make(num_pages=1 + 8, budget=20, steps_in_flight=steps_in_flight)
     requests = [request(0, [0] * 31, 1), *[request(n, [n] * 2, 3) for n in range(1, 60)]]
-    done = serve(scheduler, requests, arrivals=range(60))
+    done = serve(scheduler, requests, arrivals=range(60), steps_in_flight=steps_in_flight)
     assert done.index(0) < 5
     assert_complete(requests)
 

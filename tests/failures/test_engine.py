@@ -23,9 +23,9 @@ def model():
     return Speller()
 
 
-@pytest.fixture
-def engine(model):
-    return Engine(model, EngineConfig(**SIZES))
+@pytest.fixture(params=["sync", "async"])
+def engine(model, request):
+    return Engine(model, EngineConfig(**SIZES, async_stepping=request.param == "async"))
 
 
 def prompt(rng, tokens):
