@@ -80,6 +80,14 @@ class Graph:
     definition: nnx.GraphDef
     structure: jax.tree_util.PyTreeDef
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Every call of a jitted function hashes its static arguments: 5 ms for 32 layers.
+        return hash((self.definition, self.structure))
+
     @classmethod
     def split(cls, model: nnx.Module) -> "tuple[Graph, list[jax.Array]]":
         """The graph and the parameters."""
