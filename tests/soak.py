@@ -40,7 +40,7 @@ STUB_CONFIGS = {
     "none": dict(prefix_cache="none", **DRAFTS),
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
-MODEL |= dict(num_state_blocks=34, num_kv_pages=110, prompt_lookup_min=1)
+MODEL |= dict(num_state_blocks=34, num_kv_pages=70, prompt_lookup_min=1)
 MODEL_CONFIGS = {
     "copy_free, drafts": DRAFTS,
     "pre_copy": dict(policy="pre_copy"),
@@ -209,8 +209,8 @@ class Watch:
 
     def __init__(self, engine):
         self.engine, self.live, self.leaked, self.wrong, self.aborted = engine, {}, 0, [], 0
-        # Beginnings that some request has had, by salt: all that can have been cached.
-        self.known = set()
+        # Who had each beginning, by salt, 0 for several: only what another request had can have been cached.
+        self.known = {}
         self.pools = engine.cache.states.pool, engine.cache.kv.pool
         self.left = 0
         self.left = self.rest()
@@ -219,7 +219,7 @@ class Watch:
         """Sends a request."""
         number = self.engine.add_request(prompt, params)
         self.live[number] = params
-        self.remember(params, prompt)
+        self.remember(number, params, prompt)
         return number
 
     def abort(self, number):
@@ -249,11 +249,11 @@ class Watch:
                 or any(stops[:-1])
                 or count > params.max_tokens
                 or cached % self.engine.config.block_size
-                or (cached and self.key(params, output.prompt_token_ids[:cached]) not in self.known)
+                or (cached and self.known[self.key(params, output.prompt_token_ids[:cached])] == 1 + output.request_id)
                 or cached >= len(output.prompt_token_ids)
             ):
                 self.wrong.append(output)
-            self.remember(params, [*output.prompt_token_ids, *output.token_ids])
+            self.remember(output.request_id, params, [*output.prompt_token_ids, *output.token_ids])
             served.append((params, output))
         return served
 
@@ -276,9 +276,11 @@ class Watch:
     def key(params, tokens):
         return hash((params.cache_salt, tuple(tokens)))
 
-    def remember(self, params, tokens):
-        size = self.engine.config.block_size
-        self.known |= {self.key(params, tokens[:end]) for end in range(size, len(tokens) + 1, size)}
+    def remember(self, number, params, tokens):
+        size, name = self.engine.config.block_size, 1 + number
+        for end in range(size, len(tokens) + 1, size):
+            key = self.key(params, tokens[:end])
+            self.known[key] = name if self.known.get(key, name) == name else 0
 
 
 def soak(engine, workload, judge, count, report=lambda line: None):
