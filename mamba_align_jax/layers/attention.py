@@ -29,8 +29,13 @@ def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) ->
     return rotated.astype(x.dtype)
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32."""
+def attend(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float | None = None
+) -> jax.Array:
+    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32.
+
+    `scale` is dim ** -0.5 if None.
+    """
     n, heads, dim = queries.shape
     exact = queries.dtype == jnp.float32
     product = functools.partial(
@@ -39,7 +44,7 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
         preferred_element_type=jnp.float32,
     )
     grouped = queries.reshape(n, keys.shape[1], -1, dim)
-    scores = product("nhgd,lhd->hgnl", grouped, keys) * dim**-0.5
+    scores = product("nhgd,lhd->hgnl", grouped, keys) * (dim**-0.5 if scale is None else scale)
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
     out = product("hgnl,lhd->nhgd", weights.astype(values.dtype), values)
     return out.reshape(n, heads, dim).astype(queries.dtype)
@@ -55,6 +60,7 @@ def _attend_chunks(
     keys: jax.Array,
     values: jax.Array,
     layer: jax.Array,
+    scale: float | None,
 ) -> jax.Array:
     """Attention of packed tokens, cut into `chunks` of one row each; `place` is each token's chunk and lane."""
     num_tokens, heads, dim = queries.shape
@@ -69,7 +75,7 @@ def _attend_chunks(
         filled = (position < first + chunk.length)[:, None, None]
         k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
         token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-        return attend(queries[token], k, v, position <= first + lane[:, None])
+        return attend(queries[token], k, v, position <= first + lane[:, None], scale)
 
     length = page_table.shape[1] * keys.shape[2]
     each = length * (2 * keys.shape[3] * dim + heads * chunk_size)
@@ -81,9 +87,16 @@ def _attend_chunks(
 
 
 def paged_attention(
-    queries: jax.Array, step: StepInputs, keys: jax.Array, values: jax.Array, layer: jax.Array
+    queries: jax.Array,
+    step: StepInputs,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of packed tokens [tokens, heads, dim] over their rows' pages, a chunk of one row at a time.
+
+    `scale` is dim ** -0.5 if None.
 
     Plain XLA: full attention is here so that hybrid models run, not to be fast.
     """
@@ -96,7 +109,7 @@ def paged_attention(
         chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
         place, window = (tokens.row, tokens.offset), rows.write.shape[2]
         table = step.page_table[:num_decode_rows]
-        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer),)
+        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer, scale),)
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
         chunks = step.chunks
@@ -104,7 +117,7 @@ def paged_attention(
         place = chunk_of_token(chunks, queries.shape[0])
         table = step.page_table[num_decode_rows:]
         cut = spans(chunks, rows.query_start_loc)
-        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer),)
+        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer, scale),)
 
     return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
 

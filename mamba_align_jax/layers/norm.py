@@ -1,5 +1,7 @@
 """Root-mean-square norms, in float32 whatever the model's dtype."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,14 +25,28 @@ class RMSNorm(nnx.Module):
         return scaled.astype(x.dtype)
 
 
-class GatedRMSNorm(nnx.Module):
-    """x / rms(x) * weight * silu(gate): norm first, gate second, and the plain weight."""
+class PlainRMSNorm(nnx.Module):
+    """x / rms(x) * weight."""
 
     def __init__(self, size: int, epsilon: float, dtype: str) -> None:
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.epsilon = epsilon
 
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis."""
+        return (_rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """x / rms(x) * weight * activation(gate): norm first, gate second, and the plain weight."""
+
+    def __init__(
+        self, size: int, epsilon: float, dtype: str, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    ) -> None:
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.epsilon, self.activation = epsilon, activation
+
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x`; `gate` has its shape."""
         scaled = _rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
-        return (scaled * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+        return (scaled * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
