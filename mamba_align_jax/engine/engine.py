@@ -104,14 +104,7 @@ class Engine:
         self.runner = StepRunner(
             model,
             self.spec,
-            KVPages.create(
-                model.num_attention_layers,
-                self.sizes.kv_pages,
-                config.kv_page_size,
-                model.num_kv_heads,
-                model.head_dim,
-                model.dtype,
-            ),
+            KVPages.create(model.kv_spec(), self.sizes.kv_pages, config.kv_page_size),
             self.sizes.state_blocks,
             _MAX_PREFILL_ROWS,
             config.max_num_batched_tokens,

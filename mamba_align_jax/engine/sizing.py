@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.spec import AlignConfig
@@ -57,9 +56,7 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes
     Raises:
         ValueError: a pool is too small for one request.
     """
-    page_bytes = (
-        2 * model.num_attention_layers * config.kv_page_size * model.num_kv_heads * model.head_dim
-    ) * np.dtype(model.dtype).itemsize
+    page_bytes = model.kv_spec().bytes_per_page(config.kv_page_size)
     running = config.max_num_seqs * spec.blocks_per_request()
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)

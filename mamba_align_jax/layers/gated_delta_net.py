@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.spec import ConvState, RecurrentState
@@ -21,6 +21,8 @@ from pallas_kernels import (
 
 class GatedDeltaNet(nnx.Module):
     """One layer; its states are block rows of `conv` [layers, blocks, window, channels] and `recurrent`."""
+
+    kind = "gdn"
 
     def __init__(
         self,
@@ -41,17 +43,15 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_z = linear(hidden_size, values, dtype, rngs)
         self.in_proj_b = linear(hidden_size, value_heads, dtype, rngs)
         self.in_proj_a = linear(hidden_size, value_heads, dtype, rngs)
-        taps = jax.random.uniform(rngs.params(), (width, 2 * keys + values), jnp.float32, -1.0, 1.0) * width**-0.5
-        self.conv_weight = nnx.Param(taps.astype(dtype))
-        rates = jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)
-        self.A_log = nnx.Param(jnp.log(rates).astype(dtype))
-        self.dt_bias = nnx.Param(jnp.ones(value_heads, dtype))
-        self.norm = GatedRMSNorm(value_dim, epsilon, dtype)
+        self.conv1d = ConvTaps(width, 2 * keys + values, dtype, rngs)
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)))
+        self.dt_bias = nnx.Param(jnp.ones(value_heads, jnp.float32))
+        self.norm = GatedRMSNorm(value_dim, epsilon)
         self.out_proj = linear(values, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """What a block holds of this layer."""
-        width, channels = self.conv_weight[...].shape
+        width, channels = self.conv1d.weight.shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
@@ -84,7 +84,7 @@ class GatedDeltaNet(nnx.Module):
         Returns:
             [tokens, hidden] and the pools.
         """
-        weight = self.conv_weight[...]
+        weight = self.conv1d.weight[...]
         A_log, dt_bias = self.A_log[...], self.dt_bias[...]
 
         def decode(rows: Rows, qkv, a, b, conv, recurrent):

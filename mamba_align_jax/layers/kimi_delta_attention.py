@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.metadata.rows import RowSplit
 from mamba_align_jax.spec import ConvState, RecurrentState
@@ -21,6 +21,8 @@ class KimiDeltaAttention(nnx.Module):
     `f_rank` and `g_rank` are the inner sizes of the decay's and the output gate's projections, None where each is one
     product. `lower_bound` is the least log decay of the bounded gate, None for the softplus gate.
     """
+
+    kind = "kda"
 
     def __init__(
         self,
@@ -54,17 +56,15 @@ class KimiDeltaAttention(nnx.Module):
                 linear(g_rank, channels, dtype, rngs),
             )
         self.b_proj = linear(hidden_size, heads, dtype, rngs)
-        taps = jax.random.uniform(rngs.params(), (width, 3 * channels), jnp.float32, -1.0, 1.0) * width**-0.5
-        self.conv_weight = nnx.Param(taps.astype(dtype))
-        rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)
-        self.A_log = nnx.Param(jnp.log(rates).astype(dtype))
-        self.dt_bias = nnx.Param(jnp.ones(channels, dtype))
-        self.o_norm = GatedRMSNorm(head_dim, epsilon, dtype, jax.nn.sigmoid)
+        self.conv1d = ConvTaps(width, 3 * channels, dtype, rngs)
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
+        self.dt_bias = nnx.Param(jnp.ones(channels, jnp.float32))
+        self.o_norm = GatedRMSNorm(head_dim, epsilon, jax.nn.sigmoid)
         self.o_proj = linear(channels, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """What a block holds of this layer."""
-        width, channels = self.conv_weight[...].shape
+        width, channels = self.conv1d.weight.shape
         return ConvState(width, channels, conv_dtype), RecurrentState(
             (self.heads, self.head_dim, self.head_dim), state_dtype
         )
@@ -101,7 +101,7 @@ class KimiDeltaAttention(nnx.Module):
         heads = lambda y: y.reshape(*y.shape[:-1], self.heads, self.head_dim)
         f = self.f_proj(x) if hasattr(self, "f_proj") else self.f_b_proj(self.f_a_proj(x))
         out, conv, recurrent = convolved_delta_rule(
-            self.in_proj_qkv(x), heads(f), self.b_proj(x), self.conv_weight[...], self.A_log[...],
+            self.in_proj_qkv(x), heads(f), self.b_proj(x), self.conv1d.weight[...], self.A_log[...],
             heads(self.dt_bias[...]), split, chunks, conv, recurrent, layer, group=group,
             num_decode_tokens=num_decode_tokens, lower_bound=self.lower_bound, implementation=implementation,
         )  # fmt: skip

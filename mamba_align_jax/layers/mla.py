@@ -9,11 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.lax import Precision
 
 from mamba_align_jax.layers.attention import paged_attention, rotary
-from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.layers.norm import PlainRMSNorm
+from mamba_align_jax.layers.linear import linear, precision
+from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 
 _EPSILON = 1e-6  # of the norms inside the layer, whatever the model's
@@ -34,6 +33,8 @@ class MultiHeadLatentAttention(nnx.Module):
     `q_lora_rank` is the inner size of the queries' projection, None where it is one product. `rope_theta` None leaves the
     positional dims unrotated. `gated` multiplies each head's output by a sigmoid of the layer's input.
     """
+
+    kind = "attention"
 
     def __init__(
         self,
@@ -57,13 +58,18 @@ class MultiHeadLatentAttention(nnx.Module):
             self.q_proj = linear(hidden_size, queries, dtype, rngs)
         else:
             self.q_a_proj = linear(hidden_size, q_lora_rank, dtype, rngs)
-            self.q_a_layernorm = PlainRMSNorm(q_lora_rank, _EPSILON, dtype)
+            self.q_a_layernorm = RMSNorm(q_lora_rank, _EPSILON)
             self.q_b_proj = linear(q_lora_rank, queries, dtype, rngs)
         self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + rope_dim, dtype, rngs)
-        self.kv_a_layernorm = PlainRMSNorm(kv_lora_rank, _EPSILON, dtype)
+        self.kv_a_layernorm = RMSNorm(kv_lora_rank, _EPSILON)
         self.kv_b_proj = linear(kv_lora_rank, heads * (nope_dim + value_dim), dtype, rngs)
         self.g_proj = linear(hidden_size, heads, dtype, rngs) if gated else None
         self.o_proj = linear(heads * value_dim, hidden_size, dtype, rngs)
+
+    @property
+    def kv_dims(self) -> tuple[int, int, int]:
+        """Heads, and dims of a key and a value."""
+        return 1, self.kv_lora_rank + self.rope_dim, 0
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries [tokens, heads, nope_dim + rope_dim] and what the pages hold [tokens, kv_lora_rank + rope_dim]."""
@@ -77,14 +83,15 @@ class MultiHeadLatentAttention(nnx.Module):
         return q, jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=1)
 
     def __call__(
-        self, x: jax.Array, step: StepInputs, latents: jax.Array, layer: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, step: StepInputs, latents: jax.Array, values: jax.Array, layer: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs packed tokens [tokens, hidden].
 
         Args:
             x: Decode and verify rows first.
             step: The step's inputs.
             latents: Pages [layers, pages, page_size, 1, kv_lora_rank + rope_dim], all layers. Donate them.
+            values: Pages of values, which this layer has none of.
             layer: This layer's place in the pages.
 
         Returns:
@@ -93,8 +100,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q, latent = self.project(x, step.positions)
         new = latent[:, None].astype(latents.dtype)
         latents = latents.at[layer, step.kv_page, step.kv_offset].set(new, mode="drop")
-        exact = x.dtype == jnp.float32
-        product = functools.partial(jnp.einsum, precision=Precision.HIGHEST if exact else Precision.DEFAULT)
+        product = functools.partial(jnp.einsum, precision=precision(x.dtype.name))
         kv_b = self.kv_b_proj.kernel[...].reshape(self.kv_lora_rank, self.heads, -1)
         to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=2)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
@@ -104,4 +110,4 @@ class MultiHeadLatentAttention(nnx.Module):
         out = product("thr,rhd->thd", attended[:, :, : self.kv_lora_rank], to_values)
         if self.g_proj is not None:
             out = out * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32)).astype(x.dtype)[:, :, None]
-        return self.o_proj(out.reshape(x.shape[0], -1)), latents
+        return self.o_proj(out.reshape(x.shape[0], -1)), latents, values

@@ -32,7 +32,7 @@ def tensors(module):
         value, name = np.asarray(variable[...], np.float64), ".".join(place)
         if name == "in_proj_qkv.kernel":
             out |= {f"{n}_proj.weight": part.T for n, part in zip("qkv", np.split(value, 3, 1), strict=True)}
-        elif name == "conv_weight":
+        elif name == "conv1d.weight":
             parts = np.split(value.T[:, None], 3)
             out |= {f"{n}_conv1d.weight": part for n, part in zip("qkv", parts, strict=True)}
         else:
@@ -108,7 +108,7 @@ def test_multi_head_latent_attention(variant, rng):
     for row in steps.ROWS:
         for place in places(row, 0, row.computed):
             pages[place] = rng.normal(size=RANK + ROPE)
-    run = jax.jit(lambda x, pages: layer(x, step, pages, jnp.int32(LAYER)))
+    run = jax.jit(lambda x, pages: layer(x, step, pages, pages[..., :0], jnp.int32(LAYER))[:2])
     out, after = map(np.asarray, run(x, pages))
     weights, written = tensors(layer), np.zeros(pages.shape[:3], bool)
     for row, at in real_rows(loc):

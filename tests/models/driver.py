@@ -56,9 +56,7 @@ class Driver:
         )
         garbage = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
         self.pool = garbage(StatePool.create(self.spec, 64))
-        self.kv = garbage(
-            KVPages.create(model.num_attention_layers, 64, PAGE_SIZE, model.num_kv_heads, model.head_dim, model.dtype)
-        )
+        self.kv = garbage(KVPages.create(model.kv_spec(), 64, PAGE_SIZE))
         self.state, self.tables = AlignState.create(self.spec), BlockTables.create(self.spec)
         self.pages = np.zeros((slots, 256 // PAGE_SIZE), np.int32)
         self.computed = [0] * slots

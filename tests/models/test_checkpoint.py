@@ -13,6 +13,7 @@ from flax import nnx
 from models.test_qwen3_5 import CHECKPOINT
 from safetensors.numpy import load_file, save_file
 
+from mamba_align_jax.kv import KVSpec
 from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
 
@@ -53,7 +54,7 @@ def model():
 
 
 def test_config(model):
-    assert (model.dtype, model.num_attention_layers, model.num_kv_heads, model.head_dim) == ("float32", 1, 2, 32)
+    assert (model.dtype, model.kv_spec()) == ("float32", KVSpec(1, 2, 32, 32, "float32"))
     assert (model.config.eos_token_id, model.config.max_position_embeddings, model.config.vocab_size) == (2, 1024, 256)
     (group,) = model.state_groups("bfloat16")
     conv, recurrent = group.states
