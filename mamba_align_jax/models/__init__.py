@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import qwen3_5
+from mamba_align_jax.models import bailing_hybrid, kimi_linear, qwen3_5
 from mamba_align_jax.models.checkpoint import read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
+    "bailing_hybrid": bailing_hybrid,
+    "kimi_linear": kimi_linear,
     "qwen3_5": qwen3_5,
     "qwen3_5_text": qwen3_5,
 }

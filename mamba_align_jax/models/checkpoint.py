@@ -96,6 +96,23 @@ def named(place: str) -> Source:
     return taps(place) if place.endswith("conv1d.weight") else tensor(place)
 
 
+def experts(
+    place: str, number: int, up: Sequence[str] = ("gate_proj", "up_proj"), down: Sequence[str] = ("down_proj",)
+) -> list[Source]:
+    """The ways to make `up` or `down` of `layers.moe.Experts`: from a tensor of all experts, or from each expert's own.
+
+    Args:
+        place: The parameter's, "...experts.up" or "...experts.down".
+        number: Of experts.
+        up: Names of each expert's products that `up` joins.
+        down: And `down`.
+    """
+    prefix, leaf = place.rsplit(".", 1)
+    fused = mapped(tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj"), lambda array: array.swapaxes(1, 2))
+    one = lambda e: joined([product(f"{prefix}.{e}.{name}.weight") for name in (up if leaf == "up" else down)])
+    return [stacked([one(e) for e in range(number)]), fused]
+
+
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """A slice by the name of each of the checkpoint's tensors; it is read when it is indexed."""
     index = path / "model.safetensors.index.json"
@@ -139,7 +156,7 @@ def read_weights(
     Args:
         path: The directory.
         architecture: Has `Model` and `sources`: the ways to make the parameter at a dotted place, of which the first is
-            taken whose tensors are all there.
+            taken whose tensors are all there. It may have `ignored`: prefixes of tensors that are not the model's.
         config: Of the architecture.
         advance: Called with the number of parameters read and that of all, after each.
 
@@ -152,6 +169,9 @@ def read_weights(
         slices = _open(Path(path), stack)
         if config.tie_word_embeddings:
             slices.pop("lm_head.weight", None)
+        if hasattr(architecture, "ignored"):
+            ignored = architecture.ignored(config)
+            slices = {name: part for name, part in slices.items() if not name.startswith(ignored)}
         found, missing = {}, []
         for place in variables:
             ways = architecture.sources(".".join(map(str, place)), config)

@@ -17,6 +17,25 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
             raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
 
 
+def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
+    """The kind of each layer: as `layer_types` says, or `attention` at every `full_attention_interval`-th.
+
+    Raises:
+        ValueError: it names other kinds or another number of layers, or none with a state to keep.
+    """
+    layers, every = config.get("num_hidden_layers", 0), config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [recurrent if (n + 1) % every else attention for n in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {recurrent, attention}:
+        raise ValueError(
+            f"config.json: layer_types must name {layers} layers, each {recurrent!r} or {attention!r}, got {kinds}"
+        )
+    if recurrent not in kinds:
+        raise ValueError(
+            f"config.json: layer_types must have a {recurrent!r} layer: there is no state to keep otherwise"
+        )
+    return tuple(kinds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The fields of config.json that every model has, by their published names. An architecture adds its own."""

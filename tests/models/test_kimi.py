@@ -1,0 +1,318 @@
+"""Kimi Linear against transformers' logits and states, and random models of it and of Ling 3 against NumPy float64."""
+
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from models.driver import PAGE_SIZE
+from models.driver import Driver as AnyDriver
+from models.oracle_kimi import decode
+from safetensors.numpy import load_file, save_file
+
+from mamba_align_jax.models import bailing_hybrid, kimi_linear, load_model
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "kimi_linear"
+ATOL = 1e-4  # float32 against float32: transformers' own chunked and stepwise paths differ by 2e-5
+Driver = functools.partial(AnyDriver, one_program=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return dict(np.load(CHECKPOINT / "reference.npz"))
+
+
+@pytest.fixture(scope="module")
+def tokens(reference):
+    return reference["tokens"][0].astype(np.int32)
+
+
+def prefill(driver, slot, tokens, sizes):
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(tokens)
+    return np.concatenate([driver.step(prefill={slot: part})[slot] for part in np.split(tokens, ends[:-1])])
+
+
+@pytest.mark.parametrize("sizes", [(69,), (64, 5), (1, 68), (20, 3, 41, 5)])
+def test_prompt_in_chunks(model, reference, tokens, sizes):
+    logits = prefill(Driver(model), 0, tokens, sizes)
+    np.testing.assert_allclose(logits, reference["logits"], atol=ATOL, rtol=0)
+    assert logits[36:-1].argmax(1).tolist() == tokens[37:].tolist()
+
+
+@pytest.mark.parametrize("sizes", [(150,), (90, 60)])
+def test_prompt_of_several_chunks(model, reference, sizes):
+    logits = prefill(Driver(model), 0, reference["long_tokens"][0].astype(np.int32), sizes)
+    np.testing.assert_allclose(logits[-16:], reference["long_last_logits"], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(37,), (11, 26)])
+def test_states_after_the_prompt(model, reference, tokens, sizes):
+    driver = Driver(model)
+    prefill(driver, 2, tokens[:37], sizes)
+    block = driver.blocks(2)[1]
+    conv, recurrent = driver.pool.states[0]
+    for layer in range(4):
+        window = reference[f"prompt_state/L{layer}.conv0"][0, :, 1:].T
+        np.testing.assert_allclose(conv[layer, block, :3], window, atol=ATOL, rtol=0)
+        state = reference[f"prompt_state/L{layer}.rec0"][0].swapaxes(1, 2)
+        np.testing.assert_allclose(recurrent[layer, block], state, atol=ATOL, rtol=0)
+    pages = driver.pages[2, : -(-37 // PAGE_SIZE)]
+    held = np.asarray(driver.kv.keys)[0, pages].reshape(-1, 32)[:37]
+    latent = np.concatenate([reference[f"prompt_state/L4.{name}"][0, 0] for name in "kv"], axis=1)
+    np.testing.assert_allclose(held, latent, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_greedy_tokens(model, reference, tokens, drafted):
+    """From the prompt over a block boundary, token by token or with drafts of which some are wrong."""
+    driver = Driver(model)
+    logits = [prefill(driver, 1, tokens[:37], (32, 5))[-1]]
+    out, accept = [int(logits[-1].argmax())], itertools.cycle([2, 1, 3, 3, 1])
+    while len(out) < 32:
+        accepted = next(accept) if drafted and len(out) < 29 else 1
+        right = tokens[37 + len(out) :][: accepted - 1].tolist()
+        wrong = [(token + 1) % 256 for token in tokens[37 + len(out) + accepted - 1 :][: 3 - accepted].tolist()]
+        row = [out[-1], *right, *wrong] if drafted and len(out) < 29 else [out[-1]]
+        logits.extend(driver.step(decode={1: row}, accepted={1: accepted})[1][:accepted])
+        out += [*right, int(logits[-1].argmax())]
+    assert out == tokens[37:].tolist()
+    np.testing.assert_allclose(np.stack(logits), reference["gen_logits"][: len(logits)], atol=ATOL, rtol=0)
+
+
+def test_resumes_from_a_block_in_another_slot(model, reference, tokens):
+    driver = Driver(model)
+    prefill(driver, 0, tokens[:66], (37, 27, 2))
+    driver.add(3, computed=64, like=0)
+    both = driver.step(decode={0: tokens[66:67]}, prefill={3: tokens[64:67]})
+    np.testing.assert_allclose(both[0][0], reference["logits"][66], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(both[3], reference["logits"][64:67], atol=ATOL, rtol=0)
+    for slot in (3, 0):
+        for at in (67, 68):
+            row = driver.step(decode={slot: tokens[at : at + 1]})[slot]
+            np.testing.assert_allclose(row[0], reference["logits"][at], atol=ATOL, rtol=0)
+
+
+# Everything that transformers' checkpoint has otherwise: configurations and names as published, other head counts.
+SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=40, dtype="float32")
+KIMI = SIZES | dict(
+    model_type="kimi_linear", num_hidden_layers=4, first_k_dense_replace=2, model_max_length=512, rms_norm_eps=1e-5,
+    linear_attn_config=dict(head_dim=8, num_heads=3, short_conv_kernel_size=3, kda_layers=[1, 3], full_attn_layers=[2, 4]),
+    num_attention_heads=2, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7,
+    num_experts=6, num_experts_per_token=2, moe_intermediate_size=24, num_shared_experts=2, num_expert_group=2, topk_group=1,
+    moe_renormalize=False, routed_scaling_factor=1.5, moe_layer_freq=1, mla_use_nope=True, rope_theta=10000.0,
+    moe_router_activation_func="sigmoid", num_nextn_predict_layers=0, eos_token_id=[3, 4],
+)  # fmt: skip
+LING = SIZES | dict(
+    model_type="bailing_hybrid", num_hidden_layers=5, layer_group_size=3, first_k_dense_replace=1, rms_norm_eps=1e-4,
+    head_dim=10, num_attention_heads=2, short_conv_kernel_size=4, kda_safe_gate=True, kda_lower_bound=-3.0,
+    kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7, rope_theta=500.0, max_position_embeddings=512,
+    num_experts=12, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1, n_group=4, topk_group=2,
+    norm_topk_prob=True, routed_scaling_factor=2.5, num_nextn_predict_layers=1,
+)  # fmt: skip
+# Kimi's names of the fields that the oracle goes by.
+ORACLE = {
+    "kimi_linear": dict(linear_num_heads=3, linear_head_dim=8, linear_conv_kernel_dim=3, rope_theta=None),
+    "bailing_hybrid": dict(
+        linear_num_heads=2, linear_head_dim=10, linear_conv_kernel_dim=4, lower_bound=-3.0, num_experts_per_token=3,
+        num_shared_experts=1, num_expert_group=4, moe_renormalize=True,
+    ),
+}  # fmt: skip
+KINDS = {
+    "kimi_linear": ["linear_attention", "full_attention"] * 2,
+    "bailing_hybrid": [
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "linear_attention",
+    ],
+}
+
+
+def random_tensors(c, kinds, rng):
+    """Float32 tensors by transformers' names of the modules, experts apart."""
+    w, hidden, kimi = {}, c["hidden_size"], c["model_type"] == "kimi_linear"
+    heads, dim, latent = c["linear_num_heads"], c["linear_head_dim"], c["kv_lora_rank"]
+    rope, attention_heads = c["qk_rope_head_dim"], c["num_attention_heads"]
+
+    def put(name, *shape):
+        noise = rng.normal(size=shape)
+        w[name] = (1 + noise / 5 if len(shape) == 1 else noise * shape[-1] ** -0.5).astype(np.float32)
+
+    def low_rank(name, out, size):
+        for part, shape in (("_a", (size, hidden)), ("_b", (out, size))) if size else (("", (out, hidden)),):
+            put(f"{name}{part}_proj.weight", *shape)
+
+    def mlp(name, size):
+        put(f"{name}.gate_proj.weight", size, hidden)
+        put(f"{name}.up_proj.weight", size, hidden)
+        put(f"{name}.down_proj.weight", hidden, size)
+
+    put("model.embed_tokens.weight", c["vocab_size"], hidden)
+    w["model.embed_tokens.weight"] *= hidden**0.5
+    for n, kind in enumerate(kinds):
+        layer, mixer = f"model.layers.{n}", f"model.layers.{n}.self_attn"
+        put(f"{layer}.input_layernorm.weight", hidden)
+        put(f"{layer}.post_attention_layernorm.weight", hidden)
+        if kind == "linear_attention":
+            for part in "qkv":
+                put(f"{mixer}.{part}_proj.weight", heads * dim, hidden)
+                put(f"{mixer}.{part}_conv1d.weight", heads * dim, 1, c["linear_conv_kernel_dim"])
+            for gate in "fg":
+                low_rank(f"{mixer}.{gate}", heads * dim, dim if kimi else None)
+            put(f"{mixer}.b_proj.weight", heads, hidden)
+            put(f"{mixer}.A_log", heads)
+            put(f"{mixer}.dt_bias", heads * dim)
+            put(f"{mixer}.o_norm.weight", dim)
+            put(f"{mixer}.o_proj.weight", hidden, heads * dim)
+        else:
+            out, rank = attention_heads * (c["qk_nope_head_dim"] + rope), c.get("q_lora_rank")
+            low_rank(f"{mixer}.q", out, rank)
+            if rank:
+                put(f"{mixer}.q_a_layernorm.weight", rank)
+            put(f"{mixer}.kv_a_proj_with_mqa.weight", latent + rope, hidden)
+            put(f"{mixer}.kv_a_layernorm.weight", latent)
+            put(f"{mixer}.kv_b_proj.weight", attention_heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), latent)
+            if not kimi:
+                put(f"{mixer}.g_proj.weight", attention_heads, hidden)
+            put(f"{mixer}.o_proj.weight", hidden, attention_heads * c["v_head_dim"])
+        if n < c["first_k_dense_replace"]:
+            mlp(f"{layer}.mlp", c["intermediate_size"])
+            continue
+        put(f"{layer}.mlp.gate.weight", c["num_experts"], hidden)
+        put(f"{layer}.mlp.gate.e_score_correction_bias", c["num_experts"])
+        for expert in range(c["num_experts"]):
+            mlp(f"{layer}.mlp.experts.{expert}", c["moe_intermediate_size"])
+        mlp(f"{layer}.mlp.shared_experts", c["num_shared_experts"] * c["moe_intermediate_size"])
+    put("model.norm.weight", hidden)
+    put("lm_head.weight", c["vocab_size"], hidden)
+    return w
+
+
+def published(name, kind):
+    """The name that a published checkpoint has."""
+    if kind == "bailing_hybrid":
+        name = name.replace(".embed_tokens.", ".word_embeddings.").replace(".self_attn.", ".attention.")
+        name = name.replace(".2.attention.o_proj.", ".2.attention.dense.")
+        return name.replace(".e_score_correction_bias", ".expert_bias")
+    if "experts" in name or ".mlp.gate." in name:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    expert = re.fullmatch(r"(.*\.experts\.\d+)\.(\w+)\.weight", name)
+    return (
+        f"{expert[1]}.{ {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}[expert[2]] }.weight" if expert else name
+    )
+
+
+def write(path, config, tensors):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module", params=[KIMI, LING], ids=["kimi_linear", "bailing_hybrid"])
+def other(request, tmp_path_factory):
+    """Configuration, tensors by transformers' names, and the directory as published."""
+    config, kind = request.param, request.param["model_type"]
+    tensors = random_tensors(config | ORACLE[kind], KINDS[kind], np.random.default_rng(5))
+    named = {published(name, kind): value for name, value in tensors.items()}
+    if kind == "bailing_hybrid":
+        named["model.layers.5.eh_proj.weight"] = np.ones(3, np.float32)  # a draft head
+    return config, tensors, write(tmp_path_factory.mktemp(kind), config, named)
+
+
+def test_other_models_in_every_kind_of_row(other, rng):
+    """One program: a sequence by verify rows of which parts stand, another in chunks, then resumed in another slot."""
+    config, tensors, path = other
+    kind = config["model_type"]
+    tokens = rng.integers(0, 96, 75).astype(np.int32)
+    wanted = decode(tensors, config | ORACLE[kind], KINDS[kind], tokens)
+    driver, at, ends = Driver(load_model(path)), 0, [0, 31, 33, 64, 71]
+    for (begin, end), accepted in zip(itertools.pairwise(ends), [3, 1, 2, 3], strict=True):
+        drafts = [*tokens[at : at + accepted], *(tokens[at + accepted : at + 3] + 1) % 96]
+        out = driver.step(decode={0: drafts}, prefill={1: tokens[begin:end]}, accepted={0: accepted})
+        np.testing.assert_allclose(out[0][:accepted], wanted[at : at + accepted], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(out[1], wanted[begin:end], atol=ATOL, rtol=0)
+        at += accepted
+    driver.add(2, computed=64, like=1)
+    out = driver.step(decode={1: tokens[71:72]}, prefill={2: tokens[64:]})
+    np.testing.assert_allclose(out[1], wanted[71:72], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(out[2], wanted[64:], atol=ATOL, rtol=0)
+
+
+def test_both_styles_of_names_load(other, tmp_path):
+    config, tensors, path = other
+    a, b = (jax.tree.leaves(nnx.state(load_model(p))) for p in (path, write(tmp_path / "saved", config, tensors)))
+    assert len(a) == len(b)
+    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_configurations():
+    kimi, ling = kimi_linear.Config.from_dict(KIMI), bailing_hybrid.Config.from_dict(LING)
+    assert list(kimi.layer_types) == KINDS["kimi_linear"]
+    assert kimi.mlp_layer_types == ("dense", "dense", "sparse", "sparse")
+    assert (kimi.linear_num_heads, kimi.linear_head_dim, kimi.linear_conv_kernel_dim) == (3, 8, 3)
+    assert (kimi.rope_theta, kimi.kda_lower_bound, kimi.max_position_embeddings, kimi.eos_token_id) == (
+        None,
+        None,
+        512,
+        3,
+    )
+    assert list(ling.layer_types) == KINDS["bailing_hybrid"]
+    assert (ling.linear_num_heads, ling.linear_head_dim, ling.kda_lower_bound, ling.rope_theta) == (2, 10, -3.0, 500.0)
+    assert (ling.num_expert_group, ling.num_experts_per_token, ling.num_shared_experts) == (4, 3, 1)
+    assert bailing_hybrid.Config.from_dict(LING | {"kda_safe_gate": False}).kda_lower_bound is None
+    # As transformers saves them.
+    saved = json.loads((CHECKPOINT / "config.json").read_text())
+    again = kimi_linear.Config.from_dict(saved)
+    assert (again.layer_types[4], again.mlp_layer_types[:2]) == ("full_attention", ("dense", "sparse"))
+    assert (again.linear_num_heads, again.linear_head_dim, again.num_experts_per_token) == (4, 16, 3)
+    defaults = {name: value for name, value in saved.items() if not name.endswith("layer_types")}
+    assert kimi_linear.Config.from_dict(defaults) == again
+    assert kimi_linear.Config.from_dict(KIMI | {"num_experts": None}).mlp_layer_types == ("dense",) * 4
+    rotated = bailing_hybrid.Config.from_dict(LING | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}})
+    assert rotated.rope_theta == 7.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (KIMI | {"mla_use_nope": False}, "mla_use_nope must be one of (True,), got False"),
+        (KIMI | {"moe_router_activation_func": "softmax"}, "moe_router_activation_func must be one of ('sigmoid',)"),
+        (KIMI | {"num_expert_group": 4}, "num_expert_group must cut 6 experts into groups of two or more, got 4"),
+        (KIMI | {"num_experts_per_token": None}, "config.json must have 'num_experts_per_token'"),
+        (KIMI | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}}, "layer_types must name 4 layers"),
+        (KIMI | {"linear_attn_config": {}}, "config.json must have 'linear_num_heads'"),
+        (KIMI | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 4 layers"),
+        (LING | {"rope_scaling": {"type": "yarn"}}, "rope_scaling must be one of (None,)"),
+        (LING | {"kv_lora_rank": None}, "config.json must have 'kv_lora_rank'"),
+    ],
+)
+def test_configurations_that_are_not_supported(config, message):
+    architecture = kimi_linear if config["model_type"] == "kimi_linear" else bailing_hybrid
+    with pytest.raises(ValueError, match=re.escape(message)):
+        architecture.Config.from_dict(config)
+
+
+def test_tensors_that_do_not_fit(other, tmp_path):
+    config, _, path = other
+    tensors = load_file(path / "model.safetensors")
+    expert = next(name for name in tensors if ".experts.3." in name)
+    layer = expert.split(".")[2]
+    with pytest.raises(ValueError, match=re.escape(f"tensor {expert!r} is missing")):
+        load_model(write(tmp_path, config, {name: value for name, value in tensors.items() if name != expert}))
+    with pytest.raises(ValueError, match=rf"tensors '.*' to '.*\.{layer}\..*' must make an array of shape"):
+        load_model(write(tmp_path, config, tensors | {expert: tensors[expert][:-1]}))
+    with pytest.raises(ValueError, match=r"tensor 'model.layers.9.x' has no place in"):
+        load_model(write(tmp_path, config, tensors | {"model.layers.9.x": np.ones(1, np.float32)}))
