@@ -4,15 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import bailing_hybrid, kimi_linear, qwen3_5
+from mamba_align_jax.models import bailing_hybrid, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
 from mamba_align_jax.models.checkpoint import read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
     "bailing_hybrid": bailing_hybrid,
     "kimi_linear": kimi_linear,
+    "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 text, dense: gated-delta-net layers with gated full attention at every fourth."""
+"""Qwen3.5 text, dense or with a mixture of experts: gated delta nets, and gated full attention at every fourth layer."""
 
 import functools
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from flax import nnx
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, named
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.checkpoint import Source, experts, named
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -34,25 +35,41 @@ class Config(ModelConfig):
     linear_conv_kernel_dim: int = 4
     rope_theta: float = 1e7
     partial_rotary_factor: float = 0.25
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
     model_type: str = "qwen3_5_text"
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds and rotation."""
-        layers = config.get("num_hidden_layers", 0)
-        every = config.get("full_attention_interval", 4)
-        kinds = tuple(config.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(layers)])
+        """Layer kinds, rotation, and which layers are sparse."""
+        kinds = layer_kinds(config, LINEAR, FULL)
         rope = config.get("rope_parameters") or config
-        require(config, hidden_act=("silu",), attention_bias=(False,), num_experts=(0,))
+        require(config, hidden_act=("silu",), attention_bias=(False,))
         require(rope, rope_type=("default",))
-        if len(kinds) != layers or not set(kinds) <= {LINEAR, FULL}:
-            raise ValueError(f"config.json: layer_types must name {layers} layers, each {LINEAR!r} or {FULL!r}")
-        if LINEAR not in kinds:
-            raise ValueError(
-                f"config.json: layer_types must have a {LINEAR!r} layer: there is no state to keep otherwise"
-            )
         rotation = {name: rope.get(name, getattr(cls, name)) for name in ("rope_theta", "partial_rotary_factor")}
-        return {"layer_types": kinds, "model_type": cls.model_type, **rotation}
+        experts = config.get("num_experts") or 0
+        sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        missing = next((name for name in sizes if experts and not config.get(name)), None)
+        if missing:
+            raise ValueError(f"config.json must have {missing!r}")
+        return {
+            "layer_types": kinds,
+            "intermediate_size": config.get("intermediate_size") or config.get("moe_intermediate_size"),
+            "mlp_only_layers": tuple(config.get("mlp_only_layers") or ()),
+            "model_type": "qwen3_5_moe_text" if experts else cls.model_type,
+            **rotation,
+        }
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return (
+            self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json."""
@@ -69,12 +86,18 @@ class Config(ModelConfig):
 class Layer(nnx.Module):
     """Mixer and feed-forward, each on a normed copy of the residual stream."""
 
-    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps, offset=1.0)
         self.input_layernorm = norm(c.hidden_size)
         self.post_attention_layernorm = norm(c.hidden_size)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-        if kind == LINEAR:
+        if c.is_sparse(number):
+            self.mlp = SharedExpertMoE(
+                c.hidden_size, c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size,
+                c.shared_expert_intermediate_size, c.dtype, rngs, renormalise=c.norm_topk_prob,
+            )  # fmt: skip
+        else:
+            self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+        if c.layer_types[number] == LINEAR:
             self.linear_attn = GatedDeltaNet(
                 c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
                 c.linear_value_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype, rngs,
@@ -97,11 +120,12 @@ class Model(CausalLM):
     """The causal language model."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        layers = [Layer(config, kind, rngs) for kind in config.layer_types]
+        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
         super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0), rngs)
 
 
 def sources(place: str, config: Config) -> list[Source]:
     """Where a checkpoint holds the parameter at `place` in the module tree."""
-    del config
+    if ".experts." in place:
+        return experts(f"model.{place}", config.num_experts)
     return [named(place if place.startswith("lm_head") else f"model.{place}")]
