@@ -4,13 +4,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import bailing_hybrid, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
-from mamba_align_jax.models.checkpoint import read_config, read_weights
+from mamba_align_jax.models import (
+    bailing_hybrid,
+    falcon_h1,
+    falcon_mamba,
+    granitemoehybrid,
+    jamba,
+    kimi_linear,
+    mamba,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
+from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
     "bailing_hybrid": bailing_hybrid,
+    "falcon_h1": falcon_h1,
+    "falcon_mamba": falcon_mamba,
+    "granitemoehybrid": granitemoehybrid,
+    "jamba": jamba,
     "kimi_linear": kimi_linear,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
@@ -24,6 +44,8 @@ def load_model(
     path: str | Path, dtype: str | None = None, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> Any:
     """Loads a directory with config.json and safetensors files, without torch or transformers.
+
+    Where the files hold a draft head that the architecture knows, the model has one, unless config.json says 0 layers.
 
     Args:
         path: The directory.
@@ -39,4 +61,6 @@ def load_model(
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURES)}, got {kind!r} in {path}")
     architecture = _ARCHITECTURES[kind]
-    return read_weights(path, architecture, architecture.Config.from_dict(config, dtype), advance)
+    # Not every configuration names its head, and fine-tuned copies name one that their files have lost.
+    head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
+    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), advance)

@@ -78,6 +78,8 @@ class CausalLM(nnx.Module):
         *,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
+        residual_dtype: str | None = None,
+        mtp: Any = None,
     ) -> None:
         """Puts the parts together.
 
@@ -88,6 +90,8 @@ class CausalLM(nnx.Module):
             rngs: For the initial weights.
             embedding_scale: Multiplies embeddings.
             logits_scale: Multiplies logits.
+            residual_dtype: Of what layers take and return; the model's if None.
+            mtp: A draft head: see `MTPHead`.
         """
         self.config = config
         self.embed_tokens = nnx.Embed(
@@ -98,6 +102,8 @@ class CausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
+        self.residual_dtype = residual_dtype or config.dtype
+        self.mtp = mtp
 
     @property
     def dtype(self) -> str:
@@ -121,11 +127,11 @@ class CausalLM(nnx.Module):
             if kind != ATTENTION
         )
 
-    def kv_spec(self) -> KVSpec:
-        """What `KVPages` needs."""
+    def kv_spec(self, *, draft: bool = False) -> KVSpec:
+        """What `KVPages` needs; with one layer more, the last, if the draft head is to run."""
         layers = self.mixers().get(ATTENTION, [])
         heads, key_dim, value_dim = layers[0].kv_dims if layers else (1, 1, 0)
-        return KVSpec(len(layers), heads, key_dim, value_dim, self.dtype)
+        return KVSpec(len(layers) + draft, heads, key_dim, value_dim, self.dtype)
 
     def __call__(
         self,
@@ -148,12 +154,37 @@ class CausalLM(nnx.Module):
         Returns:
             Hidden states [tokens, hidden] for `logits`, and the pools.
         """
-        x = self.embed_tokens(tokens) * self.embedding_scale
+        x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
         carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation)
         for layer in self.layers:
             x, carry = layer(x, step, carry)
-        return self.norm(x), carry.pool, carry.kv
+        return self.norm(x).astype(self.dtype), carry.pool, carry.kv
+
+    def draft(
+        self, hidden: jax.Array, next_tokens: jax.Array, step: StepInputs, kv: KVPages
+    ) -> tuple[jax.Array, KVPages]:
+        """Runs the draft head over a step's tokens: see `MTPHead`.
+
+        Args:
+            hidden: Of each token, as `__call__` gives it, or as this gave it for the token before. [tokens, hidden]
+            next_tokens: The token behind each. int32 [tokens].
+            step: The step's inputs.
+            kv: Keys and values of `kv_spec(draft=True)`. Donate them.
+
+        Returns:
+            Hidden states [tokens, hidden], whose `logits` foretell the token behind the next one, and the pages.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        if self.mtp is None:
+            raise ValueError("draft: the model must have an MTP head, got one without mtp.* tensors")
+        passed = (ATTENTION,) * self.kv_spec().num_layers
+        carry = Carry(pool=StatePool(states=()), kv=kv, kinds=(), passed=passed)
+        embedded = self.embed_tokens(next_tokens) * self.embedding_scale
+        out, carry = self.mtp(embedded, hidden, step, carry)
+        return out, carry.kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""

@@ -14,8 +14,10 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# Draft heads and vision towers of published checkpoints: not part of the text model.
-_IGNORED_PREFIXES = ("mtp.", "model.visual.")
+# Vision towers of published checkpoints: not part of the text model.
+_IGNORED_PREFIXES = ("model.visual.",)
+# Draft heads: not every architecture's is known.
+_HEAD_PREFIX = "mtp."
 # What a configuration with a nested text model may hold outside of it.
 _SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
@@ -130,6 +132,12 @@ def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     return slices
 
 
+def has_draft_head(path: str | Path) -> bool:
+    """Whether the directory's files hold `mtp.*` tensors."""
+    with contextlib.ExitStack() as stack:
+        return any(name.startswith(_HEAD_PREFIX) for name in _open(Path(path), stack))
+
+
 def _read(source: Source, slices: dict[str, Any], variable: Any) -> jax.Array:
     try:
         array = source.make(slices[name][:] for name in source.names)
@@ -169,6 +177,8 @@ def read_weights(
         slices = _open(Path(path), stack)
         if config.tie_word_embeddings:
             slices.pop("lm_head.weight", None)
+        if not any(place[0] == "mtp" for place in variables):
+            slices = {name: found for name, found in slices.items() if not name.startswith(_HEAD_PREFIX)}
         if hasattr(architecture, "ignored"):
             ignored = architecture.ignored(config)
             slices = {name: part for name, part in slices.items() if not name.startswith(ignored)}

@@ -1,4 +1,4 @@
-"""Qwen3.5 text, dense or with a mixture of experts: gated delta nets, and gated full attention at every fourth layer."""
+"""Qwen3.5 text, dense or with a mixture of experts: gated delta nets, every fourth layer gated attention, a draft head."""
 
 import functools
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, experts, named
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.mtp import MTPHead
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -42,6 +43,7 @@ class Config(ModelConfig):
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    mtp_num_hidden_layers: int = 0
     model_type: str = "qwen3_5_text"
 
     @classmethod
@@ -50,6 +52,7 @@ class Config(ModelConfig):
         kinds = layer_kinds(config, LINEAR, FULL)
         rope = config.get("rope_parameters") or config
         require(config, hidden_act=("silu",), attention_bias=(False,))
+        require(config, mtp_num_hidden_layers=(0, 1), mtp_use_dedicated_embeddings=(False,))
         require(rope, rope_type=("default",))
         rotation = {name: rope.get(name, getattr(cls, name)) for name in ("rope_theta", "partial_rotary_factor")}
         experts = config.get("num_experts") or 0
@@ -86,18 +89,18 @@ class Config(ModelConfig):
 class Layer(nnx.Module):
     """Mixer and feed-forward, each on a normed copy of the residual stream."""
 
-    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, kind: str, is_sparse: bool, rngs: nnx.Rngs) -> None:
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps, offset=1.0)
         self.input_layernorm = norm(c.hidden_size)
         self.post_attention_layernorm = norm(c.hidden_size)
-        if c.is_sparse(number):
+        if is_sparse:
             self.mlp = SharedExpertMoE(
                 c.hidden_size, c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size,
                 c.shared_expert_intermediate_size, c.dtype, rngs, renormalise=c.norm_topk_prob,
             )  # fmt: skip
         else:
             self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-        if c.layer_types[number] == LINEAR:
+        if kind == LINEAR:
             self.linear_attn = GatedDeltaNet(
                 c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
                 c.linear_value_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype, rngs,
@@ -120,12 +123,20 @@ class Model(CausalLM):
     """The causal language model."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
-        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0), rngs)
+        layers = [Layer(config, kind, config.is_sparse(n), rngs) for n, kind in enumerate(config.layer_types)]
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
+        super().__init__(config, layers, norm, rngs, mtp=draft_head(config, rngs))
+
+
+def draft_head(config: Config, rngs: nnx.Rngs) -> MTPHead | None:
+    """The configuration's head, if it has one: a layer more, behind the last."""
+    if not config.mtp_num_hidden_layers:
+        return None
+    layer = Layer(config, FULL, config.is_sparse(config.num_hidden_layers), rngs)
+    return MTPHead(layer, config, lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0), rngs)
 
 
 def sources(place: str, config: Config) -> list[Source]:
     """Where a checkpoint holds the parameter at `place` in the module tree."""
-    if ".experts." in place:
-        return experts(f"model.{place}", config.num_experts)
-    return [named(place if place.startswith("lm_head") else f"model.{place}")]
+    name = place if place.startswith(("lm_head", "mtp")) else f"model.{place}"
+    return experts(name, config.num_experts) if ".experts." in place else [named(name)]

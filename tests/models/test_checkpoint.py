@@ -10,13 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from models.test_qwen3_5 import CHECKPOINT
+from models.driver import DATA
+from models.head import head_tensors
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.kv import KVSpec
 from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
 
+CHECKPOINT = DATA / "qwen3_5_text"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.linear_attn.norm.weight"
 CONV = "model.layers.0.linear_attn.conv1d.weight"
 
@@ -87,12 +89,13 @@ def test_tensors_that_do_not_fit(write, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "qwen9"}, "model_type must be one of ['qwen3_5', 'qwen3_5_text'], got 'qwen9'"),
+        ({"model_type": "qwen9"}, "], got 'qwen9'"),
         ({"model_type": None}, "got None"),
         ({"hidden_size": None}, "config.json must have 'hidden_size'"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of ('silu',), got 'gelu'"),
         ({"attention_bias": True}, "attention_bias must be one of (False,), got True"),
-        ({"num_experts": 8}, "num_experts must be one of (0,), got 8"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings must be one of (False,), got True"),
+        ({"num_experts": 8}, "config.json must have 'num_experts_per_tok'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of ('default',), got 'yarn'"),
         ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types must have a 'linear_attention' layer"),
@@ -117,8 +120,29 @@ def test_published_names(model, write):
     extra = {"mtp.norm.weight": np.ones(3, np.float32), "model.visual.pos_embed.weight": np.ones(3, np.float32)}
     outside = ("lm_head.", *extra)
     rename = lambda name: name if name.startswith(outside) else name.replace("model.", "model.language_model.", 1)
-    path = write(change=extra, nest=True, rename=rename)
+    path = write({"mtp_num_hidden_layers": 0}, extra, nest=True, rename=rename)
     assert same(load_model(path), model)
+
+
+def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
+    named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
+    model = load_model(write(named, head))
+    assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
+    save_checkpoint(model, qwen3_5, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(np.array_equal(saved[name], value) for name, value in head.items())
+    assert same(load_model(tmp_path / "saved"), model)
+    assert same(load_model(write({"mtp_num_hidden_layers": None}, head)), model)
+    assert load_model(write({"mtp_num_hidden_layers": 0}, head)).mtp is None
+    without = load_model(write(named))
+    assert without.mtp is None
+    assert without.config.mtp_num_hidden_layers == 0
+    with pytest.raises(ValueError, match=r"mtp_num_hidden_layers must be one of \(0, 1\), got 2"):
+        load_model(write({"mtp_num_hidden_layers": 2}, head))
+    with pytest.raises(ValueError, match=r"tensor 'mtp.norm.weight' is missing, 1 in all"):
+        load_model(write(named, head | {"mtp.norm.weight": None}))
+    with pytest.raises(ValueError, match=r"tensor 'mtp.extra.weight' has no place"):
+        load_model(write(named, head | {"mtp.extra.weight": np.ones(3, np.float32)}))
 
 
 def test_nested_configuration_shares_the_outer_fields(tensors, write):
