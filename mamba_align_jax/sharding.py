@@ -1,7 +1,7 @@
 """Tensor parallelism: states, keys and weights split over the mesh axis "tensor", one program on every device.
 
-A device has heads and the channels that belong to them, and runs the code of one device over its share: its states are copied
-where they are, and the bookkeeping is the same everywhere. Only products that sum over what is split meet (`jax.lax.psum`).
+A device has heads and the channels that belong to them, and runs the code of one device over its share: its states are
+copied where they are, and the bookkeeping is the same everywhere. Only products that sum over what is split meet.
 """
 
 import functools
@@ -71,7 +71,7 @@ def _state(state: ConvState | RecurrentState) -> P:
 
 
 def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
-    """A PartitionSpec for each array of a pool: windows by channels, states by heads, or by channels where there is one head."""
+    """A PartitionSpec for each array: windows by channels, states by heads, or by channels where there is one head."""
     return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups))
 
 
@@ -89,7 +89,9 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
             shape = state.block_shape(0)
             axis = _state(state).index(AXIS) - 2
             if shape[axis] % size:
-                raise ValueError(f"{group.name!r}: heads and channels must be a multiple of {size} devices, got {shape}")
+                raise ValueError(
+                    f"{group.name!r}: heads and channels must be a multiple of {size} devices, got {shape}"
+                )
     return jax.tree.map(functools.partial(NamedSharding, mesh), pool_partition(groups), is_leaf=_is_spec)
 
 

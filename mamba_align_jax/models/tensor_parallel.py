@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec as P
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
+from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts
-from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm, rms
+from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
 from mamba_align_jax.models import nemotron_h
 from mamba_align_jax.sharding import AXIS, Layout, Part, columns, devices, pool_partition, repeats
 
@@ -64,7 +66,7 @@ class SplitGroupNorm(GatedGroupNorm):
         self.groups, self.copies = groups, copies
 
     def normalise(self, parts: jax.Array) -> jax.Array:
-        """Over the mean square of all channels of a group. [tokens, groups, size]"""
+        """[tokens, groups, size] over the mean squares of whole groups."""
         mean = jnp.mean(parts * parts, axis=-1)
         everywhere = jax.lax.all_gather(mean, AXIS, axis=1, tiled=True)
         whole = jnp.mean(everywhere.reshape(mean.shape[0], -1, self.copies), axis=-1).repeat(self.copies, axis=1)
@@ -137,6 +139,30 @@ def _gated_delta_net(layer: GatedDeltaNet, cut: _Cut) -> None:
     layer.value_heads //= cut.size
 
 
+def _kimi_delta_attention(layer: KimiDeltaAttention, cut: _Cut) -> None:
+    head, one = Part(layer.heads, layer.head_dim), Part(layer.heads, 1)
+    cut.out(layer.in_proj_qkv, head, head, head)
+    cut.put(layer.conv1d.weight, 1, (head, head, head))
+    for name in ("f_proj", "f_b_proj", "g_proj", "g_b_proj"):
+        if hasattr(layer, name):
+            cut.out(getattr(layer, name), head)
+    cut.out(layer.b_proj, one)
+    cut.put(layer.A_log, 0, [one])
+    cut.put(layer.dt_bias, 0, [head])
+    cut.into(layer.o_proj, head)
+    layer.heads //= cut.size
+
+
+def _latent_attention(layer: MultiHeadLatentAttention, cut: _Cut) -> None:
+    queries = layer.q_proj if hasattr(layer, "q_proj") else layer.q_b_proj
+    cut.out(queries, Part(layer.heads, layer.nope_dim + layer.rope_dim))
+    cut.out(layer.kv_b_proj, Part(layer.heads, layer.nope_dim + layer.value_dim))
+    if layer.g_proj is not None:
+        cut.out(layer.g_proj, Part(layer.heads, 1))
+    cut.into(layer.o_proj, Part(layer.heads, layer.value_dim))
+    layer.heads //= cut.size
+
+
 def _mamba1(layer: Mamba1Mixer, cut: _Cut) -> None:
     channel = Part(layer.D.shape[0], 1)
     cut.out(layer.in_proj, channel, channel)
@@ -190,7 +216,9 @@ def _experts(layer: Experts, cut: _Cut) -> SplitExperts:
 
 _RULES: dict[type, Callable[[Any, _Cut], nnx.Module | None]] = {
     Attention: _attention,
+    MultiHeadLatentAttention: _latent_attention,
     GatedDeltaNet: _gated_delta_net,
+    KimiDeltaAttention: _kimi_delta_attention,
     Mamba1Mixer: _mamba1,
     Mamba2Mixer: _mamba2,
     GatedMLP: _mlp,
@@ -203,7 +231,8 @@ def shard_model(model: Any, mesh: Mesh) -> tuple[Any, Layout]:
     """Splits a model over the devices of a mesh's axis "tensor".
 
     Heads, channels and the widths of feed-forward layers and experts are divided. Keys' heads, and groups of Mamba-2, that
-    don't divide are repeated until they do. Embeddings, the head, routers and norms are on every device whole.
+    don't divide are repeated until they do. Embeddings, the head, routers, norms, low-rank projections and the latents of
+    latent attention are on every device whole.
 
     Args:
         model: As `load_model` gives it, with weights on one device or in host memory. It stays as it is.
@@ -237,11 +266,14 @@ def shard_model(model: Any, mesh: Mesh) -> tuple[Any, Layout]:
         if isinstance(variable, nnx.Variable) and id(variable) not in cut.placed:
             cut.put(variable)
     leaves = jax.tree.leaves(nnx.state(model))
+    # Latents are of all heads at once.
+    latent = any(isinstance(module, MultiHeadLatentAttention) for module in modules.values())
+    pages = P() if latent else P(None, None, None, AXIS)
     return model, Layout(
         mesh=mesh,
         params=tuple(leaf.sharding.spec for leaf in leaves),
         pool=pool_partition(groups),
-        kv=KVPages(keys=P(None, None, None, AXIS), values=P(None, None, None, AXIS)),
+        kv=KVPages(keys=pages, values=pages),
     )
 
 

@@ -1,0 +1,204 @@
+"""Decode steps of one model on 1 and on 2 GPUs: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
+
+Random weights in the shapes of Qwen3.5-4B, bfloat16. Every row reads its prompt through the engine; then one decode step of
+all rows is dispatched again and again over the same inputs, back to back, so that the host isn't counted: `step_us`.
+`engine_us` is the engine's own step, host and all, under asynchronous stepping. `agreement` is the share of tokens that are
+those of the first number of devices: bfloat16 rounds, and near-ties flip. So a small float32 model generates too, drafts and
+all, and there every token must be the same; one that isn't is judged by the float32 reference.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks import timing
+from benchmarks.serving import MODELS, free, random_model
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.runner import Bucket, _step
+from mamba_align_jax.sharding import AXIS
+
+Row = dict[str, Any]
+
+# One key head and one head of keys for each pair of devices: they are repeated.
+_SMALL = replace(
+    MODELS["qwen3.5-4b"],
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    layer_types=MODELS["qwen3.5-4b"].layer_types[:4],
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=128,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    dtype="float32",
+)
+_CHUNK = 512
+
+
+def _mesh(devices: int) -> Mesh | None:
+    return Mesh(np.array(jax.devices()[:devices]), (AXIS,)) if devices > 1 else None
+
+
+def _prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
+    return np.random.default_rng(13).integers(1, vocab, (rows, length)).tolist()
+
+
+def _config(rows: int, length: int, drafts: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=_CHUNK,
+        max_num_batched_tokens=_CHUNK,
+        max_num_seqs=rows,
+        max_model_len=length,
+        num_state_blocks=1 + rows * (drafts + 6),
+        num_kv_pages=1 + rows * -(-length // 16),
+        num_speculative_tokens=drafts,
+        async_stepping=True,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """On the first device."""
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
+
+
+def compiled(engine: Engine) -> float:
+    """Compiles all programs of an engine, several at a time; seconds."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda lowered: lowered.compile(), map(engine.runner.lower, engine.runner.buckets)))
+    engine.warmup()
+    return time.perf_counter() - begin
+
+
+def decode_steps(model: Any, devices: int, options: argparse.Namespace) -> tuple[Row, np.ndarray]:
+    """Times, and the tokens [rows, steps] that were generated on the way."""
+    rows, steps = options.rows, options.steps
+    # Every row goes on decoding until all have been timed.
+    longest = options.context + 3 * (options.context // _CHUNK) * rows + 8 * steps
+    engine = Engine(model, _config(rows, longest, 0), mesh=_mesh(devices))
+    params = SamplingParams(max_tokens=longest - options.context, ignore_eos=True)
+    print(f"  {devices} devices: {engine.num_programs} programs compiled in {compiled(engine):.1f} s", flush=True)
+    begin = time.perf_counter()
+    for prompt in _prompts(rows, options.context, model.config.vocab_size):
+        engine.add_request(prompt, params)
+    while engine.scheduler.waiting or any(len(r.tokens) == len(r.prompt) for r in engine.scheduler.running):
+        engine.step()
+    print(f"  {devices} devices: read the prompts in {time.perf_counter() - begin:.1f} s", flush=True)
+    for _ in range(3):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    generated = [request.tokens[options.context :][:steps] for request in engine.scheduler.running]
+    # The same inputs again: the device's own counts go on.
+    runner, bucket = engine.runner, Bucket(rows, 0, 0)
+    places = engine._in_flight[-1][1].places
+    assert len(places) == rows
+    assert all(places)
+    inputs = runner._inputs(bucket, places)
+    spans = []
+    for _ in range(5):
+        jax.block_until_ready(runner.device_state)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            _, runner.device_state = _step(runner._params, inputs, runner.device_state, **runner._static(bucket))
+        jax.block_until_ready(runner.device_state)
+        spans.append((time.perf_counter() - begin) / steps)
+    row = {
+        "step_us": 1e6 * statistics.median(spans),
+        "engine_us": 1e6 * statistics.median(times),
+        "weight_bytes_per_device": _bytes(runner._params),
+        "pool_bytes_per_device": _bytes(runner.device_state),
+    }
+    print(f"  {devices} devices: {row}", flush=True)
+    free(engine)
+    return row, np.array(generated)
+
+
+def same_tokens(devices: list[int], rows: int, tokens: int) -> list[Row]:
+    """Greedy tokens of a small float32 model with drafts, prompts twice for the cache, on each number of devices."""
+    model = random_model(_SMALL)
+    prompts = _prompts(rows // 2, 2 * _CHUNK, _SMALL.vocab_size)
+    found, params = [], SamplingParams(max_tokens=tokens, ignore_eos=True)
+    for number in devices:
+        engine = Engine(model, _config(rows, 2 * _CHUNK + tokens + 8, 3), mesh=_mesh(number))
+        outputs = engine.generate(prompts, params) + engine.generate(prompts, params)
+        stats = engine.stats
+        assert stats.null_reads == 0
+        assert stats.hit_requests == len(prompts)
+        found.append(([output.token_ids for output in outputs], sum(stats.accepted_tokens)))
+        free(engine)
+    reference, results = Reference(model), []
+    for number, (generated, accepted) in zip(devices, found, strict=True):
+        differ = [
+            (mine, n) for n, (mine, first) in enumerate(zip(generated, found[0][0], strict=True)) if mine != first
+        ]
+        verdicts = [reference.judge(prompts[n % len(prompts)], mine) for mine, n in differ]
+        results.append({
+            "case": f"tokens float32 {_SMALL.num_hidden_layers} layers K3", "devices": number,
+            "sequences": len(generated), "tokens_each": tokens, "accepted_drafts": accepted,
+            "sequences_that_differ": len(differ), "of_these_wrong": sum(not verdict.right for verdict in verdicts),
+        })  # fmt: skip
+        print(f"  {results[-1]}", flush=True)
+    return results
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Measures, and returns the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="shapes of the random weights")
+    parser.add_argument("--layers", type=int, help="the first so many; fewer compile faster")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps timed at once")
+    parser.add_argument("--tokens", type=int, default=64, help="that the small model generates; 0 leaves it out")
+    parser.add_argument("--cpu", type=int, metavar="DEVICES", help="simulate so many, to see whether the script runs")
+    parser.add_argument("--json", help="append one JSON row per case to this file")
+    parser.add_argument("--commit", default="unknown")
+    options = parser.parse_args(arguments)
+    if options.cpu:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.cpu)
+    facts = timing.environment(options.commit) if jax.default_backend() == "gpu" else {"gpu": "none"}
+    print(facts, flush=True)
+    results: list[Row] = []
+
+    def keep(rows: list[Row]) -> None:
+        results.extend(row | facts for row in rows)
+        if options.json:
+            with open(options.json, "a") as file:
+                file.writelines(json.dumps(row | facts) + "\n" for row in rows)
+
+    if options.tokens:
+        keep(same_tokens(options.devices, options.rows, options.tokens))
+    config = MODELS[options.model]
+    layers = options.layers or config.num_hidden_layers
+    model = random_model(replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
+    case = f"decode {options.model} {layers} layers {options.rows} rows {options.context} tokens"
+    first = None
+    for devices in options.devices:
+        row, generated = decode_steps(model, devices, options)
+        first = generated if first is None else first
+        agreement = float(np.mean(generated == first))
+        keep([{"case": case, "devices": devices, "layers": layers, **row, "agreement": agreement}])
+        gc.collect()
+    return results
+
+
+if __name__ == "__main__":
+    main()
