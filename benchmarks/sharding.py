@@ -1,4 +1,4 @@
-"""Decode steps of one model on 1 and on 2 GPUs: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
+"""Decode steps of a model on one GPU and on several: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
 
 Random weights in the shapes of Qwen3.5-4B, bfloat16. Every row reads its prompt through the engine; then one decode step of
 all rows is dispatched again and again over the same inputs, back to back, so that the host isn't counted: `step_us`.
@@ -29,7 +29,7 @@ from mamba_align_jax.sharding import AXIS
 
 Row = dict[str, Any]
 
-# One key head and one head of keys for each pair of devices: they are repeated.
+# Its one head of keys and values is repeated on 2 devices.
 _SMALL = replace(
     MODELS["qwen3.5-4b"],
     vocab_size=4096,

@@ -35,8 +35,15 @@ class StatePool:
     states: tuple[tuple[jax.Array, ...], ...]
 
     @classmethod
-    def create(cls, spec: AlignConfig, num_blocks: int, sharding: jax.sharding.Sharding | None = None) -> "StatePool":
+    def create(
+        cls, spec: AlignConfig, num_blocks: int, sharding: "jax.sharding.Sharding | StatePool | None" = None
+    ) -> "StatePool":
         """A pool of zeros with `num_blocks` blocks per group, NULL_BLOCK among them.
+
+        Args:
+            spec: How states are kept.
+            num_blocks: Of each group.
+            sharding: Of all arrays, or of each, as `sharding.pool_sharding` has them.
 
         Raises:
             ValueError: not one request fits.
@@ -44,8 +51,10 @@ class StatePool:
         least = 1 + spec.blocks_per_request()
         if num_blocks < least:
             raise ValueError(f"StatePool.create: num_blocks must be at least {least} for one request, got {num_blocks}")
-        make = lambda s: jnp.zeros(s.shape, s.dtype, device=sharding)
-        return cls(states=tuple(tuple(map(make, group)) for group in _shapes(spec, num_blocks)))
+        shapes = _shapes(spec, num_blocks)
+        each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
+        make = lambda shape, where: jnp.zeros(shape.shape, shape.dtype, device=where)
+        return cls(states=tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True)))
 
     @classmethod
     def from_arrays(cls, spec: AlignConfig, states: Sequence[Sequence[jax.Array]]) -> "StatePool":

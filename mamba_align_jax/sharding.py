@@ -64,7 +64,7 @@ def columns(parts: Sequence[Part], devices: int) -> np.ndarray:
     return np.concatenate(found, axis=1).reshape(-1)
 
 
-def _state(state: ConvState | RecurrentState) -> P:
+def _state(state: ConvState | RecurrentState) -> Any:
     if isinstance(state, ConvState):
         return P(None, None, None, AXIS) if state.layout == "SD" else P(None, None, AXIS)
     return P(None, None, AXIS) if state.shape[0] > 1 else P(None, None, None, AXIS)

@@ -123,7 +123,7 @@ def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
 
 
 def _device_specs(layout: Layout) -> DeviceState:
-    every = PartitionSpec()
+    every: Any = PartitionSpec()
     return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, pending=every)
 
 

@@ -64,8 +64,8 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any, devices: Seq
     running = config.max_num_seqs * each
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
-    free = [free_bytes(device) for device in devices or jax.devices()[:1]]
-    available = None if None in free else min(free)
+    free = map(free_bytes, devices or jax.devices()[:1])
+    available = min((size for size in free if size is not None), default=None)
     if available is None:
         columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
     else:

@@ -108,7 +108,7 @@ class _Cut:
         linear.dot_general = summed_product
 
 
-def _attention(layer: Attention, cut: _Cut) -> None:
+def _attention(layer: Any, cut: _Cut) -> None:
     copies = repeats(layer.kv_heads, cut.size)
     q, kv = Part(layer.heads, layer.head_dim), Part(layer.kv_heads, layer.head_dim, copies)
     cut.out(layer.q_proj, Part(layer.heads, (1 + layer.gated) * layer.head_dim))
@@ -261,14 +261,14 @@ def shard_model(model: Any, mesh: Mesh) -> tuple[Any, Layout]:
         except ValueError as error:
             raise ValueError(f"shard_model: {name}: {error}") from error
         if replaced is not None:
-            setattr(modules[path[:-1]], path[-1], replaced)
+            setattr(modules[path[:-1]], str(path[-1]), replaced)
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable) and id(variable) not in cut.placed:
             cut.put(variable)
     leaves = jax.tree.leaves(nnx.state(model))
     # Latents are of all heads at once.
     latent = any(isinstance(module, MultiHeadLatentAttention) for module in modules.values())
-    pages = P() if latent else P(None, None, None, AXIS)
+    pages: Any = P() if latent else P(None, None, None, AXIS)
     return model, Layout(
         mesh=mesh,
         params=tuple(leaf.sharding.spec for leaf in leaves),

@@ -25,12 +25,7 @@ DECODE_ROWS = PREFILL_ROWS = 2
 PREFILL_TOKENS = 160
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("graph", "spec", "num_decode_rows", "implementation"),
-    donate_argnames=("pool", "kv"),
-)
-def _step(
+def run_step(
     params,
     tokens,
     batch,
@@ -64,6 +59,12 @@ def _step(
     return model.logits(hidden), state, pool, kv
 
 
+compiled = functools.partial(
+    jax.jit, static_argnames=("graph", "spec", "num_decode_rows", "implementation"), donate_argnums=(7, 8)
+)
+_step = compiled(run_step)
+
+
 class Driver:
     """Slots fed with token lists. Pools start as NaN, so that nothing stale is ever read unnoticed.
 
@@ -73,7 +74,7 @@ class Driver:
     def __init__(
         self, model, policy="copy_free", num_speculative_tokens=2, slots=4, one_program=False, implementation=None
     ):
-        self.one_program, self.implementation = one_program, implementation
+        self.one_program, self.implementation, self.program = one_program, implementation, _step
         self.spec = AlignConfig(
             groups=model.state_groups(),
             block_size=32,
@@ -137,7 +138,7 @@ class Driver:
         packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * prefilling, np.int32)
         packed[: loc[-1]] = np.concatenate([tokens for _, tokens in rows])
         sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)
-        logits, self.state, self.pool, self.kv = _step(
+        logits, self.state, self.pool, self.kv = self.program(
             self.params, packed, batch, sampled, self.pages, self.tables, self.state, self.pool, self.kv,
             graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows, implementation=self.implementation,
         )  # fmt: skip

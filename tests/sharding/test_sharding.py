@@ -1,0 +1,64 @@
+"""Which columns a device has; and all that needs devices, in a process of its own that simulates four."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mamba_align_jax.sharding import Part, columns, repeats
+
+ROOT = Path(__file__).parents[2]
+
+
+@given(st.data(), st.sampled_from([1, 2, 3, 4, 8]))
+def test_a_device_has_its_heads_of_every_part(data, devices):
+    parts, wanted, start = [], [[] for _ in range(devices)], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        heads, dim = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+        copies = repeats(heads, devices)
+        parts.append(Part(heads, dim, copies))
+        for place in range(heads * copies):
+            head = start + place // copies * dim
+            wanted[place * devices // (heads * copies)] += range(head, head + dim)
+        start += heads * dim
+    assert columns(parts, devices).reshape(devices, -1).tolist() == wanted
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
+def test_queries_find_their_key_heads(key_heads, devices, ratio):
+    """Repeated as seldom as makes them divide, and every device has the key heads of its own queries, in order."""
+    heads = np.lcm(key_heads, devices) * ratio
+    copies = repeats(key_heads, devices)
+    assert key_heads * copies % devices == 0
+    assert all(key_heads * fewer % devices for fewer in range(1, copies))
+    key_of = np.arange(heads) * key_heads // heads
+    for device, (own, keys) in enumerate(
+        zip(
+            np.split(np.arange(heads), devices),
+            np.split(columns([Part(key_heads, 1, copies)], devices), devices),
+            strict=True,
+        )
+    ):
+        found = [keys[n * len(keys) // len(own)] for n in range(len(own))]
+        assert found == key_of[own].tolist(), device
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="must be a multiple of 4 devices, got 6"):
+        columns([Part(6, 8)], 4)
+
+
+def test_on_four_devices():
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=9", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("four_devices.py"))], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
