@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models.driver import ATOL, DATA
 from models.head import NumpyHead, write_with_head
-from models.test_qwen3_5 import ATOL, CHECKPOINT
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.state import AlignState
@@ -21,6 +21,7 @@ from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model
 from mamba_align_jax.spec import AlignConfig
 
+CHECKPOINT = DATA / "qwen3_5_text"
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
 # One program for all tests: two rows of each kind.
