@@ -23,6 +23,38 @@ def softmax_router(logits: jax.Array, top_k: int, *, renormalise: bool = True) -
     return chosen, weights / jnp.sum(weights, axis=-1, keepdims=True) if renormalise else weights
 
 
+def sigmoid_router(
+    logits: jax.Array,
+    bias: jax.Array,
+    top_k: int,
+    *,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalise: bool = True,
+    scale: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses by sigmoids of [tokens, experts] and a bias per expert, which has no part in the weights (DeepSeek-V3).
+
+    Experts are in `groups` groups, of which a token goes to `top_groups`: those with the largest sums of their two best.
+    Weights are multiplied by `scale`.
+
+    Returns:
+        The chosen experts, int32, and their weights, float32; [tokens, top_k] each.
+    """
+    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    choice = (scores + bias).reshape(scores.shape[0], groups, -1)
+    if top_groups < groups:
+        group_scores = jnp.sum(jax.lax.top_k(choice, 2)[0], axis=-1)
+        best = jax.lax.top_k(group_scores, top_groups)[1]
+        allowed = jnp.any(best[:, :, None] == jnp.arange(groups, dtype=best.dtype), axis=1)
+        choice = jnp.where(allowed[:, :, None], choice, -jnp.inf)
+    chosen = jax.lax.top_k(choice.reshape(scores.shape), top_k)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if renormalise:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen, weights * scale
+
+
 def swiglu(x: jax.Array) -> jax.Array:
     """silu(gate) * up of [gate | up] along the last axis."""
     gate, up = jnp.split(x, 2, axis=-1)
@@ -131,3 +163,44 @@ class SharedExpertMoE(nnx.Module):
         """[tokens, hidden] -> [tokens, hidden]."""
         chosen, weights = softmax_router(self.gate(x), self.top_k, renormalise=self.renormalise)
         return self.experts(x, chosen, weights) + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+class SigmoidGate(nnx.Module):
+    """`sigmoid_router` with its weights, in float32 whatever the model's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        rngs: nnx.Rngs,
+        *,
+        groups: int = 1,
+        top_groups: int = 1,
+        renormalise: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        """Initial weights; the rest is as `sigmoid_router` takes it."""
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden_size, experts)) * hidden_size**-0.5)
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
+        self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
+        self.renormalise, self.scale = renormalise, scale
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The chosen experts of [tokens, hidden] and their weights, [tokens, top_k] each."""
+        logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=precision("float32"))
+        return sigmoid_router(
+            logits, self.e_score_correction_bias[...], self.top_k, groups=self.groups, top_groups=self.top_groups,
+            renormalise=self.renormalise, scale=self.scale,
+        )  # fmt: skip
+
+
+class SharedExpertsMoE(nnx.Module):
+    """Experts that `gate` chooses, and one MLP that every token takes (DeepSeek-V3)."""
+
+    def __init__(self, gate: SigmoidGate, experts: Experts, shared_experts: GatedMLP) -> None:
+        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)

@@ -36,3 +36,30 @@ class GatedRMSNorm(nnx.Module):
         """Normalises the last axis of `x`; `gate` has its shape."""
         scaled = rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
         return (scaled * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class UnitRMSNorm(nnx.Module):
+    """x / rms(x), without weights."""
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis."""
+        return rms(x, self.epsilon).astype(x.dtype)
+
+
+class GatedGroupNorm(nnx.Module):
+    """Mamba-2's output norm: each of `groups` equal parts over its own rms, and silu(gate) multiplied before or after."""
+
+    def __init__(self, size: int, groups: int, epsilon: float, *, norm_before_gate: bool = False) -> None:
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.groups, self.epsilon, self.norm_before_gate = groups, epsilon, norm_before_gate
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normalises [tokens, size]; `gate` has its shape."""
+        y, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        y = y if self.norm_before_gate else y * gate
+        parts = y.reshape(y.shape[0], self.groups, -1)
+        y = rms(parts, self.epsilon).reshape(y.shape) * self.weight[...].astype(jnp.float32)
+        return (y * gate if self.norm_before_gate else y).astype(x.dtype)

@@ -4,11 +4,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import olmo_hybrid, qwen3_5, qwen3_next
+from mamba_align_jax.models import (
+    falcon_h1,
+    falcon_mamba,
+    granitemoehybrid,
+    jamba,
+    mamba,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
 from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
+    "falcon_h1": falcon_h1,
+    "falcon_mamba": falcon_mamba,
+    "granitemoehybrid": granitemoehybrid,
+    "jamba": jamba,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,

@@ -78,6 +78,7 @@ class CausalLM(nnx.Module):
         *,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
+        residual_dtype: str | None = None,
         mtp: Any = None,
     ) -> None:
         """Puts the parts together.
@@ -89,6 +90,7 @@ class CausalLM(nnx.Module):
             rngs: For the initial weights.
             embedding_scale: Multiplies embeddings.
             logits_scale: Multiplies logits.
+            residual_dtype: Of what layers take and return; the model's if None.
             mtp: A draft head: see `MTPHead`.
         """
         self.config = config
@@ -100,6 +102,7 @@ class CausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
+        self.residual_dtype = residual_dtype or config.dtype
         self.mtp = mtp
 
     @property
@@ -151,12 +154,12 @@ class CausalLM(nnx.Module):
         Returns:
             Hidden states [tokens, hidden] for `logits`, and the pools.
         """
-        x = self.embed_tokens(tokens) * self.embedding_scale
+        x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
         carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation)
         for layer in self.layers:
             x, carry = layer(x, step, carry)
-        return self.norm(x), carry.pool, carry.kv
+        return self.norm(x).astype(self.dtype), carry.pool, carry.kv
 
     def draft(
         self, hidden: jax.Array, next_tokens: jax.Array, step: StepInputs, kv: KVPages

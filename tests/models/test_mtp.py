@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models.driver import ATOL, DATA
 from models.head import NumpyHead, head_tensors, write_with_head
-from models.test_qwen3_5 import ATOL, CHECKPOINT
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.align.batch import StepBatch
@@ -24,6 +24,7 @@ from mamba_align_jax.models import load_model
 from mamba_align_jax.models.checkpoint import read_config
 from mamba_align_jax.spec import AlignConfig
 
+CHECKPOINT = DATA / "qwen3_5_text"
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
 # One program for all tests: two rows of each kind.
@@ -164,7 +165,7 @@ def test_guesses_behind_the_pages_touch_nobody(sequences):
 
 def test_a_head_of_experts(tmp_path):
     """Where the model's layers are sparse the head's is too, by the same names, interleaved or not."""
-    source = CHECKPOINT.parent / "qwen3_next"
+    source = DATA / "qwen3_next"
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     tensors = load_file(source / "model.safetensors")
     last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
