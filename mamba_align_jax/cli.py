@@ -60,11 +60,12 @@ def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.engine import Engine
 
     engine = Engine.from_pretrained(options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype)
-    if engine.model_config.vocab_size != 256:
-        raise ValueError("generate takes text for byte-level models only (vocab_size 256): use Engine.generate for ids")
+    # The bundled model's tokens are bytes.
+    in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
-    (output,) = engine.generate(encode(options.prompt), params)
-    _CONSOLE.print(options.prompt + decode(output.token_ids), markup=False, highlight=False)
+    (output,) = engine.generate(encode(options.prompt) if in_bytes else options.prompt, params)
+    text = decode(output.token_ids) if in_bytes else output.text
+    _CONSOLE.print(f"{options.prompt}{text}", markup=False, highlight=False)
     return 0
 
 

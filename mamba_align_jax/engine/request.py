@@ -28,6 +28,7 @@ class RequestOutput:
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
         e2e_s: Seconds from arrival to the end.
+        text: Of the generated tokens, where `Engine.generate` has a tokenizer.
     """
 
     request_id: int
@@ -44,6 +45,7 @@ class RequestOutput:
     tpot_s: float | None
     e2e_s: float
     error: BaseException | None = None
+    text: str | None = None
 
 
 @dataclass

@@ -153,6 +153,7 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+        self.cache.forget(request.id)
 
     def _leave(self, request: Request) -> None:
         self.cache.free(request.id)
