@@ -1,12 +1,14 @@
 """Trains the bundled byte-level model on text that ships with CPython, through the model's own layers.
 
     python examples/train_byte_model.py --prepare corpus.npz          # reads a standard library's text
-    python examples/train_byte_model.py --corpus corpus.npz --minutes 3 --out DIR
+    python examples/train_byte_model.py --corpus corpus.npz --minutes 3 --mtp-minutes 1 --out DIR
+    python examples/train_byte_model.py --corpus corpus.npz --mtp-only --mtp-minutes 1 --out DIR
 
 Documentation (docstrings, the language reference of `pydoc_data.topics`) and source code, as bytes; byte 0 separates
 documents. Every tenth topic is held out for measuring and another tenth for choosing the best step. The text is
-CPython's, under the Python Software Foundation License. The second command wants a GPU and takes its minutes plus
-compilation.
+CPython's, under the Python Software Foundation License. The draft head is trained behind the model, on the finished
+model's own predictions; the third command leaves the bundled model's weights as they are and trains a new head for it. The
+second and third want a GPU and take their minutes plus compilation.
 """
 
 import argparse
@@ -27,9 +29,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.layers.attention import attend
 from mamba_align_jax.metadata.rows import Rows, RowSplit
-from mamba_align_jax.models import qwen3_5
+from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
 from pallas_kernels import chunk_rows
 
@@ -45,6 +48,7 @@ TINY = dataclasses.replace(
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_num_value_heads=2, linear_key_head_dim=16,
     linear_value_head_dim=16,
 )  # fmt: skip
+DEPTH = 3  # drafts that the head is trained to make in a row
 LICENSE = """The weights in this directory were trained on the documentation and source code of CPython's standard
 library, copyright the Python Software Foundation and others, which is distributed under the Python Software Foundation
 License Version 2 (https://docs.python.org/3/license.html). The weights are under this project's Apache-2.0 licence.
@@ -114,7 +118,7 @@ def prepare(stdlib: Path) -> dict[str, np.ndarray]:
 
 
 def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
-    """Logits [sequences, length, vocab] of whole sequences: each one fresh prefill row that keeps no state."""
+    """Hidden states [sequences, length, hidden] of whole sequences: each one fresh prefill row that keeps no state."""
     length = tokens.shape[1]
     none, one = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
     rows = lambda loc, row: Rows(
@@ -144,14 +148,69 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
             out = jax.vmap(mixer.output)(attended, gate)
         x = x + out
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model.logits(model.norm(x))
+    return model.norm(x)
 
 
-def bits(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Mean bits per byte of predicting each byte from those before; weights rounded to bfloat16 as they are served."""
-    served = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    logits = forward(nnx.merge(graph, served), tokens[:, :-1])
+def foretell(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, depth: int) -> list[jax.Array]:
+    """What the draft head says of `depth` tokens in a row: logits [sequences, length - depth, vocab] of each.
+
+    As an engine runs it, but with the text in place of drafts: the first pass takes the model's hidden states, every later
+    one the last one's output. So a place sees the first pass' keys of all places up to it, and of later passes its own.
+    """
+    head, length = model.mtp, tokens.shape[1] - depth
+    assert head is not None
+    decoder, mixer = head.layers[0], head.layers[0].self_attn
+    positions = jnp.arange(length, dtype=jnp.int32)
+    keys, values, masks, logits = [], [], [], []
+    hidden = hidden[:, :length]
+    for n in range(depth):
+        x = head.join(model.embed_tokens(tokens[:, n + 1 : n + 1 + length]), hidden)
+        q, k, v, gate = jax.vmap(mixer.project, (0, None))(decoder.input_layernorm(x), positions + n)
+        keys.append(k)
+        values.append(v)
+        masks.append(positions[:, None] == positions if n else positions[:, None] >= positions)
+        every = (jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1), jnp.concatenate(masks, axis=1))
+        attended = jax.vmap(jax.checkpoint(attend), (0, 0, 0, None))(q, *every)
+        x = x + jax.vmap(mixer.output)(attended, gate)
+        x = x + decoder.mlp(decoder.post_attention_layernorm(x))
+        hidden = head.norm(x)
+        logits.append(model.logits(hidden))
+    return logits
+
+
+def served(params: nnx.State) -> nnx.State:
+    """Weights rounded to bfloat16, as they are served."""
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+
+def bits(graph: nnx.GraphDef, params: nnx.State, fixed: None, tokens: jax.Array) -> jax.Array:
+    """Mean bits per byte of predicting each byte from those before."""
+    model = nnx.merge(graph, served(params))
+    logits = model.logits(forward(model, tokens[:, :-1]))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])) / math.log(2)
+
+
+def guesses(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array):
+    """What the draft head says, and the model itself in its place: logits of each depth."""
+    model = nnx.merge(graph, served(params), fixed)
+    hidden = forward(model, tokens)
+    said, length = foretell(model, hidden, tokens, DEPTH), tokens.shape[1] - DEPTH
+    return said, [model.logits(hidden[:, n : n + length]) for n in range(1, DEPTH + 1)]
+
+
+def head_bits(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array) -> jax.Array:
+    """Mean bits per byte of foretelling the model's own predictions, over all depths."""
+    losses = [
+        jnp.mean(optax.softmax_cross_entropy(said, jax.nn.softmax(meant)))
+        for said, meant in zip(*guesses(graph, params, fixed, tokens[:, :-1]), strict=True)
+    ]
+    return jnp.mean(jnp.stack(losses)) / math.log(2)
+
+
+def agreement(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array) -> jax.Array:
+    """How often the draft head's best token is the model's, by depth, given that the drafts before are right."""
+    pairs = zip(*guesses(graph, params, fixed, tokens[:, :-1]), strict=True)
+    return jnp.stack([jnp.mean(said.argmax(-1) == meant.argmax(-1)) for said, meant in pairs])
 
 
 def windows(text: jax.Array, key: jax.Array, count: int, length: int) -> jax.Array:
@@ -160,26 +219,34 @@ def windows(text: jax.Array, key: jax.Array, count: int, length: int) -> jax.Arr
     return text[start + jnp.arange(length)].astype(jnp.int32)
 
 
-def evaluate(measure, params: nnx.State, text: np.ndarray, length: int) -> float:
-    """Bits per byte over all whole windows of a text."""
+def evaluate(measure, text: np.ndarray, length: int) -> np.ndarray:
+    """Mean of `measure(tokens)` over all whole windows of a text."""
     rows = np.asarray(text[: len(text) // length * length]).reshape(-1, length).astype(np.int32)
-    return float(np.mean([measure(params, jnp.asarray(row[None])) for row in rows]))
+    return np.mean([measure(jnp.asarray(row[None])) for row in rows], axis=0)
 
 
-def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float, batch: int, length: int, calls: int):
-    """Trains for some minutes, a few steps per call; returns the model of the step that validates best."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
-    exact = dataclasses.replace(config, dtype="float32")
-    params = nnx.state(qwen3_5.Model(exact, nnx.Rngs(0)), nnx.Param)
+def descend(
+    objective,
+    params: nnx.State,
+    fixed: nnx.State | None,
+    corpus: dict[str, np.ndarray],
+    minutes: float,
+    options: argparse.Namespace,
+) -> nnx.State:
+    """Trains `params` for some minutes, a few steps per call; returns those of the step that validates best.
+
+    `objective(params, fixed, tokens)` is in bits per byte; `fixed` stays as it is.
+    """
     print(f"{sum(p.size for p in jax.tree.leaves(params)) / 1e6:.2f} M parameters", flush=True)
     decays = jax.tree.map(lambda p: p.ndim > 1, params)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), optax.add_decayed_weights(0.1, decays)
     )
+    batch, length, calls = options.batch, options.length, options.calls
     docs, code = jnp.asarray(corpus["docs"]), jnp.asarray(corpus["code"])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def steps(params, moments, key, rate):
+    def steps(params, moments, fixed, key, rate):
         def step(carry, key):
             params, moments = carry
             first, second = jax.random.split(key)
@@ -189,7 +256,7 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
                     windows(code, second, batch - batch // 2, length + 1),
                 ]
             )
-            loss, gradient = jax.value_and_grad(lambda p: bits(graph, p, tokens))(params)
+            loss, gradient = jax.value_and_grad(objective)(params, fixed, tokens)
             updates, moments = optimizer.update(gradient, moments, params)
             params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
             return (params, moments), loss
@@ -197,27 +264,57 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, minutes: float,
         (params, moments), losses = jax.lax.scan(step, (params, moments), jax.random.split(key, calls))
         return params, moments, losses
 
-    measure = jax.jit(lambda params, tokens: bits(graph, params, tokens))
+    measure = jax.jit(objective)
     moments, key = optimizer.init(params), jax.random.key(0)
     best, chosen, call, begin, done = math.inf, params, 0, None, 0.0
     while done < 1:
         rate = 2e-3 * min(1.0, (call + 1) * calls / 200) * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
         key, now = jax.random.split(key)
-        params, moments, losses = steps(params, moments, now, rate)
+        params, moments, losses = steps(params, moments, fixed, now, rate)
         loss = float(jnp.mean(losses))
         begin = begin or time.monotonic()  # compilation is not training
-        done = (time.monotonic() - begin) / (60 * minutes)
+        done = (time.monotonic() - begin) / (60 * minutes) if minutes else 1.0
         call += 1
         if call % 10 == 0 or done > 0.97:
-            validation = evaluate(measure, params, corpus["validation"], length)
+            validation = float(evaluate(functools.partial(measure, params, fixed), corpus["validation"], length))
             print(
                 f"{call * calls:6d} steps {done:4.0%}  train {loss:.3f}  validation {validation:.3f} bits/byte",
                 flush=True,
             )
             if validation < best:
                 best, chosen = validation, jax.tree.map(jnp.copy, params)
-    print(f"held-out documentation: {evaluate(measure, chosen, corpus['heldout'], length):.3f} bits/byte", flush=True)
-    return nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), chosen))
+    return chosen
+
+
+def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argparse.Namespace) -> qwen3_5.Model:
+    """A model trained from random weights, in bfloat16."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
+    exact = dataclasses.replace(config, dtype="float32")
+    params = nnx.state(qwen3_5.Model(exact, nnx.Rngs(0)), nnx.Param)
+    objective = functools.partial(bits, graph)
+    chosen = descend(objective, params, None, corpus, options.minutes, options)
+    measure = functools.partial(jax.jit(objective), chosen, None)
+    print(f"held-out documentation: {evaluate(measure, corpus['heldout'], options.length):.3f} bits/byte", flush=True)
+    return nnx.merge(graph, served(chosen))
+
+
+def train_head(corpus: dict[str, np.ndarray], model: qwen3_5.Model, options: argparse.Namespace) -> qwen3_5.Model:
+    """A bfloat16 model with a newly trained draft head; its other weights are the same bits."""
+    config = qwen3_5.Config.from_dict(model.config.to_dict() | {"mtp_num_hidden_layers": 1})
+    head = qwen3_5.draft_head(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))
+    params = nnx.State({"mtp": nnx.state(head, nnx.Param)})
+    fixed = served(nnx.split_state(nnx.state(model, nnx.Param), nnx.PathContains("mtp"), ...)[1])
+    graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
+    chosen = descend(functools.partial(head_bits, graph), params, fixed, corpus, options.mtp_minutes, options)
+    measure = functools.partial(jax.jit(functools.partial(agreement, graph)), chosen, fixed)
+    for name in ("validation", "heldout"):
+        shares = evaluate(measure, corpus[name], options.length)
+        print(
+            f"{name}: drafts 1 to {DEPTH} are the model's own choice in {', '.join(f'{share:.1%}' for share in shares)} if "
+            f"those before are; {np.cumprod(shares).sum():.2f} a step would stand",
+            flush=True,
+        )
+    return nnx.merge(graph, served(chosen), fixed)
 
 
 def main() -> None:
@@ -227,6 +324,10 @@ def main() -> None:
     parser.add_argument("--heldout", metavar="FILE", help="with --prepare: write the held-out text to FILE")
     parser.add_argument("--corpus", metavar="FILE", help="a prepared corpus; default: prepare one now")
     parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--mtp-minutes", type=float, default=1.0, help="for the draft head; 0 makes none")
+    parser.add_argument(
+        "--mtp-only", action="store_true", help="a new draft head for the bundled model, and nothing else"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=20, help="steps per call of the compiled program")
@@ -241,8 +342,9 @@ def main() -> None:
             Path(options.heldout).write_bytes(corpus["heldout"].tobytes())
         return
     corpus = dict(np.load(options.corpus)) if options.corpus else prepare(options.stdlib)
-    config = TINY if options.tiny else CONFIG
-    model = train(corpus, config, options.minutes, options.batch, options.length, options.calls)
+    model = load_model(BYTE_MODEL) if options.mtp_only else train(corpus, TINY if options.tiny else CONFIG, options)
+    if options.mtp_minutes:
+        model = train_head(corpus, model, options)
     if options.out:
         save_checkpoint(model, qwen3_5, options.out)
         (options.out / "LICENSE").write_text(LICENSE)

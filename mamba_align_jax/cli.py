@@ -1,4 +1,4 @@
-"""The command line: `mamba-align demo | generate | info`."""
+"""The command line: `mamba-align demo | generate | info | trace`."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mamba_align_jax.data import BYTE_MODEL, decode, encode
+from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 
 _CONSOLE = Console()
@@ -91,6 +92,15 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
+def _trace(options: argparse.Namespace) -> int:
+    # Plain lines: they are for pipes, and wider than a table may be.
+    print(trace.HEADING)
+    for step in trace.read_trace(options.file):
+        for line in trace.lines(step, options.request):
+            print(line)
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -117,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--block-size", type=int, default=64)
     info.add_argument("--prefix-cache", default="align")
     info.set_defaults(run=_info)
+
+    steps = commands.add_parser("trace", help="print what Engine.trace wrote, a line per row and step")
+    steps.add_argument("file", metavar="FILE", type=Path)
+    steps.add_argument("--request", type=int, metavar="ID", help="of this request alone")
+    steps.set_defaults(run=_trace)
     return parser
 
 

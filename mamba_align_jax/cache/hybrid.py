@@ -183,12 +183,13 @@ class HybridCache:
         self._changed()
         return published
 
-    def commit(self, request: Hashable, tokens: Sequence[int]) -> None:
-        """Takes in a step's result: `tokens` are computed now, and kept."""
-        self.states.commit(request, tokens)
+    def commit(self, request: Hashable, tokens: Sequence[int]) -> int:
+        """Takes in a step's result: `tokens` are computed now, and kept. Returns the boundary that is published by it."""
+        boundary = self.states.commit(request, tokens)
         if self.states.mode != "none":
             self.kv.publish(request, tokens)
         self._changed()
+        return boundary
 
     def withdraw(self, published: Published) -> set[Hashable]:
         """The step raised: what its dispatch published is found no more. Blocks stay with whoever holds them.

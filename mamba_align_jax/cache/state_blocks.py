@@ -50,9 +50,15 @@ class StateBlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_speculative_tokens: int = 0, *, mode: str = "align"
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_speculative_tokens: int = 0,
+        *,
+        mode: str = "align",
+        steps_in_flight: int = 0,
     ) -> None:
-        """An empty cache over a pool of `num_blocks`, NULL_BLOCK included.
+        """An empty cache over a pool of `num_blocks`, NULL_BLOCK included, for steps that overlap `steps_in_flight` others.
 
         Raises:
             ValueError: an argument is out of range, or not one request fits.
@@ -68,10 +74,10 @@ class StateBlockManager:
         self.block_size = block_size
         self.num_speculative_tokens = num_speculative_tokens
         self.mode = mode
-        if num_blocks < 1 + self.blocks_needed():
+        least = 1 + self.blocks_needed(steps_in_flight)
+        if num_blocks < least:
             raise ValueError(
-                f"StateBlockManager: num_blocks must be at least {1 + self.blocks_needed()} for one request, "
-                f"got {num_blocks}"
+                f"StateBlockManager: num_blocks must be at least {least} for one request, got {num_blocks}"
             )
         # Keys that stay only until all of these requests, running or to come back, have passed the next boundary.
         self._rolling: dict[bytes, set[Hashable]] = {}

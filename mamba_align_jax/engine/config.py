@@ -29,11 +29,14 @@ class EngineConfig:
             hold four times `max_num_seqs` sequences of `max_model_len`.
         num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
             request holds about K state blocks more, and `block_size` must be at least K + 1.
+        async_stepping: Whether a step is dispatched before the last one's tokens are read, so that the device never waits
+            for the host. Drafts are then made on the device; a running request holds a state block more, or a few.
         prompt_lookup_max: Longest n-gram that is looked up for drafts.
         prompt_lookup_min: Shortest one.
         max_model_len: Longest sequence; None is the model's own limit.
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Prompt tokens of one step.
+        max_waiting: Requests that may wait to run for the first time; None is no limit.
         state_dtype: Of the recurrent states: "float32", "bfloat16" or "float16".
         checked: Whether each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
@@ -47,11 +50,13 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
+    async_stepping: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
+    max_waiting: int | None = None
     state_dtype: str = "float32"
     checked: bool = False
 
@@ -60,7 +65,7 @@ class EngineConfig:
         _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("num_state_blocks", "num_kv_pages", "max_model_len"):
+        for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "None or at least 1", value)
         K = self.num_speculative_tokens
@@ -99,6 +104,11 @@ class EngineConfig:
         if self.prefix_cache == "all":
             raise ValueError("prefix_cache='all' is not available yet: use 'align'")
 
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are unread when another one is dispatched."""
+        return int(self.async_stepping)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -117,6 +127,7 @@ class SamplingParams:
             `block_size`, without 0 and what the prompt doesn't reach. `RequestOutput.checkpoint_at` says what they came to.
         num_speculative_tokens: Draft tokens per step at most; None is the engine's, 0 drafts nothing. What is generated does
             not depend on it.
+        priority: Lower numbers run first and give way last; equal ones in the order of their arrival.
     """
 
     max_tokens: int = 64
@@ -129,6 +140,7 @@ class SamplingParams:
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

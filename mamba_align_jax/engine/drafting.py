@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+# Stands for a token, drafted or sampled, that only the device knows.
+UNKNOWN = -1
+
 
 class Drafter(Protocol):
     """Proposes tokens that the next step verifies: a wrong one costs time and changes nothing that is generated.

@@ -31,7 +31,7 @@ def _whole(params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.Gr
     model = nnx.merge(graph, params)
     num_tokens = tokens.shape[0]
     pages = num_tokens // _PAGE
-    kv = KVPages.create(model.num_attention_layers, 1 + pages, _PAGE, model.num_kv_heads, model.head_dim, model.dtype)
+    kv = KVPages.create(model.kv_spec(), 1 + pages, _PAGE)
     tables = BlockTables(blocks=jnp.ones((1, 1, spec.num_columns), jnp.int32))
     _, indices = begin_step(spec, AlignState.create(spec), batch, tables)
     step = step_inputs(

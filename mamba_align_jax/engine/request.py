@@ -22,7 +22,8 @@ class RequestOutput:
             made again.
         num_draft_tokens: Tokens that were proposed for it by speculation.
         num_accepted_tokens: Proposed tokens that the model agreed with, those behind a stop token included.
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", "abort", or "error".
+        error: What a step raised that the request ran in; None unless `finish_reason` is "error".
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
         e2e_s: Seconds from arrival to the end.
@@ -40,18 +41,27 @@ class RequestOutput:
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
+    error: BaseException | None = None
 
 
 @dataclass
 class Request:
-    """The host's view of a request. `num_computed` counts tokens whose states exist on the device."""
+    """The host's view of a request.
+
+    `num_computed` counts tokens whose states exist on the device, as far as results are read. Of the steps that are planned
+    and unread, `num_ahead` tokens will be added for certain, and up to `num_unsure` drafts.
+    """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
     tokens: list[int] = field(init=False)
     slot: int = -1
+    # Priority and arrival: who comes first. Set when it is queued, and kept.
+    rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
+    num_ahead: int = 0
+    num_unsure: int = 0
     # End of the tokens that must be run before the next one is sampled: the prompt, or all tokens after a preemption.
     prefill_end: int = 0
     num_admissions: int = 0
@@ -81,9 +91,19 @@ class Request:
         return self.params.max_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
+    def least(self) -> int:
+        """Fewest tokens that will be computed once all planned steps are done."""
+        return self.num_computed + self.num_ahead
+
+    @property
+    def most(self) -> int:
+        """Most of them."""
+        return self.least + self.num_unsure
+
+    @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens must be run before one can be sampled."""
-        return self.num_computed < self.prefill_end
+        """Whether known tokens must be planned before one can be sampled."""
+        return self.least < self.prefill_end
 
     def append(self, token: int) -> None:
         """Takes in a sampled token."""
@@ -91,7 +111,7 @@ class Request:
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
 
-    def output(self, reason: str) -> RequestOutput:
+    def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """What the caller gets."""
         count = len(self.generated)
         first, last = self.first_token, self.last_token
@@ -108,4 +128,5 @@ class Request:
             ttft_s=None if first is None else first - self.arrival,
             tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
             e2e_s=time.perf_counter() - self.arrival,
+            error=error,
         )

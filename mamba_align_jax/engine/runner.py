@@ -1,8 +1,8 @@
-"""Runs a plan: packs rows into a bucket, dispatches one jitted step with donated pools, reads the sampled tokens."""
+"""Runs plans: packs rows into a bucket, dispatches one jitted step with donated pools, reads the sampled tokens later."""
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,15 @@ from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.checked import StepChecker
+from mamba_align_jax.align.columns import certain_tokens
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
+from mamba_align_jax.engine.device_drafting import NGramLookup
+from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
+from mamba_align_jax.engine.sizing import PoolSizes
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.pool import StatePool
@@ -25,9 +29,13 @@ from mamba_align_jax.spec import AlignConfig, ConvState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the host sends per step. Row arrays are [rows], `tokens` [tokens], `page_tables` [slots, pages]."""
+    """What the host sends per step. Row arrays are [rows], `tokens` [tokens], `page_tables` [slots, pages].
+
+    `entering` [additions, length] are the tokens of requests that enter, as `Pending.history` keeps them.
+    """
 
     tokens: jax.Array
+    entering: jax.Array
     batch: StepBatch
     updates: TableUpdates
     additions: Additions
@@ -42,14 +50,60 @@ class Inputs:
 class StepResult(NamedTuple):
     """What the host reads of a step: row i sampled `tokens[i, :counts[i]]`, int32 [rows, 1 + K] and [rows].
 
-    `copies` counts blocks that moved, [2, groups]: recurrent states, conv windows. `null_reads` counts rows whose state was
-    lost.
+    `drafts` says how many drafts it verified, [rows]. `copies` counts blocks that moved, [2, groups]: recurrent states, conv
+    windows. `null_reads` counts rows whose state was lost.
     """
 
     tokens: jax.Array
     counts: jax.Array
+    drafts: jax.Array
     copies: jax.Array
     null_reads: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """All that one step hands to the next. Donate it."""
+
+    pool: StatePool
+    kv: KVPages
+    state: AlignState
+    tables: BlockTables
+    pending: Pending
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model without its parameters, which travel as a list: quicker to pass than a tree with hundreds of names."""
+
+    definition: nnx.GraphDef
+    structure: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def split(cls, model: nnx.Module) -> "tuple[Graph, list[jax.Array]]":
+        """The graph and the parameters."""
+        definition, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        return cls(definition, structure), leaves
+
+    def model(self, params: list[jax.Array]) -> Any:
+        """The inverse of `split`."""
+        return nnx.merge(self.definition, jax.tree.unflatten(self.structure, params))
+
+
+class Dispatched(NamedTuple):
+    """A step on its way: the row in each place, and what will be read."""
+
+    places: list[Row | None]
+    result: StepResult
+
+
+class RowResult(NamedTuple):
+    """What one row sampled, accepted drafts first, and how many drafts it had."""
+
+    tokens: list[int]
+    num_drafts: int
 
 
 def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
@@ -60,26 +114,25 @@ def _count(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "spec", "page_size", "num_decode_rows"),
-    donate_argnames=("pool", "kv", "state", "tables"),
+    static_argnames=("graph", "spec", "drafter", "num_decode_rows"),
+    donate_argnames=("device_state",),
 )
 def _step(
-    params: nnx.State,
+    params: list[jax.Array],
     inputs: Inputs,
-    pool: StatePool,
-    kv: KVPages,
-    state: AlignState,
-    tables: BlockTables,
+    device_state: DeviceState,
     *,
-    graph: nnx.GraphDef,
+    graph: Graph,
     spec: AlignConfig,
-    page_size: int,
+    drafter: NGramLookup | None,
     num_decode_rows: int,
-) -> tuple[StepResult, StatePool, KVPages, AlignState, BlockTables]:
-    model = nnx.merge(graph, params)
-    batch = inputs.batch
-    tables = update_block_tables(tables, inputs.updates)
-    state = add_requests(state, inputs.additions)
+) -> tuple[StepResult, DeviceState]:
+    model = graph.model(params)
+    batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
+    tables = update_block_tables(device_state.tables, inputs.updates)
+    state = add_requests(device_state.state, inputs.additions)
+    pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
+    tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, num_decode_rows)
     state, indices = begin_step(spec, state, batch, tables)
     pool = migrate(spec, pool, indices)
     step = step_inputs(
@@ -88,11 +141,11 @@ def _step(
         num_decode_rows=num_decode_rows,
         num_decode_tokens=num_decode_rows * spec.window,
         page_tables=inputs.page_tables,
-        num_tokens=inputs.tokens.shape[0],
-        page_size=page_size,
+        num_tokens=tokens.shape[0],
+        page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
     )
-    hidden, pool, kv = model(inputs.tokens, step, pool, kv)
+    hidden, pool, kv = model(tokens, step, pool, kv)
     # A token is sampled behind every token of a decode or verify row, and behind the last one of a prefill row.
     num_rows, window = batch.idx_mapping.shape[0], jnp.arange(spec.window, dtype=jnp.int32)
     last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
@@ -101,20 +154,32 @@ def _step(
     place = jnp.concatenate([verify.reshape(-1), rest])
     row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), spec.window), jnp.arange(num_decode_rows, num_rows)])
     options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
-    sampled = sample(model.logits(hidden[place]), *options, step.positions[place] + 1)
-    verified, rest = jnp.split(sampled, [verify.size])
+    chosen = sample(model.logits(hidden[place]), *options, step.positions[place] + 1)
+    verified, rest = jnp.split(chosen, [verify.size])
     verified = verified.reshape(verify.shape)
-    counts = count_sampled(verified, inputs.tokens[verify[:, 1:]], batch.num_drafts[:num_decode_rows])
+    counts = count_sampled(verified, drafts, num_drafts)
     counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
     state, plan = plan_finish(spec, state, batch, indices, counts, tables)
     pool = copy_states(spec, pool, plan)
-    result = StepResult(
+    sampled = Sampled(
+        slot=jnp.where(inputs.samples, batch.idx_mapping, spec.max_num_reqs),
         tokens=jnp.concatenate([verified, jnp.broadcast_to(rest[:, None], (rest.shape[0], spec.window))]),
         counts=counts,
+        known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
+    )
+    pending = advance(pending, sampled)
+    if drafter is not None:
+        slot = jnp.minimum(sampled.slot, spec.max_num_reqs - 1)
+        found = drafter.propose(pending.history[slot], sampled.known + counts, spec.num_speculative_tokens)
+        pending = propose(pending, sampled.slot, *found)
+    result = StepResult(
+        tokens=sampled.tokens,
+        counts=counts,
+        drafts=jnp.pad(num_drafts, (0, num_rows - num_decode_rows)),
         copies=_count(spec, indices.migration) + _count(spec, plan),
         null_reads=indices.num_null_reads(),
     )
-    return result, pool, kv, state, tables
+    return result, DeviceState(pool=pool, kv=kv, state=state, tables=tables, pending=pending)
 
 
 class Bucket(NamedTuple):
@@ -138,25 +203,55 @@ class StepRunner:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Any,
         spec: AlignConfig,
-        kv: KVPages,
-        num_state_blocks: int,
+        sizes: PoolSizes,
+        kv_page_size: int,
         max_prefill_rows: int,
         max_num_batched_tokens: int,
+        *,
+        steps_in_flight: int = 0,
+        drafter: NGramLookup | None = None,
     ) -> None:
+        """A runner with fresh pools.
+
+        Args:
+            model: The model.
+            spec: How states are kept.
+            sizes: Of the pools.
+            kv_page_size: Tokens of a KV page.
+            max_prefill_rows: Prefill rows of a step.
+            max_num_batched_tokens: Their tokens.
+            steps_in_flight: Steps that are dispatched while one is unread.
+            drafter: Who drafts on the device, if anybody does.
+        """
         self.spec = spec
-        self.pool = StatePool.create(spec, num_state_blocks)
-        self.kv = kv
-        self.page_size = kv.keys.shape[2]
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.state = AlignState.create(spec)
-        self.tables = BlockTables.create(spec)
         self.state_bytes_copied = self.null_reads = 0
-        self._checker = StepChecker(spec, num_state_blocks)
-        self._graph, self._params = nnx.split(model)
-        self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self.page_size)), np.int32)
+        self._graph, self._params = Graph.split(model)
+        self._kv_spec, self._sizes, self._page_size = model.kv_spec(), sizes, kv_page_size
+        self._steps_in_flight, self._drafter = steps_in_flight, drafter
+        self._start()
+
+    def reset(self) -> None:
+        """Fresh pools and bookkeeping, for every slot: what a step that raised has left is gone."""
+        # The old arrays go before the new ones come: there is no room for both.
+        del self.device_state
+        self._start()
+
+    def _start(self) -> None:
+        spec, sizes = self.spec, self._sizes
+        history = spec.max_model_len if self._drafter else 0
+        self.device_state = DeviceState(
+            pool=StatePool.create(spec, sizes.state_blocks),
+            kv=KVPages.create(self._kv_spec, sizes.kv_pages, self._page_size),
+            state=AlignState.create(spec),
+            tables=BlockTables.create(spec),
+            pending=Pending.create(spec.max_num_reqs, spec.window, history),
+        )
+        self._checker = StepChecker(spec, sizes.state_blocks)
+        self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self._page_size)), np.int32)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -173,7 +268,7 @@ class StepRunner:
         """Compiles one program by running it on padding rows, which change nothing."""
         jax.block_until_ready(self._run(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows)))
 
-    def dispatch(self, plan: Plan) -> StepResult:
+    def dispatch(self, plan: Plan) -> Dispatched:
         """Starts the plan's step; `read` waits for it. Nothing here synchronises with the device."""
         tokens = sum(row.num_tokens for row in plan.prefill)
         bucket = min(
@@ -184,52 +279,52 @@ class StepRunner:
             and tokens <= bucket.prefill_tokens
         )
         pad = lambda rows, size: [*rows, *[None] * (size - len(rows))]
-        return self._run(bucket, pad(plan.decode, bucket.decode_rows) + pad(plan.prefill, bucket.prefill_rows))
+        places = pad(plan.decode, bucket.decode_rows) + pad(plan.prefill, bucket.prefill_rows)
+        result = self._run(bucket, places)
+        for array in result:
+            array.copy_to_host_async()
+        return Dispatched(places, result)
 
     def _run(self, bucket: Bucket, places: list[Row | None]) -> StepResult:
-        inputs = self._inputs(places, bucket.decode_rows * self.spec.window + bucket.prefill_tokens)
-        result, self.pool, self.kv, self.state, self.tables = _step(
+        inputs = self._inputs(bucket, places)
+        result, self.device_state = _step(
             self._params,
             inputs,
-            self.pool,
-            self.kv,
-            self.state,
-            self.tables,
+            self.device_state,
             graph=self._graph,
             spec=self.spec,
-            page_size=self.page_size,
+            drafter=self._drafter,
             num_decode_rows=bucket.decode_rows,
         )
-        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.state)
-        self._places = places
+        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
         return result
 
-    def read(self, result: StepResult) -> dict[int, list[int]]:
-        """The sampled tokens of each request that samples, accepted drafts first, by id: the step's only wait."""
-        tokens, counts, copies, null_reads = jax.device_get(result)
+    def read(self, dispatched: Dispatched) -> list[tuple[Row, RowResult]]:
+        """What each row of a step came to: the step's only wait. Rows that don't sample have no tokens."""
+        tokens, counts, drafts, copies, null_reads = jax.device_get(dispatched.result)
         self.null_reads += int(null_reads)
         for g, group in enumerate(self.spec.groups):
             for kind in group.states:
                 size = self.spec.state_bytes_per_block(g, kind)
                 self.state_bytes_copied += int(copies[int(isinstance(kind, ConvState)), g]) * size
-        return {
-            row.request.id: sampled[:count].tolist()
-            for row, sampled, count in zip(self._places, tokens, counts, strict=True)
-            if row is not None and row.samples
-        }
+        return [
+            (row, RowResult(sampled[: count if row.samples else 0].tolist(), int(num_drafts)))
+            for row, sampled, count, num_drafts in zip(dispatched.places, tokens, counts, drafts, strict=True)
+            if row is not None
+        ]
 
-    def _inputs(self, places: list[Row | None], num_tokens: int) -> Inputs:
+    def _inputs(self, bucket: Bucket, places: list[Row | None]) -> Inputs:
         rows = [row for row in places if row is not None]
-        tokens = np.zeros(num_tokens, np.int32)
-        packed = []
-        for row in rows:
-            packed += row.request.tokens[row.start : row.start + row.num_tokens]
-            packed += row.drafts
+        tokens = np.zeros(bucket.decode_rows * self.spec.window + bucket.prefill_tokens, np.int32)
+        packed = [token for row in rows for token in row.tokens]
         tokens[: len(packed)] = packed
         for row in rows:
             for number, page in row.allocation.pages:
                 self._page_tables[row.request.slot, number] = page
         entering = [row for row in rows if row.enters]
+        history = np.zeros((bucket.prefill_rows, self.device_state.pending.history.shape[1]), np.int32)
+        for place, row in enumerate(entering if self._drafter else ()):
+            history[place, : len(row.request.tokens)] = row.request.tokens
         column_entries = [
             (group, row.request.slot, column, block)
             for group in range(len(self.spec.groups))
@@ -242,6 +337,7 @@ class StepRunner:
         lengths = [0 if row is None else row.num_tokens for row in places]
         return Inputs(
             tokens=jax.device_put(tokens),
+            entering=jax.device_put(history),
             batch=StepBatch.from_host(
                 self.spec,
                 len(places),
@@ -252,7 +348,9 @@ class StepRunner:
             ),
             # A row never gets more in one step than it may hold.
             updates=TableUpdates.from_host(
-                self.spec, len(places) * len(self.spec.groups) * self.spec.blocks_per_request(), column_entries
+                self.spec,
+                len(places) * len(self.spec.groups) * self.spec.blocks_per_request(self._steps_in_flight),
+                column_entries,
             ),
             additions=Additions.from_host(
                 self.spec,

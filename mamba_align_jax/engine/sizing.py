@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.spec import AlignConfig
@@ -57,10 +56,9 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes
     Raises:
         ValueError: a pool is too small for one request.
     """
-    page_bytes = (
-        2 * model.num_attention_layers * config.kv_page_size * model.num_kv_heads * model.head_dim
-    ) * np.dtype(model.dtype).itemsize
-    running = config.max_num_seqs * spec.blocks_per_request()
+    page_bytes = model.kv_spec().bytes_per_page(config.kv_page_size)
+    each = spec.blocks_per_request(config.steps_in_flight)
+    running = config.max_num_seqs * each
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
     available = free_bytes(jax.devices()[0])
@@ -71,10 +69,8 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block
-    if blocks < 1 + spec.blocks_per_request():
-        raise ValueError(
-            f"num_state_blocks must be at least {1 + spec.blocks_per_request()} for one request, got {blocks}"
-        )
+    if blocks < 1 + each:
+        raise ValueError(f"num_state_blocks must be at least {1 + each} for one request, got {blocks}")
     if pages < 2:
         raise ValueError(f"num_kv_pages must be at least 2, got {pages}")
     return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)

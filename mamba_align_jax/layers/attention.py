@@ -1,6 +1,7 @@
-"""Gated full attention over paged keys and values (Qwen3.5): query/key norms, partial rotary, sigmoid output gate."""
+"""Full attention over paged keys and values, with the norms, rotation and output gate that a model has."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ from flax import nnx
 from jax.lax import Precision
 
 from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.metadata.rows import Rows
 from pallas_kernels._chunks import Span, chunk_of_token, spans
@@ -29,8 +29,13 @@ def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) ->
     return rotated.astype(x.dtype)
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32."""
+def attend(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float | None = None
+) -> jax.Array:
+    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32.
+
+    `scale` is dim ** -0.5 if None. Values may have another dim.
+    """
     n, heads, dim = queries.shape
     exact = queries.dtype == jnp.float32
     product = functools.partial(
@@ -39,10 +44,10 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
         preferred_element_type=jnp.float32,
     )
     grouped = queries.reshape(n, keys.shape[1], -1, dim)
-    scores = product("nhgd,lhd->hgnl", grouped, keys) * dim**-0.5
+    scores = product("nhgd,lhd->hgnl", grouped, keys) * (dim**-0.5 if scale is None else scale)
     weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
     out = product("hgnl,lhd->nhgd", weights.astype(values.dtype), values)
-    return out.reshape(n, heads, dim).astype(queries.dtype)
+    return out.reshape(n, heads, -1).astype(queries.dtype)
 
 
 def _attend_chunks(
@@ -55,6 +60,7 @@ def _attend_chunks(
     keys: jax.Array,
     values: jax.Array,
     layer: jax.Array,
+    scale: float | None,
 ) -> jax.Array:
     """Attention of packed tokens, cut into `chunks` of one row each; `place` is each token's chunk and lane."""
     num_tokens, heads, dim = queries.shape
@@ -69,10 +75,10 @@ def _attend_chunks(
         filled = (position < first + chunk.length)[:, None, None]
         k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
         token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-        return attend(queries[token], k, v, position <= first + lane[:, None])
+        return attend(queries[token], k, v, position <= first + lane[:, None], scale)
 
     length = page_table.shape[1] * keys.shape[2]
-    each = length * (2 * keys.shape[3] * dim + heads * chunk_size)
+    each = length * (keys.shape[3] * (dim + values.shape[4]) + heads * chunk_size)
     batch = max(1, _ELEMENTS // each)
     number = chunks.row.shape[0]
     out = jax.vmap(run)(chunks) if number <= batch else jax.lax.map(run, chunks, batch_size=batch)
@@ -81,9 +87,16 @@ def _attend_chunks(
 
 
 def paged_attention(
-    queries: jax.Array, step: StepInputs, keys: jax.Array, values: jax.Array, layer: jax.Array
+    queries: jax.Array,
+    step: StepInputs,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of packed tokens [tokens, heads, dim] over their rows' pages, a chunk of one row at a time.
+
+    `scale` is dim ** -0.5 if None.
 
     Plain XLA: full attention is here so that hybrid models run, not to be fast.
     """
@@ -96,7 +109,7 @@ def paged_attention(
         chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
         place, window = (tokens.row, tokens.offset), rows.write.shape[2]
         table = step.page_table[:num_decode_rows]
-        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer),)
+        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer, scale),)
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
         chunks = step.chunks
@@ -104,13 +117,15 @@ def paged_attention(
         place = chunk_of_token(chunks, queries.shape[0])
         table = step.page_table[num_decode_rows:]
         cut = spans(chunks, rows.query_start_loc)
-        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer),)
+        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer, scale),)
 
     return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
 
 
-class GatedAttention(nnx.Module):
-    """One layer. The query projection carries each head's output gate behind its query."""
+class Attention(nnx.Module):
+    """One layer. Where it is gated, the query projection carries each head's gate behind its query."""
+
+    kind = "attention"
 
     def __init__(
         self,
@@ -118,33 +133,72 @@ class GatedAttention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rotary_dim: int,
-        rope_theta: float,
-        epsilon: float,
         dtype: str,
         rngs: nnx.Rngs,
+        *,
+        rotary_dim: int = 0,
+        rope_theta: float = 1e4,
+        gated: bool = False,
+        norm: Callable[[int], nnx.Module] | None = None,
+        norm_whole: bool = False,
+        bias: bool = False,
+        scale: float | None = None,
     ) -> None:
+        """A layer's parameters.
+
+        Args:
+            hidden_size: Of the model.
+            heads: Of queries.
+            kv_heads: Of keys and values; divides `heads`.
+            head_dim: Of each.
+            dtype: Of the products.
+            rngs: For the initial weights.
+            rotary_dim: Leading dims that are rotated by position; 0 for none.
+            rope_theta: Base of the rotation's wavelengths.
+            gated: Whether outputs are multiplied by the sigmoid of a gate.
+            norm: Makes the norms of queries and keys from their size; None for none.
+            norm_whole: Whether these take all heads together, before they are cut apart.
+            bias: Of the projections.
+            scale: Of the scores; head_dim ** -0.5 if None.
+        """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
-        self.q_proj = linear(hidden_size, 2 * heads * head_dim, dtype, rngs)
-        self.k_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs)
-        self.v_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs)
-        self.o_proj = linear(heads * head_dim, hidden_size, dtype, rngs)
-        self.q_norm = RMSNorm(head_dim, epsilon, dtype)
-        self.k_norm = RMSNorm(head_dim, epsilon, dtype)
+        self.gated, self.norm_whole, self.scale = gated, norm_whole, scale
+        self.q_proj = linear(hidden_size, (1 + gated) * heads * head_dim, dtype, rngs, bias=bias)
+        self.k_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs, bias=bias)
+        self.v_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs, bias=bias)
+        self.o_proj = linear(heads * head_dim, hidden_size, dtype, rngs, bias=bias)
+        sizes = (heads * head_dim, kv_heads * head_dim) if norm_whole else (head_dim, head_dim)
+        self.q_norm, self.k_norm = map(norm, sizes) if norm else (None, None)
 
-    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    @property
+    def kv_dims(self) -> tuple[int, int, int]:
+        """Heads, and dims of a key and a value."""
+        return self.kv_heads, self.head_dim, self.head_dim
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries, keys, values [tokens, heads, head_dim], normed and rotated, and the gates [tokens, heads * dim]."""
         tokens = x.shape[0]
-        rotate = functools.partial(rotary, positions=positions, rotary_dim=self.rotary_dim, theta=self.rope_theta)
-        q, gate = jnp.split(self.q_proj(x).reshape(tokens, self.heads, 2 * self.head_dim), 2, axis=-1)
-        k = self.k_proj(x).reshape(tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(tokens, self.kv_heads, self.head_dim)
-        return rotate(self.q_norm(q)), rotate(self.k_norm(k)), v, gate.reshape(tokens, -1)
+        heads = lambda y, number: y.reshape(tokens, number, -1)
+        q, gate = self.q_proj(x), None
+        if self.gated:
+            q, gate = (y.reshape(tokens, -1) for y in jnp.split(heads(q, self.heads), 2, axis=-1))
 
-    def output(self, attended: jax.Array, gate: jax.Array) -> jax.Array:
+        def finish(y: jax.Array, number: int, norm: nnx.Module | None) -> jax.Array:
+            if norm is not None and self.norm_whole:
+                y = norm(y)
+            y = heads(y, number)
+            if norm is not None and not self.norm_whole:
+                y = norm(y)
+            return rotary(y, positions, self.rotary_dim, self.rope_theta) if self.rotary_dim else y
+
+        k, v = finish(self.k_proj(x), self.kv_heads, self.k_norm), heads(self.v_proj(x), self.kv_heads)
+        return finish(q, self.heads, self.q_norm), k, v, gate
+
+    def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
         """Gates and projects [tokens, heads, head_dim] back to [tokens, hidden]."""
-        return self.o_proj(attended.reshape(gate.shape) * jax.nn.sigmoid(gate))
+        attended = attended.reshape(attended.shape[0], -1)
+        return self.o_proj(attended if gate is None else attended * jax.nn.sigmoid(gate))
 
     def __call__(
         self, x: jax.Array, step: StepInputs, keys: jax.Array, values: jax.Array, layer: jax.Array
@@ -164,4 +218,4 @@ class GatedAttention(nnx.Module):
         q, k, v, gate = self.project(x, step.positions)
         put = lambda pool, new: pool.at[layer, step.kv_page, step.kv_offset].set(new.astype(pool.dtype), mode="drop")
         keys, values = put(keys, k), put(values, v)
-        return self.output(paged_attention(q, step, keys, values, layer), gate), keys, values
+        return self.output(paged_attention(q, step, keys, values, layer, self.scale), gate), keys, values

@@ -1,10 +1,10 @@
-"""Gated delta net with plain projections (Qwen3.5): convolution, gates, delta rule, gated norm."""
+"""Gated delta net: convolution, gates, delta rule, gated norm."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.spec import ConvState, RecurrentState
@@ -22,6 +22,8 @@ from pallas_kernels import (
 class GatedDeltaNet(nnx.Module):
     """One layer; its states are block rows of `conv` [layers, blocks, window, channels] and `recurrent`."""
 
+    kind = "gdn"
+
     def __init__(
         self,
         hidden_size: int,
@@ -33,7 +35,10 @@ class GatedDeltaNet(nnx.Module):
         epsilon: float,
         dtype: str,
         rngs: nnx.Rngs,
+        *,
+        allow_neg_eigval: bool = False,
     ) -> None:
+        self.allow_neg_eigval = allow_neg_eigval
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         keys, values = key_heads * key_dim, value_heads * value_dim
@@ -41,17 +46,15 @@ class GatedDeltaNet(nnx.Module):
         self.in_proj_z = linear(hidden_size, values, dtype, rngs)
         self.in_proj_b = linear(hidden_size, value_heads, dtype, rngs)
         self.in_proj_a = linear(hidden_size, value_heads, dtype, rngs)
-        taps = jax.random.uniform(rngs.params(), (width, 2 * keys + values), jnp.float32, -1.0, 1.0) * width**-0.5
-        self.conv_weight = nnx.Param(taps.astype(dtype))
-        rates = jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)
-        self.A_log = nnx.Param(jnp.log(rates).astype(dtype))
-        self.dt_bias = nnx.Param(jnp.ones(value_heads, dtype))
-        self.norm = GatedRMSNorm(value_dim, epsilon, dtype)
+        self.conv1d = ConvTaps(width, 2 * keys + values, dtype, rngs)
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)))
+        self.dt_bias = nnx.Param(jnp.ones(value_heads, jnp.float32))
+        self.norm = GatedRMSNorm(value_dim, epsilon)
         self.out_proj = linear(values, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """What a block holds of this layer."""
-        width, channels = self.conv_weight[...].shape
+        width, channels = self.conv1d.weight.shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
@@ -84,7 +87,7 @@ class GatedDeltaNet(nnx.Module):
         Returns:
             [tokens, hidden] and the pools.
         """
-        weight = self.conv_weight[...]
+        weight = self.conv1d.weight[...]
         A_log, dt_bias = self.A_log[...], self.dt_bias[...]
 
         def decode(rows: Rows, qkv, a, b, conv, recurrent):
@@ -95,7 +98,7 @@ class GatedDeltaNet(nnx.Module):
             )  # fmt: skip
             out, recurrent = gated_delta_rule_update(
                 qkv, a, b, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[group], write,
-                implementation=implementation,
+                allow_neg_eigval=self.allow_neg_eigval, implementation=implementation,
             )  # fmt: skip
             return out, conv, recurrent
 
@@ -116,7 +119,7 @@ class GatedDeltaNet(nnx.Module):
             q, k, v = jnp.split(qkv, [self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim], axis=1)
             heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
             q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
-            g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+            g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, allow_neg_eigval=self.allow_neg_eigval)
             assert chunks is not None
             out, recurrent = gated_delta_rule_prefill(
                 q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,

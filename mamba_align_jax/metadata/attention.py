@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.positions import token_positions
-from mamba_align_jax.metadata.rows import RowSplit, split_rows
+from mamba_align_jax.metadata.rows import Rows, RowSplit, split_rows
 from pallas_kernels import Chunks, chunk_rows
 
 
@@ -75,4 +75,42 @@ def step_inputs(
         kv_offset=tokens.position % page_size,
         page_table=page_table,
         num_decode_tokens=num_decode_tokens,
+    )
+
+
+def single_token_inputs(
+    page_table: jax.Array, position: jax.Array, alive: jax.Array, *, page_size: int, num_pages: int
+) -> StepInputs:
+    """One token of each row, for attention layers alone: there are no states to read or write.
+
+    Keys at a position that has no page go to the NULL page: their own pass reads them there, and others that did the same.
+
+    Args:
+        page_table: Pages of each row, by position; 0 where it has none yet. int32 [rows, pages].
+        position: Of each row's token. int32 [rows].
+        alive: Rows whose keys are kept; the others' outputs mean nothing. bool [rows].
+        page_size: Tokens of a page.
+        num_pages: Pages of the pool.
+    """
+    count, number = position.shape[0], position // page_size
+    row = jnp.arange(count, dtype=jnp.int32)
+    page = page_table.at[row, number].get(mode="fill", fill_value=num_pages)
+    nowhere = jnp.zeros((1, count), jnp.int32)
+    rows = Rows(
+        query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
+        num_computed_tokens=position,
+        recurrent_read=nowhere,
+        conv_read=nowhere,
+        conv_row=nowhere[0],
+        write=nowhere[..., None],
+    )
+    none = jax.tree.map(lambda x: x[..., :0], rows)
+    return StepInputs(
+        split=RowSplit(decode=rows, prefill=none, first_prefill_token=row[0] + count),
+        chunks=None,
+        positions=position,
+        kv_page=jnp.where(alive, page, num_pages),
+        kv_offset=position % page_size,
+        page_table=page_table,
+        num_decode_tokens=count,
     )

@@ -1,20 +1,52 @@
 """Models by the `model_type` of their Hugging Face configuration."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mamba_align_jax.models import qwen3_5
-from mamba_align_jax.models.checkpoint import read_config, read_weights
+from mamba_align_jax.models import (
+    falcon_h1,
+    falcon_mamba,
+    granitemoehybrid,
+    jamba,
+    mamba,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
+from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
-_ARCHITECTURES = {"qwen3_5_text": qwen3_5, "qwen3_5": qwen3_5}
+# Modules with `Config`, `Model` and `sources`.
+_ARCHITECTURES = {
+    "falcon_h1": falcon_h1,
+    "falcon_mamba": falcon_mamba,
+    "granitemoehybrid": granitemoehybrid,
+    "jamba": jamba,
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "nemotron_h": nemotron_h,
+    "olmo_hybrid": olmo_hybrid,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
+}
 
 
-def load_model(path: str | Path, dtype: str | None = None) -> Any:
+def load_model(
+    path: str | Path, dtype: str | None = None, advance: Callable[[int, int], None] = lambda done, total: None
+) -> Any:
     """Loads a directory with config.json and safetensors files, without torch or transformers.
+
+    Where the files hold a draft head that the architecture knows, the model has one, unless config.json says 0 layers.
 
     Args:
         path: The directory.
         dtype: "float32", "bfloat16" or "float16"; None keeps the checkpoint's.
+        advance: Called with the number of parameters read and that of all, after each.
 
     Raises:
         ValueError: the architecture or an option of it is unsupported, or a file or tensor is missing, or a tensor is
@@ -25,4 +57,6 @@ def load_model(path: str | Path, dtype: str | None = None) -> Any:
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURES)}, got {kind!r} in {path}")
     architecture = _ARCHITECTURES[kind]
-    return read_weights(path, architecture, architecture.Config.from_dict(config, dtype))
+    # Not every configuration names its head, and fine-tuned copies name one that their files have lost.
+    head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
+    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), advance)

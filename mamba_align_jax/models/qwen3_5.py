@@ -1,36 +1,30 @@
-"""Qwen3.5 text, dense: gated-delta-net layers with gated full attention at every fourth."""
+"""Qwen3.5 text, dense or with a mixture of experts: gated delta nets, every fourth layer gated attention, a draft head."""
 
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.lax import Precision
 
-from mamba_align_jax.kv import KVPages
-from mamba_align_jax.layers.attention import GatedAttention
+from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
-from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import GroupSpec
-from pallas_kernels import Implementation
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, experts, named
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.mtp import MTPHead
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ModelConfig):
     """The fields of config.json that shape the model, by their published names."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
     layer_types: tuple[str, ...]
     num_attention_heads: int
     num_key_value_heads: int
@@ -40,66 +34,53 @@ class Config:
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int = 4
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
     rope_theta: float = 1e7
     partial_rotary_factor: float = 0.25
-    tie_word_embeddings: bool = False
-    eos_token_id: int | None = None
-    dtype: str = "bfloat16"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    mtp_num_hidden_layers: int = 0
     model_type: str = "qwen3_5_text"
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], dtype: str | None = None) -> "Config":
-        """Reads config.json's fields; `dtype` replaces the checkpoint's.
-
-        Raises:
-            ValueError: names the field that is missing or asks for what is not supported.
-        """
-        layers = config.get("num_hidden_layers", 0)
-        every = config.get("full_attention_interval", 4)
-        default = [FULL if (n + 1) % every == 0 else LINEAR for n in range(layers)]
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Layer kinds, rotation, and which layers are sparse."""
+        kinds = layer_kinds(config, LINEAR, FULL)
         rope = config.get("rope_parameters") or config
-        fields = config | {
-            "layer_types": tuple(config.get("layer_types") or default),
-            "rope_theta": rope.get("rope_theta", cls.rope_theta),
-            "partial_rotary_factor": rope.get("partial_rotary_factor", cls.partial_rotary_factor),
-            "dtype": dtype or config.get("dtype") or config.get("torch_dtype") or cls.dtype,
-            "model_type": cls.model_type,
-        }
-        if isinstance(fields.get("eos_token_id"), list):
-            fields["eos_token_id"] = fields["eos_token_id"][0]
-        known = cls.__dataclass_fields__
-        missing = [name for name in known if name not in fields and not hasattr(cls, name)]
+        require(config, hidden_act=("silu",), attention_bias=(False,))
+        require(config, mtp_num_hidden_layers=(0, 1), mtp_use_dedicated_embeddings=(False,))
+        require(rope, rope_type=("default",))
+        rotation = {name: rope.get(name, getattr(cls, name)) for name in ("rope_theta", "partial_rotary_factor")}
+        experts = config.get("num_experts") or 0
+        sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        missing = next((name for name in sizes if experts and not config.get(name)), None)
         if missing:
-            raise ValueError(f"config.json must have {missing[0]!r}")
-        result = cls(**{name: fields[name] for name in known if fields.get(name) is not None})
-        unsupported = {
-            "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
-            "attention_bias": (config.get("attention_bias", False), (False,)),
-            "rope_type": (rope.get("rope_type", "default"), ("default",)),
-            "dtype": (result.dtype, ("float32", "bfloat16", "float16")),
-            "num_experts": (config.get("num_experts") or 0, (0,)),
+            raise ValueError(f"config.json must have {missing!r}")
+        return {
+            "layer_types": kinds,
+            "intermediate_size": config.get("intermediate_size") or config.get("moe_intermediate_size"),
+            "mlp_only_layers": tuple(config.get("mlp_only_layers") or ()),
+            "model_type": "qwen3_5_moe_text" if experts else cls.model_type,
+            **rotation,
         }
-        for name, (got, supported) in unsupported.items():
-            if got not in supported:
-                raise ValueError(f"config.json: {name} must be one of {supported}, got {got!r}")
-        if len(result.layer_types) != layers or not set(result.layer_types) <= {LINEAR, FULL}:
-            raise ValueError(f"config.json: layer_types must name {layers} layers, each {LINEAR!r} or {FULL!r}")
-        if LINEAR not in result.layer_types:
-            raise ValueError(
-                f"config.json: layer_types must have a {LINEAR!r} layer: there is no state to keep otherwise"
-            )
-        return result
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return (
+            self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json."""
-        fields = asdict(self)
+        fields = super().to_dict()
         rope = {name: fields.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             **fields,
-            "layer_types": list(self.layer_types),
             "hidden_act": "silu",
             "rope_parameters": {"rope_type": "default", **rope},
         }
@@ -108,133 +89,54 @@ class Config:
 class Layer(nnx.Module):
     """Mixer and feed-forward, each on a normed copy of the residual stream."""
 
-    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
-        c, dtype = config, config.dtype
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, dtype, rngs)
+    def __init__(self, config: Config, kind: str, is_sparse: bool, rngs: nnx.Rngs) -> None:
+        c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps, offset=1.0)
+        self.input_layernorm = norm(c.hidden_size)
+        self.post_attention_layernorm = norm(c.hidden_size)
+        if is_sparse:
+            self.mlp = SharedExpertMoE(
+                c.hidden_size, c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size,
+                c.shared_expert_intermediate_size, c.dtype, rngs, renormalise=c.norm_topk_prob,
+            )  # fmt: skip
+        else:
+            self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         if kind == LINEAR:
             self.linear_attn = GatedDeltaNet(
                 c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-                c.linear_value_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, dtype, rngs,
+                c.linear_value_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype, rngs,
             )  # fmt: skip
         else:
-            self.self_attn = GatedAttention(
-                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                int(c.head_dim * c.partial_rotary_factor), c.rope_theta, c.rms_norm_eps, dtype, rngs,
+            self.self_attn = Attention(
+                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs, gated=True,
+                rotary_dim=int(c.head_dim * c.partial_rotary_factor), rope_theta=c.rope_theta, norm=norm,
             )  # fmt: skip
 
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), carry
 
-class Model(nnx.Module):
-    """The causal language model over pools: every call is one step of a batch."""
+
+class Model(CausalLM):
+    """The causal language model."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        self.config = config
-        self.embed_tokens = nnx.Embed(
-            config.vocab_size, config.hidden_size, dtype=config.dtype, param_dtype=config.dtype, rngs=rngs
-        )
-        self.layers = nnx.List([Layer(config, kind, rngs) for kind in config.layer_types])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
-
-    @property
-    def dtype(self) -> str:
-        """Of weights, activations, windows, keys and values."""
-        return self.config.dtype
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Layers with keys and values."""
-        return self.config.layer_types.count(FULL)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.config.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Dims of a key or value."""
-        return self.config.head_dim
-
-    def state_groups(self, state_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """What `AlignConfig` needs: one group, as all gated-delta-net layers are alike."""
-        linear_layers = [layer for layer in self.layers if hasattr(layer, "linear_attn")]
-        states = linear_layers[0].linear_attn.states(self.dtype, state_dtype)
-        return (GroupSpec("gdn", len(linear_layers), states),)
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        step: StepInputs,
-        pool: StatePool,
-        kv: KVPages,
-        *,
-        implementation: Implementation | None = None,
-    ) -> tuple[jax.Array, StatePool, KVPages]:
-        """Runs packed tokens [tokens] through all layers.
-
-        Args:
-            tokens: int32, decode and verify rows first.
-            step: The step's inputs.
-            pool: States. Donate it.
-            kv: Keys and values. Donate them.
-            implementation: Of the ops.
-
-        Returns:
-            Hidden states [tokens, hidden] for `logits`, and the pools.
-        """
-        x = self.embed_tokens(tokens)
-        conv, recurrent = pool.states[0]
-        keys, values = kv.keys, kv.values
-        linear_layer = full_layer = 0
-        for layer in self.layers:
-            normed = layer.input_layernorm(x)
-            if hasattr(layer, "linear_attn"):
-                out, conv, recurrent = layer.linear_attn(
-                    normed, step.split, step.chunks, conv, recurrent, jnp.int32(linear_layer),
-                    num_decode_tokens=step.num_decode_tokens, implementation=implementation,
-                )  # fmt: skip
-                linear_layer += 1
-            else:
-                out, keys, values = layer.self_attn(normed, step, keys, values, jnp.int32(full_layer))
-                full_layer += 1
-            x = x + out
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x), pool.with_group(0, (conv, recurrent)), KVPages(keys=keys, values=values)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""
-        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        exact = jnp.dtype(self.dtype) == jnp.float32
-        precision = Precision.HIGHEST if exact else Precision.DEFAULT
-        return jnp.matmul(hidden, weight, precision=precision, preferred_element_type=jnp.float32)
+        layers = [Layer(config, kind, config.is_sparse(n), rngs) for n, kind in enumerate(config.layer_types)]
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
+        super().__init__(config, layers, norm, rngs, mtp=draft_head(config, rngs))
 
 
-_RENAMED = {"conv_weight": "conv1d.weight", "embedding": "weight", "kernel": "weight"}
+def draft_head(config: Config, rngs: nnx.Rngs) -> MTPHead | None:
+    """The configuration's head, if it has one: a layer more, behind the last."""
+    if not config.mtp_num_hidden_layers:
+        return None
+    layer = Layer(config, FULL, config.is_sparse(config.num_hidden_layers), rngs)
+    return MTPHead(layer, config, lambda: RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0), rngs)
 
 
-def tensor_name(place: tuple[Any, ...]) -> str:
-    """The checkpoint's name of the parameter at `place` in the module tree."""
-    *path, leaf = (str(part) for part in place)
-    prefix = [] if path[0] == "lm_head" else ["model"]
-    return ".".join([*prefix, *path, _RENAMED.get(leaf, leaf)])
-
-
-def _is_product(name: str) -> bool:
-    return name.endswith(("_proj.weight", "_qkv.weight", "_z.weight", "_a.weight", "_b.weight", "lm_head.weight"))
-
-
-def from_checkpoint(name: str, array: np.ndarray) -> np.ndarray:
-    """A checkpoint's tensor as the module holds it: products [in, out], taps [width, channels]."""
-    if name.endswith("conv1d.weight"):
-        return array.reshape(array.shape[0], -1).T
-    return array.T if _is_product(name) else array
-
-
-def to_checkpoint(name: str, array: np.ndarray) -> np.ndarray:
-    """The inverse of `from_checkpoint`."""
-    if name.endswith("conv1d.weight"):
-        return array.T[:, None, :]
-    return array.T if _is_product(name) else array
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    name = place if place.startswith(("lm_head", "mtp")) else f"model.{place}"
+    return experts(name, config.num_experts) if ".experts." in place else [named(name)]

@@ -1,10 +1,15 @@
 """Prompt lookup against a search from scratch."""
 
+import jax
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax.engine.device_drafting import NGramLookup
 from mamba_align_jax.engine.drafting import NGramDrafter
+
+PROPOSE = jax.jit(NGramLookup.propose, static_argnums=(0, 3))
 
 
 def search(tokens, longest, shortest, most):
@@ -64,3 +69,17 @@ def test_a_step_costs_what_it_brings():
 def test_bad_sizes_are_named(longest, shortest):
     with pytest.raises(ValueError, match=f"wanted 1 <= shortest <= longest, got {shortest} and {longest}"):
         NGramDrafter(longest, shortest)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_device_finds_the_same_drafts(data):
+    """Whatever stands behind a row's tokens; the number of drafts is all or none."""
+    shortest = data.draw(st.integers(1, 2))
+    lookup = NGramLookup(shortest + data.draw(st.integers(0, 1)), shortest)
+    rows = [data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)) for _ in range(3)]
+    history = np.array([[*row, *data.draw(st.lists(st.integers(0, 2), min_size=12, max_size=12))][:12] for row in rows])
+    drafts, count = PROPOSE(lookup, history, np.array([len(row) for row in rows]), 5)
+    found = [search(row, lookup.longest, lookup.shortest, 5) for row in rows]
+    assert count.tolist() == [len(tokens) for tokens in found]
+    assert drafts.tolist() == [tokens or [0] * 5 for tokens in found]

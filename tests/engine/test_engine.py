@@ -3,12 +3,14 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -19,6 +21,7 @@ MODES = {
     "none": dict(prefix_cache="none"),
     "pre_copy": dict(policy="pre_copy"),
     "copy_free": dict(policy="copy_free"),
+    "async": dict(policy="copy_free", async_stepping=True),
 }
 SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -87,6 +90,8 @@ def test_shared_prefixes_and_conversations(rng, model, reference, mode):
         assert cached == [64, 0, 32, 0, 32, 0]
     stats = engine.stats
     assert stats.cached_tokens == sum(cached)
+    assert (stats.admitted_requests, stats.hit_requests) == (7, sum(count > 0 for count in cached))
+    assert (stats.finished_requests, stats.aborted_requests) == (7, 0)
     assert stats.prompt_tokens == stats.cached_tokens + stats.prefill_tokens
     assert (stats.state_bytes_copied > 0) == (mode == "pre_copy")
     assert_everything_is_returned(engine)
@@ -98,8 +103,9 @@ def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
     test_shared_prefixes_and_conversations(rng, model, reference, mode)
 
 
-def test_preempted_requests_are_right(rng, model, reference):
-    engine = make(model, **SMALL)
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_preempted_requests_are_right(rng, model, reference, async_stepping):
+    engine = make(model, **SMALL, async_stepping=async_stepping)
     outputs = engine.generate(prompts(rng, 0, [30, 25, 40, 28]), SamplingParams(max_tokens=40, ignore_eos=True))
     assert engine.stats.preemptions > 0
     assert_right(reference, outputs)
@@ -110,7 +116,7 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
-    assert engine.stats.evicted_state_blocks > 0
+    assert 0 < engine.stats.evicted_state_blocks < engine.stats.evicted_kv_pages
     assert_right(reference, outputs)
 
 
@@ -140,8 +146,9 @@ def test_sub_block_chunks(rng, model, reference):
     assert outputs[1].num_cached_tokens == 64
 
 
-def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
-    engine = make(model)
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference, async_stepping):
+    engine = make(model, async_stepping=async_stepping)
     batch = prompts(rng, 20, [5, 30, 1, 12, 40, 3])
     ids, outputs = [], []
     for number, prompt in enumerate(batch):
@@ -157,6 +164,10 @@ def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference):
     assert_right(reference, [*outputs, aborted] if aborted.token_ids else outputs)
     assert_everything_is_returned(engine)
     assert engine.step() == []
+    waits = engine.add_request(batch[0], GREEDY)
+    assert engine.abort(waits).token_ids == ()
+    stats = engine.stats
+    assert (stats.admitted_requests, stats.finished_requests, stats.aborted_requests) == (6, 5, 2)
 
 
 def test_stop_tokens_end_a_request(model):
@@ -195,25 +206,55 @@ def test_kept_boundaries_and_why_a_prompt_was_not_cached(rng, model, reference):
     assert_everything_is_returned(engine)
 
 
-def test_a_step_that_raises_is_taken_back(rng, model, reference, monkeypatch):
-    engine = make(model)
-    (prompt,) = prompts(rng, 40, [5])
-    request_id, read = engine.add_request(prompt, GREEDY), engine.runner.read
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_a_step_that_raises_fails_who_ran_and_nobody_else(rng, model, reference, monkeypatch, async_stepping):
+    """Whether the pools are gone or not; those that wait, and those that come, are served from fresh ones."""
+    engine = make(model, async_stepping=async_stepping)
+    batch = prompts(rng, 40, [5, 6, 7, 8, 9, 10])
+    (before,) = engine.generate(batch[0], GREEDY)
+    ids, read = [engine.add_request(prompt, GREEDY) for prompt in batch], engine.runner.read
+    outputs = [output for _ in range(4) for output in engine.step()]
 
-    def fail(sampled):
+    def fail(dispatched):
+        for array in jax.tree.leaves(engine.runner.device_state):
+            array.delete()
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(engine.runner, "read", fail)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        engine.step()
+    failed = engine.step()
+    assert [output.request_id for output in failed] == ids[:4]
+    assert {(output.finish_reason, str(output.error)) for output in failed} == {("error", "the device is gone")}
     assert engine.cache.states.pool.keys == engine.cache.kv.pool.keys == frozenset()
     monkeypatch.setattr(engine.runner, "read", read)
-    outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
-    assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [(request_id, 0)]
+    assert [(output.request_id, output.num_cached_tokens) for output in outputs] == [(ids[4], 0), (ids[5], 0)]
+    outputs += engine.generate(batch[0], GREEDY)
+    assert outputs[-1].token_ids == before.token_ids
     assert_right(reference, outputs)
-    assert engine.stats.prompt_tokens == len(prompt)
+    assert_everything_is_returned(engine)
+
+
+def test_an_interrupt_ends_what_ran_and_generate_leaves_nothing_running(rng, model, monkeypatch):
+    engine = make(model)
+    (prompt,) = prompts(rng, 40, [5])
+    other, read = engine.add_request(prompt, GREEDY), engine.runner.read
+
+    def interrupt(dispatched):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt, GREEDY)
+    monkeypatch.setattr(engine.runner, "read", lambda dispatched: 1 / 0)
+    new = engine.add_request(prompt, GREEDY)
+    assert [output.request_id for output in engine.step()] == [other, new]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([prompt, prompt], GREEDY)
+    monkeypatch.setattr(engine.runner, "read", read)
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    assert engine.generate(prompt, GREEDY)[0].finish_reason == "length"
     assert_everything_is_returned(engine)
 
 
@@ -246,7 +287,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
 
     assert engine.warmup(advance) >= 0
     assert count == engine.num_programs
-    before, pool = _step._cache_size(), engine.runner.pool
+    before, pool = _step._cache_size(), engine.runner.device_state.pool
     engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
     assert _step._cache_size() == before
     assert pool.states[0][0].is_deleted(), "the pools were donated"
@@ -267,6 +308,7 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
         (dict(state_dtype="int8"), "state_dtype must be .* got 'int8'"),
         (dict(memory_fraction=1.5), "memory_fraction must be in"),
         (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
+        (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),
     ],
 )
 def test_bad_configurations_are_named(model, overrides, message):
@@ -275,7 +317,7 @@ def test_bad_configurations_are_named(model, overrides, message):
 
 
 def test_bad_requests_are_named_and_change_nothing(model):
-    engine = make(model, num_kv_pages=10)
+    engine = make(model, num_kv_pages=10, max_waiting=2)
     for prompt, params, message in (
         ([], GREEDY, "prompt_token_ids must not be empty"),
         ([1, 256], GREEDY, r"must be in \[0, 256\), got 256"),
@@ -286,6 +328,9 @@ def test_bad_requests_are_named_and_change_nothing(model):
         with pytest.raises(ValueError, match=message):
             engine.generate([[1, 2, 3], prompt], params)
         assert not engine.has_unfinished
+    with pytest.raises(QueueFullError, match="max_waiting = 2 requests wait already"):
+        engine.generate([[1, 2, 3]] * 3, GREEDY)
+    assert not engine.has_unfinished
     for bad in (
         dict(max_tokens=0),
         dict(temperature=-1),

@@ -1,6 +1,7 @@
 """The scheduler over real caches, with a stub for the device: every request gets every token computed exactly once."""
 
 import itertools
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -11,16 +12,29 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.drafting import UNKNOWN
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.errors import QueueFullError
 
 BLOCK, PAGE, SEQS = 8, 4, 3
 
 
-def make(num_blocks=40, num_pages=60, mode="align", budget=16, prefill_rows=2, drafter=None, K=0, interval=None):
-    states = StateBlockManager(num_blocks, BLOCK, K, mode=mode)
+def make(
+    num_blocks=40,
+    num_pages=60,
+    mode="align",
+    budget=16,
+    prefill_rows=2,
+    drafter=None,
+    K=0,
+    interval=None,
+    steps_in_flight=0,
+    queue=None,
+):
+    states = StateBlockManager(num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight)
     cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
-    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K)
+    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, queue)
 
 
 def kept(scheduler, tokens):
@@ -45,6 +59,10 @@ class Foresight:
         assert tokens[: len(before)] == before
         self.known[request] = list(tokens)
         self.most.append(most)
+        return self.guess(tokens, most)
+
+    def guess(self, tokens, most):
+        """As `draft`, of nobody in particular."""
         (count, right), drafts = next(self.plan), []
         for place in range(min(count, most)):
             drafts.append(next_token([*tokens, *drafts]) if place < right else 1000 + place)
@@ -55,83 +73,140 @@ class Foresight:
 
 
 class Device:
-    """Writes down which tokens each state block and page stands for, and checks what rows read."""
+    """Writes down which tokens each state block and page stands for, and checks what rows read.
 
-    def __init__(self, mode, most_blocks=99):
-        self.most_blocks = most_blocks
+    It knows what it sampled, and drafts by `plan` where a row says that the device does, whatever the host knows already.
+    """
+
+    def __init__(self, mode, most_blocks=99, plan=((0, 0),)):
+        self.most_blocks, self.drafter = most_blocks, Foresight(plan)
         self.mode, self.column = mode, (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
         self.rows, self.states, self.pages, self.entered = {}, {}, {}, []
-        # Where each slot's live state is: its column.
-        self.live = {}
+        # Of each slot: its tokens, how many are computed, and the column of its live state.
+        self.tokens, self.computed, self.live = {}, {}, {}
 
     def run(self, plan):
-        sampled, slots = {}, [row.request.slot for row in plan.rows]
+        slots = [row.request.slot for row in plan.rows]
         assert len(set(slots)) == len(slots)
-        for row in plan.rows:
-            request, end = row.request, row.start + row.num_tokens
-            if row.enters:
-                self.rows[request.slot] = {}, {}
-                self.live[request.slot] = self.column(row.start)
-                self.entered.append(request.id)
-            columns, pages = self.rows[request.slot]
-            assert len(row.allocation.columns) <= self.most_blocks, "the runner has room for no more"
-            columns.update(row.allocation.columns)
-            pages.update(row.allocation.pages)
-            tokens = (*request.tokens, *row.drafts)
-            if row.start:
-                assert self.states[columns[self.live[request.slot]]] == tokens[: row.start]
-            for position in range(row.start):
-                assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
-            for position in range(row.start, end):
-                self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
-            if not row.samples:
-                self.states[columns[self.column(end)]] = tokens[:end]
-                self.live[request.slot] = self.column(end)
-                continue
-            # One state behind each draft, in columns side by side; the accepted one is live, and a passed boundary is saved.
-            certain, said = end - len(row.drafts), [next_token(request.tokens)]
-            while len(said) <= len(row.drafts) and said[-1] == row.drafts[len(said) - 1]:
-                said.append(next_token([*request.tokens, *said]))
-            for place in range(1 + len(row.drafts)):
-                self.states[columns[self.column(end) + place]] = tokens[: certain + place]
-            computed = certain + len(said) - 1
-            self.live[request.slot] = self.column(end) + len(said) - 1
-            boundary = computed // BLOCK * BLOCK
-            if boundary >= certain and self.mode == "align":
-                self.states[columns[self.column(boundary)]] = tokens[:boundary]
-                if self.column(boundary) == self.column(end):
-                    self.live[request.slot] = self.column(end)
-            sampled[request.id] = said
-        return sampled
+        return [(row, self.run_row(row, row.request.slot)) for row in plan.rows]
+
+    def run_row(self, row, slot):
+        if row.enters:
+            self.rows[slot] = {}, {}
+            self.tokens[slot], self.computed[slot] = list(row.request.tokens), row.start
+            self.live[slot] = self.column(row.start)
+            self.entered.append(row.request.id)
+        columns, pages = self.rows[slot]
+        assert len(row.allocation.columns) <= self.most_blocks, "the runner has room for no more"
+        columns.update(row.allocation.columns)
+        pages.update(row.allocation.pages)
+        known, start = self.tokens[slot], self.computed[slot]
+        assert row.start <= start
+        drafts, count = list(row.drafts), len(row.drafts)
+        if UNKNOWN in drafts:
+            # What isn't drafted is run all the same.
+            drafts = self.drafter.guess(known, count)
+            count, drafts = len(drafts), drafts + [1234] * (len(row.drafts) - len(drafts))
+        said_before = [t for t in row.tokens[: row.certain] if t != UNKNOWN]
+        assert said_before == known[row.start : row.start + len(said_before)]
+        end, tokens = start + row.num_tokens, (*known, *drafts)
+        if start:
+            assert self.states[columns[self.live[slot]]] == tokens[:start]
+        for position in range(start):
+            assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
+        for position in range(start, end):
+            self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
+        if not row.samples:
+            self.states[columns[self.column(end)]] = tokens[:end]
+            self.live[slot], self.computed[slot] = self.column(end), end
+            return []
+        # One state behind each draft, in columns side by side; the accepted one is live, and a passed boundary is saved.
+        certain, said = end - len(drafts), [next_token(known)]
+        assert certain == len(known)
+        while len(said) <= count and said[-1] == drafts[len(said) - 1]:
+            said.append(next_token([*known, *said]))
+        for place in range(1 + len(drafts)):
+            self.states[columns[self.column(end) + place]] = tokens[: certain + place]
+        computed = certain + len(said) - 1
+        self.live[slot] = self.column(end) + len(said) - 1
+        boundary = computed // BLOCK * BLOCK
+        if boundary >= certain and self.mode == "align":
+            self.states[columns[self.column(boundary)]] = tokens[:boundary]
+            if self.column(boundary) == self.column(end):
+                self.live[slot] = self.column(end)
+        self.tokens[slot], self.computed[slot] = [*known, *said], computed
+        return said
 
 
-def serve(scheduler, requests, arrivals=None, aborts=(), device=None, between=lambda step: None):
-    """Runs everything; `arrivals[i]` is the step at which request i is added, `aborts` are (step, request) pairs."""
+def assert_order(rank, before, plan, scheduler):
+    """Nobody enters past one who waits ahead; who gives way ranks behind all that go on; who waits, waits by rank."""
+    waits = [rank[r.id] for r in scheduler.waiting]
+    assert waits == sorted(waits)
+    entered = [rank[row.request.id] for row in plan.rows if row.enters]
+    assert max(entered, default=(-9,)) < min(waits, default=(9,))
+    gave_way = [rank[r.id] for r in before if r in scheduler.waiting]
+    assert max((rank[r.id] for r in scheduler.running), default=(-9,)) < min(gave_way, default=(9,))
+
+
+def serve(
+    scheduler,
+    requests,
+    arrivals=None,
+    aborts=(),
+    device=None,
+    between=lambda step: None,
+    steps_in_flight=0,
+    plan=((0, 0),),
+    heard=lambda row, tokens, gone: None,
+):
+    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs.
+
+    `heard` is called with every row once its tokens were read, and whether they came too late.
+    """
     states = scheduler.cache.states
-    device, done, step = device or Device(states.mode, states.blocks_needed()), [], 0
+    device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
-    gone = set()
+    gone, in_flight = set(), deque()
+    rank = {r.id: (r.params.priority, n) for n, r in enumerate(scheduler.waiting)}
     while waiting or scheduler.waiting or scheduler.running:
         between(step)
         while waiting and waiting[0][0] <= step:
-            scheduler.add(requests[waiting.pop(0)[1]])
+            request = requests[waiting[0][1]]
+            full = sum(r.num_admissions == 0 for r in scheduler.waiting) == scheduler.waiting.limit
+            if full:
+                before = list(scheduler.waiting)
+                with pytest.raises(QueueFullError, match=f"max_waiting = {scheduler.waiting.limit} requests wait"):
+                    scheduler.add(request)
+                assert list(scheduler.waiting) == before
+                break
+            scheduler.add(request)
+            waiting.pop(0)
+            rank[request.id] = request.params.priority, len(rank)
         for at, number in aborts:
             request = requests[number]
             if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
                 scheduler.remove(request)
                 gone.add(number)
-        plan = scheduler.schedule()
+        preemptions, before = scheduler.num_preemptions, list(scheduler.running)
+        plan = scheduler.schedule(settled=not in_flight)
+        assert not in_flight or scheduler.num_preemptions == preemptions, "what is missing may be about to come"
+        assert_order(rank, before, plan, scheduler)
         assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
         assert len(plan.prefill) <= scheduler.max_prefill_rows
-        sampled = device.run(plan)
-        scheduler.dispatched(plan)
-        finished = [row.request for row in plan.rows if row.samples]
-        scheduler.finished(plan, sampled)
-        for request in finished:
-            if len(request.generated) == request.params.max_tokens:
-                scheduler.remove(request)
-                done.append(request.id)
+        if plan.rows:
+            in_flight.append(device.run(plan))
+            scheduler.dispatched(plan)
+        unread = steps_in_flight if plan.rows and not plan.is_short else 0
+        while len(in_flight) > unread:
+            for row, tokens in in_flight.popleft():
+                late = not row.is_current
+                if not late:
+                    scheduler.finished(row, tokens)
+                    if len(row.request.generated) == row.request.params.max_tokens:
+                        scheduler.remove(row.request)
+                        done.append(row.request.id)
+                heard(row, tokens, late)
         scheduler.cache.check()
         step += 1
         assert step < 3000, "no progress"
@@ -191,7 +266,63 @@ def test_nobody_overtakes_a_request_that_waits():
     scheduler, device = make(num_pages=12), Device("align")
     requests = [request(0, [0] * 30, 8), request(1, [1] * 30, 2), request(2, [2] * 3, 1)]
     serve(scheduler, requests, device=device)
-    assert device.entered[:3] == [0, 1, 2]
+    assert list(dict.fromkeys(device.entered)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_a_stream_of_later_requests_holds_nobody_up(steps_in_flight):
+    """Small requests leave no two pages free at once, and there are always more of them: the last chunk gets its two."""
+    scheduler = make(num_pages=1 + 8, budget=20, steps_in_flight=steps_in_flight)
+    requests = [request(0, [0] * 31, 1), *[request(n, [n] * 2, 3) for n in range(1, 60)]]
+    done = serve(scheduler, requests, arrivals=range(60), steps_in_flight=steps_in_flight)
+    assert done.index(0) < 5
+    assert_complete(requests)
+
+
+def test_lower_numbers_run_first_and_equal_ones_in_the_order_of_their_arrival():
+    scheduler, device = make(), Device("align")
+    priorities = [0, 0, 0, 1, 0, -1, 1, -1]
+    requests = [request(n, [n] * 9, priority=priority) for n, priority in enumerate(priorities)]
+    done = serve(scheduler, requests, [0, 0, 0, *[1] * 5], device=device)
+    # Two prompts fill a step. Whoever runs goes on; of those that wait, 5 and 7 come first.
+    assert device.entered == done == [0, 1, 5, 7, 2, 4, 3, 6]
+    assert_complete(requests)
+
+
+def test_the_youngest_of_the_least_important_gives_way():
+    """And comes back before whoever is younger, or less important."""
+    scheduler, device = make(num_pages=14), Device("align")
+    priorities = [1, 0, 1, 1, 0]
+    requests = [request(n, [n] * 12, 20, priority=priority) for n, priority in enumerate(priorities)]
+    done = serve(scheduler, requests, [0, 0, 0, 4, 4], device=device)
+    assert scheduler.num_preemptions > 0
+    assert done == [1, 4, 0, 2, 3]
+    assert device.entered.count(1) == 1, "the first of all never gives way"
+    assert_complete(requests)
+
+
+def test_a_full_queue_takes_nobody_but_those_that_gave_way():
+    scheduler = make(num_pages=14, queue=1)
+    requests = [request(n, [n] * 12, 20) for n in range(3)]
+    for r in requests[:2]:
+        scheduler.add(r)
+        scheduler.dispatched(plan := scheduler.schedule())
+        for row in plan.rows:
+            scheduler.finished(row, [1] if row.samples else [])
+    scheduler.add(requests[2])
+    scheduler._preempt(scheduler.running[-1])
+    assert [r.id for r in scheduler.waiting] == [1, 2]
+    late = request(3, [1], checkpoint_at=[1])
+    with pytest.raises(QueueFullError, match="max_waiting = 1 requests wait already"):
+        scheduler.add(late)
+    assert [r.id for r in scheduler.waiting] == [1, 2]
+    scheduler.remove(requests[2])
+    assert requests[2] not in scheduler.waiting
+    scheduler.schedule()
+    assert [r.id for r in scheduler.running] == [0, 1]
+    scheduler.add(late)
+    with pytest.raises(QueueFullError):
+        scheduler.add(request(4, [1]))
 
 
 def test_what_is_left_of_a_budget_is_not_spent_inside_a_block():
@@ -212,7 +343,8 @@ def test_aborting_frees_exactly_its_blocks():
         scheduler.add(r)
     plan = scheduler.schedule()
     scheduler.dispatched(plan)
-    scheduler.finished(plan, {0: [3], 1: [3]})
+    for row in plan.rows:
+        scheduler.finished(row, [3])
     held = scheduler.cache.states.columns(0)
     scheduler.remove(b)
     assert scheduler.cache.states.columns(0) == held
@@ -231,14 +363,22 @@ def test_what_a_request_keeps_depends_on_itself_alone(data):
     interval = data.draw(st.sampled_from([None, 2 * BLOCK]))
     results = []
     for busy in (False, True):
-        budget, rows, mates, preempted, drafter, K = 1000, 1, [], set(), None, 0
+        budget, rows, mates, preempted, drafter, K, in_flight, guesses = 1000, 1, [], set(), None, 0, 0, ((0, 0),)
         if busy:
             budget, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
             sizes = data.draw(st.lists(st.integers(1, 40), max_size=3))
             mates = [request(10 + n, [100 + n] * size, 10) for n, size in enumerate(sizes)]
             preempted = data.draw(st.sets(st.integers(1, 60), max_size=6))
-            drafter, K = data.draw(st.sampled_from([(None, 0), (Foresight([(3, 2), (1, 0), (3, 3)]), 3)]))
-        scheduler, device = make(400, 900, budget=1000, interval=interval, drafter=drafter, K=K), Device("align")
+            K, in_flight, guesses = (
+                data.draw(st.sampled_from([0, 3])),
+                data.draw(st.integers(0, 1)),
+                [(3, 2), (1, 0), (3, 3)],
+            )
+            drafter = Foresight(guesses) if K and not in_flight else None
+        scheduler, device = (
+            make(400, 900, budget=1000, interval=interval, drafter=drafter, K=K),
+            Device("align", plan=guesses),
+        )
         serve(scheduler, [request(0, [7] * 30)], device=device)
         scheduler.max_num_batched_tokens, scheduler.max_prefill_rows = budget, rows
 
@@ -248,7 +388,8 @@ def test_what_a_request_keeps_depends_on_itself_alone(data):
 
         this = request(1, prompt, max_tokens, checkpoint_at=at)
         before = len(mates) // 2
-        serve(scheduler, [*mates[:before], this, *mates[before:]], device=device, between=preempt)
+        all_of_them = [*mates[:before], this, *mates[before:]]
+        serve(scheduler, all_of_them, device=device, between=preempt, steps_in_flight=in_flight)
         assert scheduler.cache.states.pool.num_evictions == 0
         assert_complete([this, *mates])
         results.append((kept(scheduler, this.tokens), this.num_cached, this.cache_miss, this.checkpoint_at))
@@ -310,31 +451,6 @@ def test_boundaries_that_a_caller_asks_for():
     assert this.checkpoint_at == ()
 
 
-def test_a_step_that_raises_leaves_nothing_behind():
-    scheduler, device = make(budget=40), Device("align")
-    old = request(0, range(100, 121), max_tokens=30)
-    scheduler.add(old)
-    plan = scheduler.schedule()
-    sampled = device.run(plan)
-    scheduler.dispatched(plan)
-    scheduler.finished(plan, sampled)
-    new = request(1, range(20))
-    scheduler.add(new)
-    plan = scheduler.schedule()
-    before = scheduler.cache.states.pool.keys, scheduler.cache.kv.pool.keys
-    scheduler.dispatched(plan)
-    assert scheduler.cache.lookup(list(range(20))).length == 16
-    scheduler.withdraw(plan)
-    assert (scheduler.cache.states.pool.keys, scheduler.cache.kv.pool.keys) == before
-    assert scheduler.cache.lookup(list(range(20))).length == 0
-    assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
-    assert [r.id for r in scheduler.waiting] == [0, 1]
-    assert scheduler.num_preemptions == 0
-    serve(scheduler, [], device=device)
-    assert_complete([old, new])
-    assert (new.num_admissions, new.num_cached) == (1, 0)
-
-
 def test_a_reset_forgets_what_is_cached_and_what_runs():
     scheduler, device = make(), Device("align")
     serve(scheduler, [request(0, range(20))], device=device)
@@ -377,8 +493,8 @@ def test_drafts_give_way_before_requests_do():
     scheduler, counts = make(num_blocks=1 + 6, drafter=Foresight([(9, 9)]), K=3), set()
     plan = scheduler.schedule
 
-    def schedule():
-        result = plan()
+    def schedule(**settled):
+        result = plan(**settled)
         counts.update(len(row.drafts) for row in result.decode)
         return result
 
@@ -397,23 +513,24 @@ def test_states_behind_rejected_drafts_and_stop_tokens_are_not_found():
     scheduler.add(first)
     for _ in range(2):
         plan = scheduler.schedule()
-        sampled = device.run(plan)
+        ((row, sampled),) = device.run(plan)
         scheduler.dispatched(plan)
         # The last token of the second step's three counts as lying behind a stop token.
-        scheduler.finished(plan, {r: tokens[:2] for r, tokens in sampled.items()})
-    (row,) = plan.decode
-    assert (row.start, row.num_tokens, sampled[0][:2]) == (5, 4, list(row.drafts[:2]))
+        scheduler.finished(row, sampled[:2])
+    assert (row.start, row.num_tokens, sampled[:2]) == (5, 4, list(row.drafts[:2]))
     assert first.num_computed == 7
     scheduler.remove(first)
-    assert scheduler.cache.lookup([*first.tokens, *sampled[0][2:], 1, 2, 3]).length == 0
-    assert len(scheduler.cache.kv.lookup([*first.tokens, *sampled[0][2:], 1, 2, 3], HashChain(PAGE))) == 1
+    assert scheduler.cache.lookup([*first.tokens, *sampled[2:], 1, 2, 3]).length == 0
+    assert len(scheduler.cache.kv.lookup([*first.tokens, *sampled[2:], 1, 2, 3], HashChain(PAGE))) == 1
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_schedule_computes_every_token_once(data):
-    """Small pools, shared prefixes, late arrivals and aborts, preemption and drafts, right and wrong ones, included."""
+    """Small pools, shared prefixes, late arrivals, a full queue, aborts, priorities, preemption and drafts, right and wrong
+    ones, included."""
     K = data.draw(st.sampled_from([0, 1, 3, BLOCK - 1]))
+    in_flight = data.draw(st.integers(0, 1))
     plan = st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=5)
     count = data.draw(st.integers(1, 9))
     requests = []
@@ -421,20 +538,23 @@ def test_any_schedule_computes_every_token_once(data):
         shared = data.draw(st.integers(0, 25))
         suffix = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         own = data.draw(st.sampled_from([None, None, *range(K + 1)]))
-        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own))
+        priority = data.draw(st.sampled_from([0, 0, 0, -1, 1]))
+        requests.append(request(number, [7] * shared + suffix, data.draw(st.integers(1, 12)), own, priority=priority))
     scheduler = make(
-        num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(), 12 + 2 * K)),
+        num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(in_flight), 13 + 3 * K)),
         num_pages=data.draw(st.integers(14, 40)),
         mode=data.draw(st.sampled_from(["align", "align", "none"])),
         budget=data.draw(st.integers(1, 40)),
         prefill_rows=data.draw(st.integers(1, 3)),
-        drafter=Foresight(data.draw(plan)),
+        drafter=None if in_flight else Foresight(data.draw(plan)),
         K=K,
+        queue=data.draw(st.sampled_from([None, None, 1, 2])),
+        steps_in_flight=in_flight,
     )
     arrivals = [data.draw(st.integers(0, 20)) for _ in requests]
     aborts = [
         (data.draw(st.integers(0, 15)), data.draw(st.integers(0, count - 1)))
-        for _ in range(data.draw(st.integers(0, 2)))
+        for _ in range(data.draw(st.integers(0, 3)))
     ]
-    serve(scheduler, requests, arrivals, aborts)
+    serve(scheduler, requests, arrivals, aborts, steps_in_flight=in_flight, plan=data.draw(plan))
     assert_complete([r for r in requests if r.id not in {number for _, number in aborts}])

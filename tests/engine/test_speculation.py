@@ -4,12 +4,16 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from engine.test_trace import Listener, replay
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -39,6 +43,25 @@ class Foresight:
         pass
 
 
+class DeviceForesight:
+    """The same on the device, as the length of what is known so far wills: sequences differ in their first tokens."""
+
+    def __init__(self, outputs, plan=PLAN):
+        self.known = np.zeros((len(outputs), 2 * SIZES["max_model_len"]), np.int32)
+        for row, output in zip(self.known, outputs, strict=True):
+            row[: len(output.prompt_token_ids) + len(output.token_ids)] = output.prompt_token_ids + output.token_ids
+        self.plan = np.array(plan, np.int32)
+
+    def propose(self, history, length, most):
+        coming = jnp.argmax(jnp.all(history[:, None, :5] == self.known[:, :5], axis=2), axis=1)
+        place = jnp.arange(most)
+        tokens = jnp.asarray(self.known)[coming[:, None], length[:, None] + place]
+        count, right = jnp.asarray(self.plan)[length % len(self.plan)].T
+        # What is not drafted is right: it must not be accepted all the same.
+        wrong = (place >= right[:, None]) & (place < count[:, None])
+        return jnp.where(wrong, (tokens + 1) % 256, tokens), count
+
+
 @pytest.fixture(scope="module")
 def model():
     """One layer of each kind, for the compiler's sake."""
@@ -57,6 +80,18 @@ def reference(model):
 def make(request, model):
     """Engines of one policy."""
     return lambda drafter=None: Engine(model, EngineConfig(policy=request.param, **SIZES), drafter=drafter)
+
+
+@pytest.fixture(scope="module")
+def make_async(model):
+    """Engines that dispatch steps before the last one's tokens are read."""
+
+    def make(drafter=None):
+        engine = Engine(model, EngineConfig(async_stepping=True, **SIZES))
+        engine.runner._drafter = drafter or engine.runner._drafter
+        return engine
+
+    return make
 
 
 def undrafted(make, prompts, params=GREEDY):
@@ -148,8 +183,117 @@ def test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference):
         assert_right(reference, [first, second])
 
 
+def test_drafts_of_the_device_are_right_before_they_are_read(rng, make_async, reference):
+    """Any acceptance under preemption, per-request K and aborts, one step ahead of the host."""
+    batch = prompts(rng, 30, 25, 40, 28, 9, 17)
+    plain = undrafted(make_async, batch)
+    engine = make_async(DeviceForesight(plain))
+    outputs = engine.generate(batch, GREEDY)
+    assert_right(reference, [*plain, *outputs])
+    assert_everything_is_returned(engine)
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert stats.null_reads == 0
+    assert 0 < stats.accepted_tokens[0] < stats.draft_tokens[0]
+    assert stats.accepted_tokens[5] > 0, "six of seven, at every ninth length"
+    sampled = SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=11, ignore_eos=True)
+    ids = [engine.add_request(batch[n], dataclasses.replace(GREEDY, num_speculative_tokens=n)) for n in range(4)]
+    ids += [engine.add_request(prompt, sampled) for prompt in batch[:2]]
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+        if len(outputs) == 1:
+            engine.abort(ids[3])
+    assert_right(reference, [outputs[i] for i in ids[:3]])
+    assert outputs[ids[0]].num_draft_tokens == 0
+    assert [outputs[i].token_ids for i in ids[4:]] == [
+        output.token_ids for output in undrafted(make_async, batch[:2], sampled)
+    ]
+    assert_everything_is_returned(engine)
+
+
+def test_prompt_lookup_on_the_device_drafts_what_the_host_drafts(rng, model, make_async):
+    """One request, alone: the same tokens, and the same drafts wherever the host's steps ended too."""
+    (prompt,) = prompts(rng, 6)
+    prompt = (prompt * 9)[:50]
+    host = Engine(model, EngineConfig(**SIZES)).generate(prompt, GREEDY)[0]
+    device = make_async().generate(prompt, GREEDY)[0]
+    assert device.token_ids == host.token_ids
+    assert host.num_draft_tokens > 0
+    assert device.num_accepted_tokens > 0
+
+
+def test_a_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_async, reference):
+    """The slot and its blocks have another owner by the time that an aborted request's step is read."""
+    batch = prompts(rng, 12, 13, 14, 15, 20, 9)
+    engine = make_async()
+    ids = [engine.add_request(prompt, GREEDY) for prompt in batch[:4]]
+    outputs = [output for _ in range(3) for output in engine.step()]
+    for i in ids:
+        engine.abort(i)
+    assert engine._in_flight
+    later = [engine.add_request(prompt, GREEDY) for prompt in batch[4:]]
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert sorted(output.request_id for output in outputs) == later
+    assert_right(reference, outputs)
+    assert_everything_is_returned(engine)
+
+
+def assert_traced(rng, engine, file):
+    """Chunks, hits, drafts, preemption and an abort; what the trace says of them is what came out."""
+    batch, published = prompts(rng, 55, 21, 40), Listener(engine.cache.states)
+    batch.append((prompts(rng, 6)[0] * 9)[:50])
+    already = pytest.raises(ValueError, match="one is being written already, got 'x' for another")
+    with engine.trace(file), already, engine.trace("x"):
+        pass
+    with engine.trace(file):
+        outputs = engine.generate(batch, GREEDY)
+        for number in range(4):
+            engine.add_request([*batch[3][:24], 1, *[2] * number], GREEDY)
+        outputs += [output for _ in range(3) for output in engine.step()]
+        aborted = engine.abort(engine.scheduler.running[0].id)
+        while engine.has_unfinished:
+            outputs += engine.step()
+    stats = engine.stats
+    engine.generate([1, 2, 3], GREEDY)
+    steps = list(read_trace(file))
+    rows = [row for step in steps for row in step.rows]
+    computed = replay(rows, SIZES["block_size"])
+    assert [step.step for step in steps] == list(range(1, stats.steps + 1)), "what came after it is not in it"
+    assert {output.request_id for output in (*outputs, aborted)} == computed.keys()
+    for output in (*outputs, aborted):
+        own = [row for row in rows if row.request == output.request_id]
+        assert (own[0].enters, own[0].computed) == (True, output.num_cached_tokens)
+        taken = [row for row in own if not row.gone]
+        assert sum(row.proposed for row in taken) == output.num_draft_tokens
+        assert sum(row.accepted for row in taken) == output.num_accepted_tokens
+        assert computed[output.request_id] >= len(output.prompt_token_ids) + len(output.token_ids) - 1
+    taken = [row for row in rows if not row.gone]
+    assert sum(row.proposed for row in taken) == sum(stats.draft_tokens) > 0
+    assert sum(row.accepted for row in taken) == sum(stats.accepted_tokens) > 0
+    assert sum(row.scheduled for row in taken if row.prefill) == stats.prefill_tokens
+    assert sum(step.copied_bytes for step in steps) == stats.state_bytes_copied > 0
+    assert sum(row.enters for row in rows) == len(computed) + stats.preemptions > len(computed)
+    assert stats.hit_requests > 0
+    offered = [(row.request, row.published) for row in rows if row.published]
+    assert sorted(offered) == sorted(published.heard[: len(offered)])
+    return {row.request for row in rows if row.gone}, aborted.request_id
+
+
+def test_a_trace_tells_what_the_engine_did(rng, make, tmp_path):
+    late, _ = assert_traced(rng, make(), tmp_path / "trace.jsonl")
+    assert late == set()
+
+
+def test_a_trace_of_results_that_come_late(rng, make_async, tmp_path):
+    late, aborted = assert_traced(rng, make_async(), tmp_path / "trace.jsonl")
+    assert aborted in late
+
+
 @pytest.mark.gpu
-def test_speculation_is_right_over_compiled_kernels(rng, make, reference):
+def test_speculation_is_right_over_compiled_kernels(rng, make, make_async, reference):
+    test_drafts_of_the_device_are_right_before_they_are_read(rng, make_async, reference)
     test_any_acceptance_under_preemption_is_right(rng, make, reference)
     test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference)
 
@@ -188,5 +332,7 @@ def test_more_drafts_than_the_engine_has_are_refused(model):
     with pytest.raises(ValueError, match="num_speculative_tokens must be at most the engine's 7, got 8"):
         engine.add_request([1], SamplingParams(num_speculative_tokens=8))
     assert not engine.has_unfinished
+    with pytest.raises(ValueError, match="drafter must be None under async_stepping"):
+        Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=Foresight([]))
     with pytest.raises(ValueError, match="num_speculative_tokens must be None or at least 0, got -1"):
         SamplingParams(num_speculative_tokens=-1)

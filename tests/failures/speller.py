@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax import ConvState, GroupSpec, RecurrentState
-from mamba_align_jax.kv import KVPages
+from mamba_align_jax.kv import KVPages, KVSpec
 from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels._pool import read_blocks, write_blocks
 from pallas_kernels._rows import token_rows
@@ -44,12 +44,14 @@ class Config(NamedTuple):
 class Speller(nnx.Module):
     """With `stutter` 1 or 2, so many thirds of what it says repeat the last token: prompt lookup guesses those."""
 
-    num_attention_layers = num_kv_heads = head_dim = 1
     dtype = "float32"
 
     def __init__(self, stutter=0):
         self.config = Config()
         self.stutter = stutter
+
+    def kv_spec(self):
+        return KVSpec(1, 1, 1, 0, self.dtype)
 
     def state_groups(self, state_dtype="float32"):
         return (GroupSpec("speller", 1, (ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1), state_dtype))),)

@@ -32,11 +32,10 @@ def step(scheduler):
 
 def finish(scheduler, plan):
     scheduler.dispatched(plan)
-    finished = [row.request for row in plan.rows if row.samples]
-    scheduler.finished(plan, {request.id: [1] for request in finished})
-    for request in finished:
-        if len(request.generated) == request.params.max_tokens:
-            scheduler.remove(request)
+    for row in plan.rows:
+        scheduler.finished(row, [1] if row.samples else [])
+        if len(row.request.generated) == row.request.params.max_tokens:
+            scheduler.remove(row.request)
     return plan
 
 

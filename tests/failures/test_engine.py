@@ -1,5 +1,7 @@
 """What went wrong elsewhere in whole engines, over a model whose every token is exactly known."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +23,9 @@ def model():
     return Speller()
 
 
-@pytest.fixture
-def engine(model):
-    return Engine(model, EngineConfig(**SIZES))
+@pytest.fixture(params=["sync", "async"])
+def engine(model, request):
+    return Engine(model, EngineConfig(**SIZES, async_stepping=request.param == "async"))
 
 
 def prompt(rng, tokens):
@@ -53,9 +55,9 @@ def assert_nothing_is_held(engine):
 
 def poison(engine):
     """What a pool may hold that nobody has cleared."""
-    engine.runner.pool, engine.runner.kv = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan), (engine.runner.pool, engine.runner.kv)
-    )
+    state = engine.runner.device_state
+    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
+    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def aligned(values):
@@ -68,8 +70,7 @@ def aligned(values):
 
 
 def contents(engine):
-    runner = engine.runner
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves((runner.pool, runner.kv, runner.state, runner.tables))]
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(engine.runner.device_state)]
 
 
 def test_prompts_of_every_length_cold_and_repeated(rng, engine):
@@ -81,6 +82,20 @@ def test_prompts_of_every_length_cold_and_repeated(rng, engine):
         assert_right(cold, again)
         assert (cold.num_cached_tokens, again.num_cached_tokens) == (0, (length - 1) // BLOCK * BLOCK)
     assert_nothing_is_held(engine)
+
+
+def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
+    """Once, when most were: three of four here."""
+    engine = Engine(model, EngineConfig(**SIZES))
+    for number in range(40):
+        engine.add_request(prompt(rng, BLOCK + (number % 4 == 0)), SamplingParams(max_tokens=1))
+    run(engine)
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1)))
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1, prefix_cache="none")))
+    assert [r.getMessage() for r in caplog.records if r.name.endswith("block_size")] == [
+        "block_size 8: 24 of the first 32 prompts had no more tokens than that, too few to hit the prefix cache",
+        "block_size 8 is too long for max_model_len 9: no prompt ever hits the prefix cache",
+    ]
 
 
 def test_fresh_requests_in_poisoned_pools(rng, engine):
@@ -177,9 +192,8 @@ def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
     runner._page_tables = tables
     engine.add_request(prompt(rng, 9), THREE)
     engine.step()
-    runner.kv = late(runner.kv)
-    plan = engine.scheduler.schedule()
-    sampled = runner.dispatch(plan)
+    runner.device_state = dataclasses.replace(runner.device_state, kv=late(runner.device_state.kv))
+    dispatched = runner.dispatch(engine.scheduler.schedule())
     tables[:] = 0
-    (token,) = np.ravel(list(runner.read(sampled).values()))
-    assert token == next_token(plan.rows[0].request.tokens)
+    ((row, result),) = runner.read(dispatched)
+    assert result.tokens == [next_token(row.request.tokens)]

@@ -43,9 +43,13 @@ def _step(params, tokens, batch, num_sampled, page_tables, tables, state, pool, 
 
 
 class Driver:
-    """Slots fed with token lists. Pools start as NaN, so that nothing stale is ever read unnoticed."""
+    """Slots fed with token lists. Pools start as NaN, so that nothing stale is ever read unnoticed.
 
-    def __init__(self, model, policy="copy_free", num_speculative_tokens=2, slots=4):
+    `one_program` has rows of both kinds in every step, padding at least, so that there is one program to compile.
+    """
+
+    def __init__(self, model, policy="copy_free", num_speculative_tokens=2, slots=4, one_program=False):
+        self.one_program = one_program
         self.spec = AlignConfig(
             groups=model.state_groups(),
             block_size=32,
@@ -56,9 +60,7 @@ class Driver:
         )
         garbage = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
         self.pool = garbage(StatePool.create(self.spec, 64))
-        self.kv = garbage(
-            KVPages.create(model.num_attention_layers, 64, PAGE_SIZE, model.num_kv_heads, model.head_dim, model.dtype)
-        )
+        self.kv = garbage(KVPages.create(model.kv_spec(), 64, PAGE_SIZE))
         self.state, self.tables = AlignState.create(self.spec), BlockTables.create(self.spec)
         self.pages = np.zeros((slots, 256 // PAGE_SIZE), np.int32)
         self.computed = [0] * slots
@@ -96,9 +98,10 @@ class Driver:
         `accepted` says how many of a verify row's tokens stand.
         """
         decode, prefill, accepted = decode or {}, prefill or {}, accepted or {}
-        rows = [*decode.items(), *[(-1, [])] * (DECODE_ROWS - len(decode))] * bool(decode)
+        rows = [*decode.items(), *[(-1, [])] * (DECODE_ROWS - len(decode))] * (bool(decode) or self.one_program)
         num_decode_rows = len(rows)
-        rows += [*prefill.items(), *[(-1, [])] * (PREFILL_ROWS - len(prefill))] * bool(prefill)
+        prefilling = bool(prefill) or self.one_program
+        rows += [*prefill.items(), *[(-1, [])] * (PREFILL_ROWS - len(prefill))] * prefilling
         for slot, tokens in rows:
             if slot >= 0:
                 self._allocate(slot, len(tokens))
@@ -107,7 +110,7 @@ class Driver:
         batch = StepBatch.from_host(
             self.spec, len(rows), [slot for slot, _ in rows], loc, drafts, [slot in prefill for slot, _ in rows]
         )
-        packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * bool(prefill), np.int32)
+        packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * prefilling, np.int32)
         packed[: loc[-1]] = np.concatenate([tokens for _, tokens in rows])
         sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)
         logits, self.state, self.pool, self.kv = _step(

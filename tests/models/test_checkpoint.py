@@ -10,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from models.head import head_tensors
 from models.test_qwen3_5 import CHECKPOINT
 from safetensors.numpy import load_file, save_file
 
+from mamba_align_jax.kv import KVSpec
 from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.checkpoint import save_checkpoint
 
@@ -53,7 +55,7 @@ def model():
 
 
 def test_config(model):
-    assert (model.dtype, model.num_attention_layers, model.num_kv_heads, model.head_dim) == ("float32", 1, 2, 32)
+    assert (model.dtype, model.kv_spec()) == ("float32", KVSpec(1, 2, 32, 32, "float32"))
     assert (model.config.eos_token_id, model.config.max_position_embeddings, model.config.vocab_size) == (2, 1024, 256)
     (group,) = model.state_groups("bfloat16")
     conv, recurrent = group.states
@@ -91,6 +93,7 @@ def test_tensors_that_do_not_fit(write, change, message):
         ({"hidden_size": None}, "config.json must have 'hidden_size'"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of ('silu',), got 'gelu'"),
         ({"attention_bias": True}, "attention_bias must be one of (False,), got True"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings must be one of (False,), got True"),
         ({"num_experts": 8}, "num_experts must be one of (0,), got 8"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of ('default',), got 'yarn'"),
         ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
@@ -116,8 +119,29 @@ def test_published_names(model, write):
     extra = {"mtp.norm.weight": np.ones(3, np.float32), "model.visual.pos_embed.weight": np.ones(3, np.float32)}
     outside = ("lm_head.", *extra)
     rename = lambda name: name if name.startswith(outside) else name.replace("model.", "model.language_model.", 1)
-    path = write(change=extra, nest=True, rename=rename)
+    path = write({"mtp_num_hidden_layers": 0}, extra, nest=True, rename=rename)
     assert same(load_model(path), model)
+
+
+def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
+    named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
+    model = load_model(write(named, head))
+    assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
+    save_checkpoint(model, qwen3_5, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(np.array_equal(saved[name], value) for name, value in head.items())
+    assert same(load_model(tmp_path / "saved"), model)
+    assert same(load_model(write({"mtp_num_hidden_layers": None}, head)), model)
+    assert load_model(write({"mtp_num_hidden_layers": 0}, head)).mtp is None
+    without = load_model(write(named))
+    assert without.mtp is None
+    assert without.config.mtp_num_hidden_layers == 0
+    with pytest.raises(ValueError, match=r"mtp_num_hidden_layers must be one of \(0, 1\), got 2"):
+        load_model(write({"mtp_num_hidden_layers": 2}, head))
+    with pytest.raises(ValueError, match=r"tensor 'mtp.norm.weight' is missing, 1 in all"):
+        load_model(write(named, head | {"mtp.norm.weight": None}))
+    with pytest.raises(ValueError, match=r"tensor 'mtp.extra.weight' has no place"):
+        load_model(write(named, head | {"mtp.extra.weight": np.ones(3, np.float32)}))
 
 
 def test_nested_configuration_shares_the_outer_fields(tensors, write):

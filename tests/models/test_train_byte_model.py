@@ -1,11 +1,15 @@
 """The training script: its forward is the served model's, its corpus holds out what it says."""
 
+import argparse
 import importlib.util
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from models.head import NumpyHead, write_with_head
 from models.test_qwen3_5 import ATOL, CHECKPOINT
 
 from mamba_align_jax.models import load_model
@@ -25,8 +29,42 @@ def script():
 def test_forward_is_the_served_model(script):
     reference = np.load(CHECKPOINT / "reference.npz")
     tokens = jnp.asarray(reference["tokens"], jnp.int32)
-    logits = script.forward(load_model(CHECKPOINT), jnp.concatenate([tokens, tokens[:, ::-1]]))
-    np.testing.assert_allclose(logits[0], reference["logits"], atol=ATOL, rtol=0)
+    model = load_model(CHECKPOINT)
+    hidden = script.forward(model, jnp.concatenate([tokens, tokens[:, ::-1]]))
+    np.testing.assert_allclose(model.logits(hidden[0]), reference["logits"], atol=ATOL, rtol=0)
+
+
+def test_the_head_is_trained_as_it_is_served(script, tmp_path):
+    """Drafts in a row, each on the last one's hidden state and keys."""
+    model = load_model(write_with_head(CHECKPOINT, tmp_path))
+    random = np.random.default_rng(0)
+    hidden, tokens = random.normal(size=(2, 9, 64)).astype(np.float32), random.integers(0, 256, (2, 9))
+    said = jax.jit(lambda *rows: script.foretell(model, *rows, 3))(hidden, tokens)
+    assert [logits.shape for logits in said] == [(2, 6, 256)] * 3
+    head = NumpyHead(tmp_path)
+    for place in range(6):
+        out = head.step(hidden[1, place], tokens[1, place + 1], place)
+        later = head.fork()
+        np.testing.assert_allclose(said[0][1, place], later.logits(out), atol=ATOL, rtol=0)
+        for n in (1, 2):
+            out = later.step(out, tokens[1, place + n + 1], place + n)
+            np.testing.assert_allclose(said[n][1, place], later.logits(out), atol=ATOL, rtol=0)
+
+
+def test_training_the_head_leaves_the_model_alone(script, capsys, monkeypatch):
+    monkeypatch.setattr(script, "forward", lambda model, tokens: model.embed_tokens(tokens))  # less to compile
+    monkeypatch.setattr(script, "DEPTH", 1)
+    model = load_model(CHECKPOINT, "bfloat16")
+    random = np.random.default_rng(0)
+    corpus = {name: random.integers(0, 256, 40, np.uint8) for name in ("docs", "code", "validation", "heldout")}
+    options = argparse.Namespace(batch=2, length=16, calls=2, mtp_minutes=0)
+    with jax.numpy_dtype_promotion("standard"):  # as optax wants it
+        trained = script.train_head(corpus, model, options)
+    assert trained.config.mtp_num_hidden_layers == 1
+    new, kept = nnx.split_state(nnx.state(trained, nnx.Param), nnx.PathContains("mtp"), ...)
+    assert len(jax.tree.leaves(new)) == 15
+    jax.tree.map(np.testing.assert_array_equal, kept, script.served(nnx.state(model, nnx.Param)))
+    assert "heldout: drafts 1 to 1 are the model's own choice" in capsys.readouterr().out
 
 
 def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):

@@ -1,0 +1,138 @@
+"""Mamba-2: convolution over x, B and C, the selective state space with a scalar decay per head, gated norm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mamba_align_jax.layers.causal_conv import CausalConv1d
+from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.norm import GatedGroupNorm
+from mamba_align_jax.metadata.rows import Rows, RowSplit
+from mamba_align_jax.spec import ConvState, RecurrentState
+from pallas_kernels import Chunks, Implementation, selective_state_update, ssd
+
+
+class Mamba2Mixer(nnx.Module):
+    """One layer; its states are blocks of `conv` [layers, blocks, window, channels] and `recurrent`."""
+
+    kind = "mamba2"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        head_dim: int,
+        state_dim: int,
+        groups: int,
+        width: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        epsilon: float = 1e-5,
+        norm: bool = True,
+        norm_before_gate: bool = False,
+        conv_bias: bool = True,
+        in_bias: bool = False,
+        out_bias: bool = False,
+        multipliers: tuple[float, float, float, float, float] | None = None,
+    ) -> None:
+        """Makes a layer with random weights.
+
+        Args:
+            hidden_size: Of the residual stream.
+            heads: Each with a state [head_dim, state_dim].
+            head_dim: Channels of a head.
+            state_dim: Of B and C.
+            groups: Of heads that share B and C; divides `heads`.
+            width: Of the convolution.
+            dtype: Of the weights.
+            rngs: Draws the weights.
+            epsilon: Of the output norm.
+            norm: Whether the output is normalised, each group's channels apart, as well as gated.
+            norm_before_gate: Whether it is normalised before it is gated.
+            conv_bias: Whether the convolution has a bias.
+            in_bias: Whether the input projection has.
+            out_bias: Whether the output projection has.
+            multipliers: What z, x, B, C and dt are multiplied by as they come out of the input projection (Falcon-H1).
+        """
+        inner, of_groups = heads * head_dim, groups * state_dim
+        self.heads, self.head_dim, self.state_dim, self.groups = heads, head_dim, state_dim, groups
+        self.sizes = (inner, inner, of_groups, of_groups, heads)
+        self.multipliers = multipliers
+        self.in_proj = linear(hidden_size, sum(self.sizes), dtype, rngs, bias=in_bias)
+        self.conv1d = CausalConv1d(width, inner + 2 * of_groups, dtype, rngs, bias=conv_bias)
+        rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)
+        self.A_log = nnx.Param(jnp.log(rates))
+        self.D = nnx.Param(jnp.ones(heads, jnp.float32))
+        self.dt_bias = nnx.Param(jnp.ones(heads, jnp.float32))
+        self.norm = GatedGroupNorm(inner, groups, epsilon, norm_before_gate=norm_before_gate) if norm else None
+        self.out_proj = linear(inner, hidden_size, dtype, rngs, bias=out_bias)
+
+    def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
+        """What a block holds of this layer."""
+        shape = (self.heads, self.head_dim, self.state_dim)
+        return self.conv1d.state(conv_dtype), RecurrentState(shape, state_dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        split: RowSplit,
+        chunks: Chunks | None,
+        conv: jax.Array,
+        recurrent: jax.Array,
+        layer: jax.Array,
+        *,
+        group: int = 0,
+        num_decode_tokens: int = 0,
+        implementation: Implementation | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs packed tokens [tokens, hidden].
+
+        Args:
+            x: Decode and verify rows first.
+            split: The step's rows.
+            chunks: `chunk_rows` of the prefill rows; None without such rows.
+            conv: Pool of windows. Donate it.
+            recurrent: Pool of states. Donate it.
+            layer: This layer's place in the pools.
+            group: This layer's place among the groups of block ids.
+            num_decode_tokens: Static bound on the tokens of decode and verify rows.
+            implementation: Of the ops.
+
+        Returns:
+            [tokens, hidden] and the pools.
+        """
+        projected = self.in_proj(x)
+        if self.multipliers is not None:
+            projected = projected * jnp.asarray(np.repeat(self.multipliers, self.sizes), projected.dtype)
+        inner = self.sizes[0]
+        z, xBC, dt = jnp.split(projected, [inner, projected.shape[1] - self.heads], axis=1)
+        xBC, conv = self.conv1d(
+            xBC, split, conv, layer, group=group, num_decode_tokens=num_decode_tokens, implementation=implementation
+        )
+        inputs, B, C = jnp.split(xBC, [inner, inner + self.sizes[2]], axis=1)
+        fold = lambda y, parts: y.reshape(y.shape[0], parts, -1)
+        A = -jnp.exp(self.A_log[...].astype(jnp.float32))
+        same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=implementation)
+
+        def decode(rows: Rows, *operands):
+            x, dt, B, C, recurrent = operands
+            return selective_state_update(
+                x, dt, A, B, C, recurrent, layer, rows.query_start_loc, rows.recurrent_read[group], rows.write[group],
+                **same,
+            )  # fmt: skip
+
+        def prefill(rows: Rows, *operands):
+            x, dt, B, C, recurrent = operands
+            assert chunks is not None
+            return ssd(
+                x, dt, A, B, C, recurrent, layer, rows.query_start_loc, chunks, rows.recurrent_read[group],
+                rows.write[group, :, 0], **same,
+            )  # fmt: skip
+
+        tokens = fold(inputs, self.heads), dt, fold(B, self.groups), fold(C, self.groups)
+        out, recurrent = split.apply(decode, prefill, tokens, (recurrent,), num_decode_tokens)
+        out = out.reshape(z.shape)
+        out = (out * jax.nn.silu(z)) if self.norm is None else self.norm(out, z)
+        return self.out_proj(out), conv, recurrent

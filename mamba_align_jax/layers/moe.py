@@ -1,0 +1,206 @@
+"""A mixture of experts: a router's choice, and each token through the experts that were chosen for it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_align_jax.layers.linear import linear, precision
+from mamba_align_jax.layers.mlp import GatedMLP
+
+# Weights of the experts that run at once: 128 MiB of bfloat16.
+_ELEMENTS = 1 << 26
+
+
+def softmax_router(logits: jax.Array, top_k: int, *, renormalise: bool = True) -> tuple[jax.Array, jax.Array]:
+    """Chooses after a softmax of [tokens, experts].
+
+    Returns:
+        The chosen experts, int32, and their weights, float32; [tokens, top_k] each.
+    """
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), top_k)
+    return chosen, weights / jnp.sum(weights, axis=-1, keepdims=True) if renormalise else weights
+
+
+def sigmoid_router(
+    logits: jax.Array,
+    bias: jax.Array,
+    top_k: int,
+    *,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalise: bool = True,
+    scale: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses by sigmoids of [tokens, experts] and a bias per expert, which has no part in the weights (DeepSeek-V3).
+
+    Experts are in `groups` groups, of which a token goes to `top_groups`: those with the largest sums of their two best.
+    Weights are multiplied by `scale`.
+
+    Returns:
+        The chosen experts, int32, and their weights, float32; [tokens, top_k] each.
+    """
+    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    choice = (scores + bias).reshape(scores.shape[0], groups, -1)
+    if top_groups < groups:
+        group_scores = jnp.sum(jax.lax.top_k(choice, 2)[0], axis=-1)
+        best = jax.lax.top_k(group_scores, top_groups)[1]
+        allowed = jnp.any(best[:, :, None] == jnp.arange(groups, dtype=best.dtype), axis=1)
+        choice = jnp.where(allowed[:, :, None], choice, -jnp.inf)
+    chosen = jax.lax.top_k(choice.reshape(scores.shape), top_k)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if renormalise:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen, weights * scale
+
+
+def swiglu(x: jax.Array) -> jax.Array:
+    """silu(gate) * up of [gate | up] along the last axis."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+class Experts(nnx.Module):
+    """down(activation(up(x))) of every expert: `up` [experts, hidden, up_size], `down` [experts, size, hidden]."""
+
+    def __init__(
+        self,
+        experts: int,
+        hidden_size: int,
+        size: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        activation: Callable[[jax.Array], jax.Array] = swiglu,
+        gated: bool = True,
+    ) -> None:
+        """Initial weights.
+
+        Args:
+            experts: How many.
+            hidden_size: Of the model, or of the latent that experts work on.
+            size: Of an expert's middle.
+            dtype: Of the weights.
+            rngs: For the initial weights.
+            activation: From `up`'s outputs to `down`'s inputs.
+            gated: Whether `up` gives [gate | up], twice the middle's size.
+        """
+        draw = lambda *shape: jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-2] ** -0.5
+        self.up = nnx.Param(draw(experts, hidden_size, size * (1 + gated)).astype(dtype))
+        self.down = nnx.Param(draw(experts, size, hidden_size).astype(dtype))
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        """The weighted sum of each token's experts.
+
+        Rows are sorted by expert and cut into blocks of one expert each, so that only chosen experts are multiplied and
+        the weights of few are gathered at once. (Outside of TPUs `jax.lax.ragged_dot` multiplies every row by every expert,
+        and expands the rows by as much.)
+
+        Args:
+            x: [tokens, hidden].
+            chosen: int32 [tokens, top_k].
+            weights: [tokens, top_k].
+
+        Returns:
+            [tokens, hidden] in x's dtype, summed in float32.
+        """
+        up, down = self.up[...], self.down[...]
+        experts, top_k = up.shape[0], chosen.shape[1]
+        rows = chosen.size
+        # Most of a decode step's experts have one row, and blocks of more would be padding.
+        size = min(128, max(8, 1 << (rows // experts).bit_length()))
+        blocks = min(rows, rows // size + experts)
+        expert, row = jax.lax.sort_key_val(chosen.reshape(-1), jnp.arange(rows, dtype=jnp.int32))
+        end = jnp.searchsorted(expert, jnp.arange(experts, dtype=expert.dtype), side="right").astype(jnp.int32)
+        begin = jnp.concatenate([jnp.zeros(1, jnp.int32), end[:-1]])
+        last_block = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)
+        first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last_block[:-1]])
+        number = jnp.arange(blocks, dtype=jnp.int32)
+        # Blocks behind the last are of no expert: they compute on any rows, which nobody reads.
+        owner = jnp.minimum(jnp.searchsorted(last_block, number, side="right"), experts - 1).astype(jnp.int32)
+        start = begin[owner] + (number - first_block[owner]) * size
+
+        def run(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+            owner, start = block
+            token = row.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="clip") // top_k
+            exact = precision(str(up.dtype))
+            middle = self.activation(jnp.matmul(x[token], up[owner], precision=exact))
+            return jnp.matmul(middle, down[owner], precision=exact)
+
+        batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
+        out = jax.vmap(run)((owner, start)) if blocks <= batch else jax.lax.map(run, (owner, start), batch_size=batch)
+        # Back from (block, lane) to the sorted row, and from there to the token.
+        at = jnp.arange(rows, dtype=jnp.int32) - begin[expert]
+        out = out[first_block[expert] + at // size, at % size]
+        out = jnp.zeros_like(out).at[row].set(out, unique_indices=True).reshape(-1, top_k, x.shape[1])
+        return jnp.sum(out.astype(jnp.float32) * weights.astype(jnp.float32)[..., None], axis=1).astype(x.dtype)
+
+
+class SharedExpertMoE(nnx.Module):
+    """Routed experts and one that every token takes, behind a sigmoid gate (Qwen)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        size: int,
+        shared_size: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        renormalise: bool = True,
+    ) -> None:
+        self.top_k, self.renormalise = top_k, renormalise
+        self.gate = linear(hidden_size, experts, dtype, rngs)
+        self.experts = Experts(experts, hidden_size, size, dtype, rngs)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, dtype, rngs)
+        self.shared_expert_gate = linear(hidden_size, 1, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        chosen, weights = softmax_router(self.gate(x), self.top_k, renormalise=self.renormalise)
+        return self.experts(x, chosen, weights) + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+class SigmoidGate(nnx.Module):
+    """`sigmoid_router` with its weights, in float32 whatever the model's dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        rngs: nnx.Rngs,
+        *,
+        groups: int = 1,
+        top_groups: int = 1,
+        renormalise: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        """Initial weights; the rest is as `sigmoid_router` takes it."""
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden_size, experts)) * hidden_size**-0.5)
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
+        self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
+        self.renormalise, self.scale = renormalise, scale
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The chosen experts of [tokens, hidden] and their weights, [tokens, top_k] each."""
+        logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=precision("float32"))
+        return sigmoid_router(
+            logits, self.e_score_correction_bias[...], self.top_k, groups=self.groups, top_groups=self.top_groups,
+            renormalise=self.renormalise, scale=self.scale,
+        )  # fmt: skip
+
+
+class SharedExpertsMoE(nnx.Module):
+    """Experts that `gate` chooses, and one MLP that every token takes (DeepSeek-V3)."""
+
+    def __init__(self, gate: SigmoidGate, experts: Experts, shared_experts: GatedMLP) -> None:
+        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)

@@ -1,0 +1,130 @@
+"""Falcon-H1: Mamba-2 and attention side by side in every layer, with a multiplier at every turn."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, named
+from mamba_align_jax.models.config import ModelConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by their published names."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_d_state: int = 256
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    attention_bias: bool = False
+    rope_theta: float = 1e4
+    rms_norm_eps: float = 1e-5
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    model_type: str = "falcon_h1"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Sizes that follow from others."""
+        rope = config.get("rope_parameters") or config
+        require(config, hidden_act=("silu",), mlp_bias=(False,), rope_scaling=())
+        require(rope, rope_type=("default",))
+        hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
+        inner = config.get("mamba_d_ssm", 1024) or int(config.get("mamba_expand", 2) * hidden)
+        mamba_heads = config.get("mamba_n_heads", 128)
+        mamba_dim = config.get("mamba_d_head", "auto")
+        return {
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "mamba_n_heads": mamba_heads,
+            "mamba_d_head": inner // mamba_heads if mamba_dim == "auto" else mamba_dim,
+            "rope_theta": rope.get("rope_theta", cls.rope_theta),
+            "ssm_multipliers": tuple(config.get("ssm_multipliers") or cls.ssm_multipliers),
+            "mlp_multipliers": tuple(config.get("mlp_multipliers") or cls.mlp_multipliers),
+        }
+
+
+class FeedForward(GatedMLP):
+    """The gated layer with multipliers of the gate and of the output."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size, config.dtype, rngs)
+        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        gated = jax.nn.silu(self.gate_proj(x) * self.gate_multiplier) * self.up_proj(x)
+        return self.down_proj(gated) * self.down_multiplier
+
+
+class Layer(nnx.Module):
+    """Both mixers on one normed copy of the residual stream, then the feed-forward on another."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        c = self.config = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mamba = Mamba2Mixer(
+            c.hidden_size, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_state, c.mamba_n_groups, c.mamba_d_conv, c.dtype,
+            rngs, epsilon=c.rms_norm_eps, norm=c.mamba_rms_norm, norm_before_gate=c.mamba_norm_before_gate,
+            conv_bias=c.mamba_conv_bias, in_bias=c.mamba_proj_bias, out_bias=c.projectors_bias,
+            multipliers=c.ssm_multipliers,
+        )  # fmt: skip
+        # Keys are multiplied; in the scores it comes to the same.
+        self.self_attn = Attention(
+            c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
+            rotary_dim=c.head_dim, rope_theta=c.rope_theta, bias=c.attention_bias,
+            scale=c.key_multiplier * c.head_dim**-0.5,
+        )  # fmt: skip
+        self.feed_forward = FeedForward(c, rngs)
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        c, normed = self.config, self.input_layernorm(x)
+        mamba, carry = carry.mix(self.mamba, normed * c.ssm_in_multiplier, step)
+        attended, carry = carry.mix(self.self_attn, normed * c.attention_in_multiplier, step)
+        x = x + mamba * c.ssm_out_multiplier + attended * c.attention_out_multiplier
+        return x + self.feed_forward(self.pre_ff_layernorm(x)), carry
+
+
+class Model(CausalLM):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        layers = [Layer(config, rngs) for _ in range(config.num_hidden_layers)]
+        super().__init__(
+            config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs,
+            embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier,
+        )  # fmt: skip
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    del config
+    if place.startswith("lm_head"):
+        return [named(place)]
+    return [named(f"model.{'final_layernorm.weight' if place == 'norm.weight' else place}")]

@@ -1,0 +1,153 @@
+"""Granite-4 hybrid: Mamba-2 or attention, then a shared MLP and perhaps experts, with multipliers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import Experts, softmax_router
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, mapped, named, product, tensor
+from mamba_align_jax.models.config import ModelConfig, require
+
+MAMBA, ATTENTION = "mamba", "attention"
+_KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by their published names."""
+
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool = False
+    position_embedding_type: str = "nope"
+    rope_theta: float = 1e4
+    mamba_n_heads: int = 128
+    mamba_d_head: int
+    mamba_d_state: int = 256
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    model_type: str = "granitemoehybrid"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Layer kinds, and sizes that follow from others."""
+        layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
+        given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
+        kinds = tuple(_KINDS.get(kind, kind) for kind in given)
+        rope = config.get("rope_parameters") or config
+        require(config, hidden_act=("silu",), position_embedding_type=("rope", "nope"), rope_scaling=())
+        require(rope, rope_type=("default",))
+        if len(kinds) != layers or not set(kinds) <= {MAMBA, ATTENTION} or MAMBA not in kinds:
+            raise ValueError(
+                f"config.json: layer_types must name {layers} layers, each {MAMBA!r} or {ATTENTION!r}, got {given!r}"
+            )
+        heads, dim = config.get("num_attention_heads", 1), config.get("mamba_d_head", "auto")
+        inner = int(config.get("mamba_expand", 2) * hidden)
+        return {
+            "layer_types": kinds,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "mamba_d_head": inner // config.get("mamba_n_heads", cls.mamba_n_heads) if dim == "auto" else dim,
+            "rope_theta": rope.get("rope_theta", cls.rope_theta),
+        }
+
+
+class MoE(nnx.Module):
+    """Experts weighted by the softmax over the chosen ones."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        c = config
+        self.top_k = c.num_experts_per_tok
+        self.router = linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
+        self.experts = Experts(c.num_local_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.experts(x, *softmax_router(self.router(x), self.top_k))
+
+
+class Layer(nnx.Module):
+    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        c = config
+        self.residual_multiplier = c.residual_multiplier
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if kind == MAMBA:
+            self.mamba = Mamba2Mixer(
+                c.hidden_size, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_state, c.mamba_n_groups, c.mamba_d_conv,
+                c.dtype, rngs, epsilon=c.rms_norm_eps, conv_bias=c.mamba_conv_bias, in_bias=c.mamba_proj_bias,
+                out_bias=c.mamba_proj_bias,
+            )  # fmt: skip
+        else:
+            self.self_attn = Attention(
+                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
+                rotary_dim=c.head_dim if c.position_embedding_type == "rope" else 0, rope_theta=c.rope_theta,
+                bias=c.attention_bias, scale=c.attention_multiplier,
+            )  # fmt: skip
+        self.shared_mlp = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.dtype, rngs)
+        self.block_sparse_moe = MoE(c, rngs) if c.num_local_experts else None
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        mixer = self.mamba if hasattr(self, "mamba") else self.self_attn
+        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
+        x = x + out * self.residual_multiplier
+        normed = self.post_attention_layernorm(x)
+        out = self.shared_mlp(normed)
+        if self.block_sparse_moe is not None:
+            out = out + self.block_sparse_moe(normed)
+        return x + out * self.residual_multiplier, carry
+
+
+class Model(CausalLM):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        layers = [Layer(config, kind, rngs) for kind in config.layer_types]
+        super().__init__(
+            config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs,
+            embedding_scale=config.embedding_multiplier, logits_scale=1 / config.logits_scaling,
+        )  # fmt: skip
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    if not place.startswith("layers."):
+        return [named(place if place.startswith("lm_head") else f"model.{place}")]
+    _, number, name = place.split(".", 2)
+    layer, size = f"model.layers.{number}", config.shared_intermediate_size
+    both = product(f"{layer}.shared_mlp.input_linear.weight")
+    of_experts = lambda part: mapped(
+        tensor(f"{layer}.block_sparse_moe.{part}_linear.weight"), lambda array: array.transpose(0, 2, 1)
+    )
+    published = {
+        "shared_mlp.gate_proj.kernel": mapped(both, lambda kernel: kernel[:, :size]),
+        "shared_mlp.up_proj.kernel": mapped(both, lambda kernel: kernel[:, size:]),
+        "shared_mlp.down_proj.kernel": product(f"{layer}.shared_mlp.output_linear.weight"),
+        "block_sparse_moe.router.kernel": product(f"{layer}.block_sparse_moe.router.layer.weight"),
+        "block_sparse_moe.experts.up": of_experts("input"),
+        "block_sparse_moe.experts.down": of_experts("output"),
+    }
+    return [published.get(name) or named(f"{layer}.{name}")]

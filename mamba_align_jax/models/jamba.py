@@ -1,0 +1,123 @@
+"""Jamba: Mamba-1 layers with normed projections, attention without positions now and then, experts at every other layer."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.mamba1 import Mamba1Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import Experts, softmax_router
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, experts, named
+from mamba_align_jax.models.config import ModelConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by their published names."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attn_layer_period: int = 8
+    attn_layer_offset: int = 4
+    expert_layer_period: int = 2
+    expert_layer_offset: int = 1
+    num_experts: int = 16
+    num_experts_per_tok: int = 2
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_dt_rank: int
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    model_type: str = "jamba"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Sizes that follow from others."""
+        require(config, hidden_act=("silu",), sliding_window=())
+        hidden, heads, rank = (
+            config.get(name, default)
+            for name, default in (("hidden_size", 0), ("num_attention_heads", 1), ("mamba_dt_rank", "auto"))
+        )
+        return {
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "mamba_dt_rank": math.ceil(hidden / 16) if rank == "auto" else rank,
+        }
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends; it is a Mamba otherwise."""
+        return layer % self.attn_layer_period == self.attn_layer_offset
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts."""
+        return self.num_experts > 1 and layer % self.expert_layer_period == self.expert_layer_offset
+
+
+class MoE(nnx.Module):
+    """Experts weighted by the softmax over all of them."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        c = config
+        self.top_k = c.num_experts_per_tok
+        self.router = linear(c.hidden_size, c.num_experts, c.dtype, rngs)
+        self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.experts(x, *softmax_router(self.router(x), self.top_k, renormalise=False))
+
+
+class Layer(nnx.Module):
+    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
+        self.input_layernorm = norm(c.hidden_size)
+        self.pre_ff_layernorm = norm(c.hidden_size)
+        if c.has_attention(number):
+            self.self_attn = Attention(
+                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs
+            )
+        else:
+            self.mamba = Mamba1Mixer(
+                c.hidden_size, c.mamba_expand * c.hidden_size, c.mamba_d_state, c.mamba_dt_rank, c.mamba_d_conv, c.dtype,
+                rngs, conv_bias=c.mamba_conv_bias, proj_bias=c.mamba_proj_bias, norm=norm,
+            )  # fmt: skip
+        dense = lambda: GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+        self.feed_forward = MoE(c, rngs) if c.has_experts(number) else dense()
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        mixer = self.mamba if hasattr(self, "mamba") else self.self_attn
+        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
+        x = x + out
+        return x + self.feed_forward(self.pre_ff_layernorm(x)), carry
+
+
+class Model(CausalLM):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    if place.startswith("lm_head"):
+        return [named(place)]
+    if ".experts." in place:
+        return experts(f"model.{place}", config.num_experts)
+    place = "final_layernorm.weight" if place == "norm.weight" else place
+    return [named(f"model.{place.replace('dt_proj_bias', 'dt_proj.bias')}")]

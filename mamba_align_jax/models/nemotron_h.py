@@ -1,0 +1,146 @@
+"""Nemotron-H: one mixer per layer, a Mamba-2, attention without positions, an MLP of squared ReLUs, or a mixture of them."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.moe import Experts, SigmoidGate
+from mamba_align_jax.models import mamba
+from mamba_align_jax.models.checkpoint import Source, experts
+from mamba_align_jax.models.config import ModelConfig, require
+
+MAMBA, ATTENTION, MLP_, MOE = "linear_attention", "full_attention", "mlp", "moe"
+_KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "attention": ATTENTION}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by their published names."""
+
+    layers_block_type: tuple[str, ...]
+    mamba_num_heads: int
+    mamba_head_dim: int
+    ssm_state_size: int
+    n_groups: int
+    conv_kernel: int = 4
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    n_routed_experts: int = 0
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_latent_size: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    layer_norm_epsilon: float = 1e-5
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    mlp_bias: bool = False
+    attention_bias: bool = False
+    residual_in_fp32: bool = False
+    model_type: str = "nemotron_h"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Layer kinds, published as a pattern of letters or by name."""
+        require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), n_shared_experts=(1,))
+        given = (
+            config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern", "")
+        )
+        kinds = tuple(_KINDS.get(kind, kind) for kind in given)
+        if MAMBA not in kinds or not set(kinds) <= set(_KINDS.values()):
+            raise ValueError(
+                f"config.json: layers_block_type must name layers of {sorted(set(_KINDS.values()))}, one of them "
+                f"{MAMBA!r} at least, got {given!r}"
+            )
+        return {
+            "layers_block_type": kinds,
+            "num_hidden_layers": len(kinds),
+            "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
+        }
+
+
+class MLP(nnx.Module):
+    """down(relu(up(x)) ** 2)."""
+
+    def __init__(self, hidden_size: int, size: int, bias: bool, dtype: str, rngs: nnx.Rngs) -> None:
+        self.up_proj = linear(hidden_size, size, dtype, rngs, bias=bias)
+        self.down_proj = linear(size, hidden_size, dtype, rngs, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.down_proj(relu2(self.up_proj(x)))
+
+
+def relu2(x: jax.Array) -> jax.Array:
+    """The square of the positive part."""
+    return jnp.square(jax.nn.relu(x))
+
+
+class MoE(nnx.Module):
+    """Routed experts, on a smaller latent if there is one, and one that every token takes."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        c, latent = config, config.moe_latent_size
+        self.gate = SigmoidGate(
+            c.hidden_size, c.n_routed_experts, c.num_experts_per_tok, rngs, groups=c.n_group, top_groups=c.topk_group,
+            renormalise=c.norm_topk_prob, scale=c.routed_scaling_factor,
+        )  # fmt: skip
+        self.experts = Experts(
+            c.n_routed_experts, latent or c.hidden_size, c.moe_intermediate_size, c.dtype, rngs,
+            activation=relu2, gated=False,
+        )  # fmt: skip
+        self.shared_experts = MLP(c.hidden_size, c.moe_shared_expert_intermediate_size, c.mlp_bias, c.dtype, rngs)
+        if latent is not None:
+            self.fc1_latent_proj = linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
+            self.fc2_latent_proj = linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        chosen, weights = self.gate(x)
+        if hasattr(self, "fc1_latent_proj"):
+            routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), chosen, weights))
+        else:
+            routed = self.experts(x, chosen, weights)
+        return routed + self.shared_experts(x)
+
+
+def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:
+    """A layer's mixer."""
+    c = config
+    if kind == MAMBA:
+        return Mamba2Mixer(
+            c.hidden_size, c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, c.n_groups, c.conv_kernel, c.dtype,
+            rngs, epsilon=c.layer_norm_epsilon, conv_bias=c.use_conv_bias, in_bias=c.use_bias, out_bias=c.use_bias,
+        )  # fmt: skip
+    if kind == ATTENTION:
+        return Attention(
+            c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
+            bias=c.attention_bias,
+        )  # fmt: skip
+    return MoE(c, rngs) if kind == MOE else MLP(c.hidden_size, c.intermediate_size, c.mlp_bias, c.dtype, rngs)
+
+
+class Model(mamba.Backbone):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        super().__init__(config, [mixer(config, kind, rngs) for kind in config.layers_block_type], rngs)
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    if ".experts." not in place:
+        return mamba.sources(place, config)
+    ways = (experts(f"{prefix}.{place}", config.n_routed_experts, up=("up_proj",)) for prefix in mamba.PREFIXES)
+    return [*itertools.chain(*ways)]

@@ -1,0 +1,122 @@
+"""OLMo-Hybrid: gated delta nets on normed inputs, and full attention whose outputs are normed instead."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, joined, named, product, taps
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+
+LINEAR, FULL = "linear_attention", "full_attention"
+_OUTPUT_NORM_EPS = 1e-5  # of the delta nets, whatever rms_norm_eps is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by their published names."""
+
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    linear_allow_neg_eigval: bool = True
+    rope_theta: float = 0.0
+    model_type: str = "olmo_hybrid"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Layer kinds, head sizes, and rotation: none where `rope_theta` is null, as in the released model."""
+        kinds = layer_kinds(config, LINEAR, FULL)
+        rope = config.get("rope_parameters") or {}
+        require(config, hidden_act=("silu",), attention_bias=(False,))
+        require(rope, rope_type=("default",))
+        hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
+        key_heads = config.get("linear_num_key_heads") or heads
+        key_dim = config.get("linear_key_head_dim") or int(0.75 * hidden / key_heads)
+        return {
+            "layer_types": kinds,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": config.get("linear_num_value_heads") or heads,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": config.get("linear_value_head_dim") or 2 * key_dim,
+            "rope_theta": rope.get("rope_theta"),
+            "model_type": cls.model_type,
+        }
+
+
+class Layer(nnx.Module):
+    """Mixer and feed-forward: their inputs are normed around a delta net, their outputs around attention."""
+
+    def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
+        self.post_attention_layernorm = norm(c.hidden_size)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+        if kind == LINEAR:
+            self.input_layernorm = norm(c.hidden_size)
+            self.linear_attn = GatedDeltaNet(
+                c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
+                c.linear_value_head_dim, c.linear_conv_kernel_dim, _OUTPUT_NORM_EPS, c.dtype, rngs,
+                allow_neg_eigval=c.linear_allow_neg_eigval,
+            )  # fmt: skip
+        else:
+            self.post_feedforward_layernorm = norm(c.hidden_size)
+            self.self_attn = Attention(
+                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
+                rotary_dim=c.head_dim if c.rope_theta else 0, rope_theta=c.rope_theta, norm=norm, norm_whole=True,
+            )  # fmt: skip
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        if hasattr(self, "linear_attn"):
+            out, carry = carry.mix(self.linear_attn, self.input_layernorm(x), step)
+            x = x + out
+            return x + self.mlp(self.post_attention_layernorm(x)), carry
+        out, carry = carry.mix(self.self_attn, x, step)
+        x = x + self.post_attention_layernorm(out)
+        return x + self.post_feedforward_layernorm(self.mlp(x)), carry
+
+
+class Model(CausalLM):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        layers = [Layer(config, kind, rngs) for kind in config.layer_types]
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+
+
+_RENAMED = {"in_proj_a": "a_proj", "in_proj_b": "b_proj", "in_proj_z": "g_proj", "norm": "o_norm", "out_proj": "o_proj"}
+# The names that the model was released with; those of our tree are transformers'.
+_RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    del config
+    if place.startswith("lm_head"):
+        return [named(place)]
+    place = f"model.{place}"
+    mixer, _, leaf = place.partition(".linear_attn.")
+    if leaf == "conv1d.weight":
+        return [joined([taps(f"{mixer}.linear_attn.{part}_conv1d.weight") for part in "qkv"]), named(place)]
+    if leaf == "in_proj_qkv.kernel":
+        return [joined([product(f"{mixer}.linear_attn.{part}_proj.weight") for part in "qkv"])]
+    *path, module, last = place.split(".")
+    if leaf:
+        return [named(".".join([*path, _RENAMED.get(module, module), last]))]
+    return [named(place), named(".".join([*path, _RELEASED.get(module, module), last]))]

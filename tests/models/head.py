@@ -1,0 +1,98 @@
+"""A checkpoint with a random draft head, and the head as the formulas have it: NumPy, float64, one token after another."""
+
+import copy
+import json
+import shutil
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from mamba_align_jax.models.checkpoint import read_config
+
+
+def head_tensors(config, seed=0):
+    """Random `mtp.*` tensors for a configuration, by their published names."""
+    hidden, wide, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {
+        "fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_embedding": (hidden,), "pre_fc_norm_hidden": (hidden,),
+        "layers.0.input_layernorm": (hidden,), "layers.0.post_attention_layernorm": (hidden,),
+        "layers.0.self_attn.q_proj": (2 * heads, hidden), "layers.0.self_attn.k_proj": (kv_heads, hidden),
+        "layers.0.self_attn.v_proj": (kv_heads, hidden), "layers.0.self_attn.o_proj": (hidden, heads),
+        "layers.0.self_attn.q_norm": (dim,), "layers.0.self_attn.k_norm": (dim,), "layers.0.mlp.gate_proj": (wide, hidden),
+        "layers.0.mlp.up_proj": (wide, hidden), "layers.0.mlp.down_proj": (hidden, wide),
+    }  # fmt: skip
+    random = np.random.default_rng(seed)
+    scale = lambda shape: 0.3 if len(shape) == 1 else shape[1] ** -0.5
+    return {
+        f"mtp.{name}.weight": random.normal(0, scale(shape), shape).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+def write_with_head(source, path, seed=0):
+    """The checkpoint in `source` with a random head, in `path`."""
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    config = read_config(source) | {"mtp_num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(path / "model.safetensors") | head_tensors(config, seed), path / "model.safetensors")
+    return path
+
+
+class NumpyHead:
+    """One sequence over a checkpoint's own tensors. `keys` and `values` hold what the last pass over a place wrote."""
+
+    def __init__(self, path):
+        self.weights = {name: np.asarray(w, np.float64) for name, w in load_file(path / "model.safetensors").items()}
+        self.config, self.keys, self.values = read_config(path), {}, {}
+
+    def fork(self):
+        """Another one, for trying out how the sequence may go on."""
+        other = copy.copy(self)
+        other.keys, other.values = dict(self.keys), dict(self.values)
+        return other
+
+    def _norm(self, name, x):
+        scale = 1 + self.weights[f"mtp.{name}.weight"]
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + self.config["rms_norm_eps"]) * scale
+
+    def _product(self, name, x):
+        return self.weights[f"mtp.{name}.weight"] @ x
+
+    def _rotate(self, x, position):
+        rope = self.config["rope_parameters"]
+        half = int(self.config["head_dim"] * rope["partial_rotary_factor"]) // 2
+        angle = position * rope["rope_theta"] ** (-np.arange(half) / half)
+        first, second, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
+        sin, cos = np.sin(angle), np.cos(angle)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=1)
+
+    def step(self, hidden, next_token, position):
+        """The head's output [hidden] at a place, over all places before it."""
+        c, sigmoid = self.config, lambda x: 1 / (1 + np.exp(-x))
+        heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        embedded = self.weights["model.embed_tokens.weight"][next_token]
+        both = [self._norm("pre_fc_norm_embedding", embedded), self._norm("pre_fc_norm_hidden", hidden)]
+        x = self._product("fc", np.concatenate(both))
+        normed, attn = self._norm("layers.0.input_layernorm", x), "layers.0.self_attn."
+        project = lambda part, heads: self._product(f"{attn}{part}_proj", normed).reshape(heads, -1)
+        q, gate = np.split(project("q", heads), 2, axis=1)
+        q = self._rotate(self._norm(attn + "q_norm", q), position)
+        k = self._norm(attn + "k_norm", project("k", kv_heads))
+        self.keys[position], self.values[position] = self._rotate(k, position), project("v", kv_heads)
+        keys, values = (np.stack([held[p] for p in range(position + 1)]) for held in (self.keys, self.values))
+        out = []
+        for head in range(heads):
+            mine = head * kv_heads // heads
+            scores = keys[:, mine] @ q[head] / np.sqrt(dim)
+            weights = np.exp(scores - scores.max())
+            out.append(weights / weights.sum() @ values[:, mine])
+        x = x + self._product(attn + "o_proj", np.concatenate(out) * sigmoid(gate.reshape(-1)))
+        normed, mlp = self._norm("layers.0.post_attention_layernorm", x), "layers.0.mlp."
+        gated = self._product(mlp + "gate_proj", normed)
+        x = x + self._product(mlp + "down_proj", gated * sigmoid(gated) * self._product(mlp + "up_proj", normed))
+        return self._norm("norm", x)
+
+    def logits(self, hidden):
+        """Of the shared output layer."""
+        tied = self.config["tie_word_embeddings"]
+        return self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"] @ hidden
