@@ -11,7 +11,7 @@ from models.driver import ATOL, DATA, PAGE_SIZE, Driver
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.models import load_model
 
-MODELS = ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
+MODELS = ("kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
 # transformers keeps these states as [heads, key_dim, value_dim].
 TRANSPOSED = ("gdn", "kda")
 
