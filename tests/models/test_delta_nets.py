@@ -55,9 +55,11 @@ def test_logits(make, tmp_path):
     close(out[0][:2], 43)
     close(out[1], 64)
     close(out[2], 0)
-    out = driver.step(decode={0: tokens[45:46], 2: tokens[5:8]}, accepted={2: 3})
+    driver.add(3, computed=64, like=1)
+    out = driver.step(decode={0: tokens[45:46], 2: tokens[5:8]}, prefill={3: tokens[64:68]}, accepted={2: 3})
     close(out[0], 45)
     close(out[2], 5)
+    close(out[3], 64)
 
 
 def parameters(path):
