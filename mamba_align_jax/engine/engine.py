@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,9 +204,14 @@ class Engine:
             Seconds that it took.
         """
         begin = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            # Tracing is Python's; compiling isn't, and goes on in threads meanwhile.
+            compiling = [pool.submit(self.runner.lower(bucket).compile) for bucket in self.runner.buckets]
+            for program in as_completed(compiling):
+                program.result()
+                advance()
         for bucket in self.runner.buckets:
             self.runner.warm(bucket)
-            advance()
         return time.perf_counter() - begin
 
     @property
