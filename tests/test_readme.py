@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,9 @@ def test_the_foreign_step_is_the_example_and_the_example_runs():
     )
     assert out.count("tokens right") == 2
     assert out.splitlines()[-1] == "[]"
+
+
+def test_a_model_keeps_its_answers_when_its_cache_is_swapped(capsys):
+    runpy.run_path(str(ROOT / "examples" / "own_cache.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert re.findall(r"(\d+) of \d+ tokens were cached; the same 20 tokens", out) == ["0", "32", "32"]

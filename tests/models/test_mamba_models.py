@@ -184,10 +184,11 @@ def test_bfloat16(name, theirs):
 
 
 def test_engine_without_attention():
-    """States are named by pages of no bytes: what was computed is found again, and continued by decode and verify rows."""
-    case, config = oracle("mamba"), EngineConfig(
-        block_size=16, kv_page_size=16, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=32,
-        num_speculative_tokens=2, checked=True,
+    """States are named by pages of no bytes: what was computed is found again, by requests that are preempted as well."""
+    case = oracle("mamba")
+    config = EngineConfig(
+        block_size=16, kv_page_size=16, num_state_blocks=6, max_model_len=128, max_num_seqs=2,
+        max_num_batched_tokens=32, num_speculative_tokens=2, checked=True,
     )  # fmt: skip
     engine = Engine(case.model, config)
     assert engine.sizes.kv_page_bytes == 0
@@ -197,6 +198,9 @@ def test_engine_without_attention():
         assert list(output.token_ids) == tokens[begin:end]
         cached.append(output.num_cached_tokens)
     assert cached == [0, 32, 64]
+    outputs = engine.generate([tokens[:37], tokens[:21]], SamplingParams(max_tokens=32, ignore_eos=True))
+    assert list(outputs[0].token_ids) == tokens[37:]
+    assert engine.stats.preemptions > 0
     assert engine.stats.null_reads == 0
 
 
@@ -218,6 +222,8 @@ def test_names_in_memory(tmp_path):
         (tiny.granitemoehybrid, {"layer_types": ["mamba"]}, "layer_types must name 3 layers"),
         (tiny.granitemoehybrid, {"position_embedding_type": "alibi"}, "position_embedding_type must be one of"),
         (tiny.falcon_h1, {"mlp_bias": True}, "mlp_bias must be one of (False,), got True"),
+        (tiny.jamba, {"attn_layer_period": 1, "attn_layer_offset": 0}, "layers_block_type must name 4 layers"),
+        (tiny.jamba, {"layer_types": ["mamba"] * 3}, "layers_block_type must name 4 layers"),
         (tiny.jamba, {"sliding_window": 128}, "sliding_window must be one of (), got 128"),
         (tiny.nemotron_h, {"hybrid_override_pattern": "MX"}, "layers_block_type must name layers of"),
         (tiny.nemotron_h, {"hybrid_override_pattern": "*-"}, "layers_block_type must name layers of"),

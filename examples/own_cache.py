@@ -1,0 +1,195 @@
+"""A flax model with a recurrent cache of its own, before and after: the same weights over this library's pool.
+
+The model is a tiny Mamba-2 whose cache holds one state per sequence and moves on by one token a call. All that it remembers
+goes through one function, `recur`; the swap is another one in its place. Prompts then run in chunks, and a prompt that
+begins like an earlier one starts from the state that was kept at a block boundary. The answers stay the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import mamba_align_jax as ma
+import pallas_kernels as pk
+
+VOCAB, HIDDEN, LAYERS, HEADS, DIM, STATES, WIDTH = 64, 32, 2, 4, 16, 8, 4
+INNER, CHANNELS = HEADS * DIM, HEADS * DIM + 2 * STATES
+
+
+class Mixer(nnx.Module):
+    """Mamba-2 but for the recurrence."""
+
+    def __init__(self, rngs):
+        self.into = nnx.Linear(HIDDEN, INNER + CHANNELS + HEADS, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(INNER, HIDDEN, use_bias=False, rngs=rngs)
+        self.taps = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, CHANNELS)) / 2)
+        self.A = nnx.Param(-jnp.arange(1.0, HEADS + 1))
+        self.D, self.dt_bias = nnx.Param(jnp.ones(HEADS)), nnx.Param(jnp.full(HEADS, -2.0))
+
+
+class Model(nnx.Module):
+    """`recur(number, mixer, xBC, dt)` is the recurrence: [tokens, CHANNELS] and [tokens, HEADS] to [tokens, INNER]."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
+        self.norms = nnx.List([nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(LAYERS)])
+        self.mixers = nnx.List([Mixer(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, tokens, recur):
+        x = self.embed(tokens)
+        for number, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
+            z, xBC, dt = jnp.split(mixer.into(norm(x)), [INNER, INNER + CHANNELS], axis=1)
+            x = x + mixer.out(recur(number, mixer, xBC, dt) * jax.nn.silu(z))
+        return self.embed.attend(x)
+
+
+# Before: the cache is one window and one state per sequence, and every call is one token of each.
+
+
+@nnx.jit
+def own_step(model, tokens, windows, states):
+    windows, states = list(windows), list(states)
+
+    def recur(number, mixer, xBC, dt):
+        inputs = jnp.concatenate([windows[number], xBC[:, None]], axis=1)
+        windows[number] = inputs[:, 1:]
+        x, B, C = jnp.split(jax.nn.silu((inputs * mixer.taps[...]).sum(1)), [INNER, INNER + STATES], axis=1)
+        x, dt = x.reshape(-1, HEADS, DIM), jax.nn.softplus(dt + mixer.dt_bias[...])
+        decay = jnp.exp(mixer.A[...] * dt)[..., None, None]
+        states[number] = decay * states[number] + (dt[..., None] * x)[..., None] * B[:, None, None]
+        y = (states[number] * C[:, None, None]).sum(-1) + mixer.D[...][:, None] * x
+        return y.reshape(-1, INNER)
+
+    logits = model(tokens, recur)
+    return logits, windows, states
+
+
+def own_generate(model, prompt, count):
+    windows = [jnp.zeros((1, WIDTH - 1, CHANNELS))] * LAYERS
+    states = [jnp.zeros((1, HEADS, DIM, STATES))] * LAYERS
+    tokens, rows = list(prompt), []
+    for at in range(len(prompt) + count - 1):
+        logits, windows, states = own_step(model, jnp.asarray(tokens[at : at + 1]), windows, states)
+        rows.append(np.asarray(logits)[0])
+        if at + 1 == len(tokens):
+            tokens.append(int(rows[-1].argmax()))
+    return tokens, rows[len(prompt) - 1 :]
+
+
+# After: states live in blocks of a pool, the library says which, and its kernels run them.
+
+BLOCK, CHUNK = 16, 32
+KINDS = ma.ConvState(WIDTH, CHANNELS, "float32"), ma.RecurrentState((HEADS, DIM, STATES))
+SPEC = ma.AlignConfig((ma.GroupSpec("mamba2", LAYERS, KINDS),), BLOCK, max_num_reqs=2, max_model_len=128)
+
+
+def parts(xBC):
+    x, B, C = jnp.split(xBC, [INNER, INNER + STATES], axis=1)
+    return x.reshape(-1, HEADS, DIM), B[:, None], C[:, None]
+
+
+@functools.partial(nnx.jit, static_argnames="decode_rows", donate_argnames=("pool", "state", "tables"))
+def step(model, tokens, batch, updates, additions, pool, state, tables, decode_rows):
+    tables = ma.update_block_tables(tables, updates)
+    state = ma.add_requests(state, additions)
+    state, indices = ma.begin_step(SPEC, state, batch, tables)
+    split, (conv, recurrent) = ma.split_rows(batch, indices, decode_rows), pool.states[0]
+
+    def recur(number, mixer, xBC, dt):
+        nonlocal conv, recurrent
+
+        def decode(rows, xBC, dt, conv, recurrent):
+            loc, write = rows.query_start_loc, rows.write[0]
+            xBC, conv = pk.causal_conv1d_update(
+                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]
+            )
+            x, B, C = parts(xBC)
+            y, recurrent = pk.selective_state_update(
+                x, dt, mixer.A[...], B, C, recurrent, number, loc, rows.recurrent_read[0], write,
+                D=mixer.D[...], dt_bias=mixer.dt_bias[...],
+            )  # fmt: skip
+            return y, conv, recurrent
+
+        def prefill(rows, xBC, dt, conv, recurrent):
+            loc, write = rows.query_start_loc, rows.write[0, :, 0]
+            xBC, conv = pk.causal_conv1d_prefill(
+                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.conv_row, write
+            )
+            x, B, C = parts(xBC)
+            chunks = pk.chunk_rows(loc, rows.num_computed_tokens, x.shape[0])
+            y, recurrent = pk.ssd(
+                x, dt, mixer.A[...], B, C, recurrent, number, loc, chunks, rows.recurrent_read[0], write,
+                D=mixer.D[...], dt_bias=mixer.dt_bias[...],
+            )  # fmt: skip
+            return y, conv, recurrent
+
+        y, conv, recurrent = split.apply(decode, prefill, (xBC, dt), (conv, recurrent), num_decode_tokens=1)
+        return y.reshape(-1, INNER)
+
+    logits = model(tokens, recur)
+    pool = pool.with_group(0, (conv, recurrent))
+    state, pool = ma.finish_step(SPEC, state, pool, batch, indices, jnp.ones(1, jnp.int32), tables)
+    return logits, pool, state, tables
+
+
+class Server:
+    """One request at a time, in slot 0."""
+
+    def __init__(self, model, num_blocks=12):
+        self.model, self.blocks = model, ma.StateBlockManager(num_blocks, BLOCK)
+        self.pool = ma.StatePool.create(SPEC, num_blocks)
+        self.state, self.tables = ma.AlignState.create(SPEC), ma.BlockTables.create(SPEC)
+
+    def run(self, start, tokens, entries, enters, prefilling):
+        padded = np.zeros(CHUNK if prefilling else 1, np.int32)
+        padded[: len(tokens)] = tokens
+        logits, self.pool, self.state, self.tables = step(
+            self.model,
+            jnp.asarray(padded),
+            ma.StepBatch.from_host(SPEC, 1, [0], [0, len(tokens)], [-1 if prefilling else 0], [prefilling]),
+            ma.TableUpdates.from_host(SPEC, SPEC.num_columns, [(0, 0, *entry) for entry in entries]),
+            ma.Additions.from_host(SPEC, 1, [0] * enters, [start] * enters),
+            *(self.pool, self.state, self.tables),
+            decode_rows=int(not prefilling),
+        )
+        return np.asarray(logits)[len(tokens) - 1]
+
+    def generate(self, name, prompt, count):
+        """The tokens, the logits behind the prompt's last and each new one, and how much of the prompt was there."""
+        tokens, rows = list(prompt), []
+        hit = self.blocks.lookup(tokens)
+        start = hit.length
+        while len(rows) < count:
+            prefilling = start < len(prompt)
+            end = ma.next_chunk_end(start, start + CHUNK, len(prompt), BLOCK) if prefilling else len(tokens)
+            # The blocks that a hit found come with those for the first step.
+            entries = self.blocks.allocate(name, start, start, end - start, hit=hit)
+            logits = self.run(start, tokens[start:end], entries, start == hit.length, prefilling)
+            self.blocks.release(name)
+            self.blocks.commit(name, tokens[:end])
+            start = end
+            if end == len(tokens):
+                rows.append(logits)
+                tokens.append(int(logits.argmax()))
+        self.blocks.free(name)
+        return tokens, rows, hit.length
+
+
+def main():
+    model, rng = Model(nnx.Rngs(0)), np.random.default_rng(0)
+    a, suffix = rng.integers(0, VOCAB, 45).tolist(), rng.integers(0, VOCAB, 7).tolist()
+    server = Server(model)
+    for name, prompt in (("a", a), ("b", a[:40] + suffix), ("a again", a)):
+        tokens, logits, cached = server.generate(name, prompt, count=20)
+        own_tokens, own_logits = own_generate(model, prompt, count=20)
+        assert tokens == own_tokens
+        np.testing.assert_allclose(logits, own_logits, atol=1e-4)
+        error = np.abs(np.subtract(logits, own_logits)).max()
+        print(f"{name}: {cached} of {len(prompt)} tokens were cached; the same 20 tokens, logits within {error:.0e}")
+
+
+if __name__ == "__main__":
+    main()
