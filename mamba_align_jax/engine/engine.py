@@ -153,16 +153,21 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, config: EngineConfig | None = None, *, dtype: str | None = None
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str | None = None,
+        advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Engine":
         """An engine over a Hugging Face directory (config.json, safetensors, perhaps tokenizer.json).
 
-        `dtype` None keeps the checkpoint's.
+        `dtype` None keeps the checkpoint's; `advance` is called as `load_model` does.
 
         Raises:
             ValueError: the architecture is unsupported, or a tensor is missing or misshapen.
         """
-        return cls(load_model(path, dtype), config, tokenizer=load_tokenizer(path))
+        return cls(load_model(path, dtype, advance), config, tokenizer=load_tokenizer(path))
 
     @property
     def stats(self) -> EngineStats:
