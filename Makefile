@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test mutants lint wheel clean
+.PHONY: demo test mutants soak lint wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ test: $(VENV)/ready
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants.py
+
+soak: $(VENV)/ready
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -206,9 +206,14 @@ class HybridCache:
         return self.states.holders(published.states.values()) | self.kv.holders(published.pages.values())
 
     def free(self, request: Hashable) -> None:
-        """Forgets a finished, aborted or preempted request: see `StateBlockManager.free`."""
+        """Takes back all that a request holds, which may come back: see `StateBlockManager.free`."""
         self.states.free(request)
         self.kv.free(request)
+        self._changed()
+
+    def forget(self, request: Hashable) -> None:
+        """A freed request is over, finished or aborted: see `StateBlockManager.forget`."""
+        self.states.forget(request)
         self._changed()
 
     def reset_prefix_cache(self) -> None:

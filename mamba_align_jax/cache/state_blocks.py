@@ -79,8 +79,10 @@ class StateBlockManager:
             raise ValueError(
                 f"StateBlockManager: num_blocks must be at least {least} for one request, got {num_blocks}"
             )
-        # Keys that stay only until all of these requests have passed the next boundary. One that has left never does.
+        # Keys that stay only until all of these requests, running or to come back, have passed the next boundary.
         self._rolling: dict[bytes, set[Hashable]] = {}
+        # The key that each of those to come back has in its name.
+        self._left: dict[Hashable, bytes] = {}
         self.pool = BlockPool(num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None))
         self._requests: dict[Hashable, _Request] = {}
 
@@ -224,13 +226,22 @@ class StateBlockManager:
         self.pool.release([record.columns.pop(column) for column in gone])
 
     def free(self, request: Hashable) -> None:
-        """Forgets a finished, aborted or preempted request; published blocks stay findable until they are evicted.
+        """Takes back all that a request holds; published blocks stay findable until they are evicted.
 
-        The last boundary that it passed is kept in its name: if it comes back there, it lets it go at the next one.
+        The last boundary that it passed is kept in its name: if it comes back there, it lets it go at the next one. Say
+        `forget` as well of one that is over.
         """
         record = self._requests.pop(request, None)
         if record is not None:
             self.pool.release(list(record.columns.values()))
+            if record.rolling is not None:
+                self._left[request] = record.rolling
+
+    def forget(self, request: Hashable) -> None:
+        """A freed request never comes back: the last boundary that it passed is nobody's, and stays."""
+        key = self._left.pop(request, None)
+        if key is not None and request in self._rolling.get(key, ()):
+            del self._rolling[key]
 
     def columns(self, request: Hashable) -> dict[int, int]:
         """The blocks a request holds, by column."""
@@ -251,6 +262,8 @@ class StateBlockManager:
         """Raises AssertionError unless the pool accounts for every block and its holders are the requests."""
         self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
         assert self._rolling.keys() <= self.pool.keys, "a rolling boundary that is not published"
+        names = self._requests.keys() | self._left.keys()
+        assert names >= set().union(*self._rolling.values()), "a boundary rolls for a request that is over"
 
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
         return {} if hit is None or request in self._requests else dict(hit.blocks)
@@ -300,6 +313,8 @@ class StateBlockManager:
         for key in map(self.pool.key_of, blocks):
             if key in self._rolling:
                 if request in self._rolling[key]:
+                    del self._left[request]
                     return key
                 del self._rolling[key]
+        self.forget(request)
         return None

@@ -21,6 +21,7 @@ from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
+from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids, with_text
 from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models import load_model
@@ -62,13 +63,21 @@ class EngineStats:
 class Engine:
     """Continuous batching over one model on one device, with a prefix cache over states and keys."""
 
-    def __init__(self, model: Any, config: EngineConfig | None = None, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         """An engine over a loaded model.
 
         Args:
             model: As `load_model` gives it.
             config: The defaults if None.
             drafter: Who proposes draft tokens, under synchronous stepping; prompt lookup if None.
+            tokenizer: What `generate` takes and returns text by; without one it takes ids only.
 
         Raises:
             ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, or there is a drafter under
@@ -76,7 +85,7 @@ class Engine:
         """
         config = config or EngineConfig()
         self.config = config
-        self.model_config = model.config
+        self.model_config, self.tokenizer = model.config, tokenizer
         self.spec = align_config(config, model)
         if config.prefix_cache == "align" and config.block_size % CHUNK_SIZE:
             _LOG.warning(
@@ -146,12 +155,14 @@ class Engine:
     def from_pretrained(
         cls, path: str | Path, config: EngineConfig | None = None, *, dtype: str | None = None
     ) -> "Engine":
-        """An engine over a Hugging Face directory (config.json and safetensors); `dtype` None keeps the checkpoint's.
+        """An engine over a Hugging Face directory (config.json, safetensors, perhaps tokenizer.json).
+
+        `dtype` None keeps the checkpoint's.
 
         Raises:
             ValueError: the architecture is unsupported, or a tensor is missing or misshapen.
         """
-        return cls(load_model(path, dtype), config)
+        return cls(load_model(path, dtype), config, tokenizer=load_tokenizer(path))
 
     @property
     def stats(self) -> EngineStats:
@@ -349,23 +360,21 @@ class Engine:
             self._outputs.append(request.output(reason, error))
 
     def generate(
-        self, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
     ) -> list[RequestOutput]:
-        """Runs one prompt, or several, to their ends; outputs in the order of the prompts.
+        """Runs one prompt, or several, each text or token ids, to their ends; outputs in the order of the prompts.
 
         Whatever is raised, none of the prompts goes on running.
 
         Raises:
-            ValueError: a prompt could never run; none is then started.
+            ValueError: a prompt could never run, or is text and there is no tokenizer; none is then started.
             QueueFullError: nor is one if there are more prompts than may wait.
             Exception: what a step raised that one of them ran in.
         """
-        several = len(prompt_token_ids) > 0 and isinstance(prompt_token_ids[0], Sequence)
-        prompts: Any = prompt_token_ids if several else [prompt_token_ids]
         ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         try:
-            for prompt in prompts:
+            for prompt in token_ids(self.tokenizer, prompts):
                 ids.append(self.add_request(prompt, params))
             while not outputs.keys() >= set(ids):
                 outputs |= {output.request_id: output for output in self.step()}
@@ -377,7 +386,7 @@ class Engine:
         for output in outputs.values():
             if output.error is not None:
                 raise output.error
-        return [outputs[request_id] for request_id in ids]
+        return [with_text(self.tokenizer, outputs[request_id]) for request_id in ids]
 
     def _count(self, row: Row, result: RowResult) -> None:
         request = row.request

@@ -72,6 +72,31 @@ def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():
     assert (found(8), found(16), found(24)) == (True, False, True)
 
 
+def test_requests_that_are_over_leave_no_name_behind():
+    """Any number may pass one boundary; the last that each passed stays, whether it ran or waited when it ended."""
+    tokens = list(range(60))
+    cache = make(60, 100)
+    for name in range(5):
+        prefill(cache, name, tokens[:12])
+        decode(cache, name, tokens[:17], 12)
+        cache.free(name)
+        assert list(cache.states._left) == [name]
+        cache.forget(name)
+        assert cache.states._rolling == cache.states._left == {}
+    assert cache.lookup(tokens[:17]).length == 16
+    # One that comes back elsewhere than at its own boundary won't let that go.
+    cache = make(60, 100)
+    for name, end in (("a", 17), ("b", 25)):
+        prefill(cache, name, tokens[:12])
+        decode(cache, name, tokens[:end], 12)
+    assert cache.lookup(tokens[:26]).length == 24
+    cache.free("a")
+    assert prefill(cache, "a", tokens[:26]) == 24
+    assert cache.states._left == {}
+    decode(cache, "a", tokens[:34], 26)
+    assert cache.lookup(tokens[:17]).length == 16
+
+
 def test_an_identical_prompt_hits_on_its_second_sending():
     cache, tokens = make(), list(range(30))
     assert prefill(cache, "a", tokens) == 0

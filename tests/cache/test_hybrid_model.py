@@ -34,6 +34,7 @@ class Request:
     dispatched: bool = False
     shares: bool = True
     rolling: tuple | None = None
+    left: tuple | None = None
     hit: int = 0
 
 
@@ -131,6 +132,8 @@ class Machine(RuleBasedStateMachine):
                 r.rolling = prefix
             else:
                 self.states[prefix] = STAYS
+        if r.left != r.rolling:
+            self.nobodys(name, r.left)
         self.running[name] = r
         return True
 
@@ -242,9 +245,22 @@ class Machine(RuleBasedStateMachine):
         self.cache.free(name)
         if preempted:
             tokens = r.tokens[: max(r.computed + 1, r.prefill_end)]
-            self.preempted[name] = Request(tokens, r.prompt, r.at, keep=r.keep, junction=r.junction)
-        elif r.rolling in self.states:
-            self.states[r.rolling] = STAYS
+            self.preempted[name] = Request(tokens, r.prompt, r.at, keep=r.keep, junction=r.junction, left=r.rolling)
+        else:
+            self.cache.forget(name)
+            self.nobodys(name, r.rolling)
+
+    def nobodys(self, name, prefix):
+        """What would have been let go by a request that won't pass there again."""
+        if name in (self.states.get(prefix) or ()):
+            self.states[prefix] = STAYS
+
+    @precondition(lambda self: self.preempted)
+    @rule(data=st.data())
+    def end_while_it_waits(self, data):
+        name = data.draw(st.sampled_from(sorted(self.preempted)))
+        self.cache.forget(name)
+        self.nobodys(name, self.preempted.pop(name).left)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), preempted=st.booleans())

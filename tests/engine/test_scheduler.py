@@ -269,11 +269,12 @@ def test_nobody_overtakes_a_request_that_waits():
     assert list(dict.fromkeys(device.entered)) == [0, 1, 2]
 
 
-def test_a_stream_of_later_requests_holds_nobody_up():
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_a_stream_of_later_requests_holds_nobody_up(steps_in_flight):
     """Small requests leave no two pages free at once, and there are always more of them: the last chunk gets its two."""
-    scheduler = make(num_pages=1 + 8, budget=20)
+    scheduler = make(num_pages=1 + 8, budget=20, steps_in_flight=steps_in_flight)
     requests = [request(0, [0] * 31, 1), *[request(n, [n] * 2, 3) for n in range(1, 60)]]
-    done = serve(scheduler, requests, arrivals=range(60))
+    done = serve(scheduler, requests, arrivals=range(60), steps_in_flight=steps_in_flight)
     assert done.index(0) < 5
     assert_complete(requests)
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.test_trace import Listener, replay
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -236,6 +238,58 @@ def test_a_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_asy
     assert sorted(output.request_id for output in outputs) == later
     assert_right(reference, outputs)
     assert_everything_is_returned(engine)
+
+
+def assert_traced(rng, engine, file):
+    """Chunks, hits, drafts, preemption and an abort; what the trace says of them is what came out."""
+    batch, published = prompts(rng, 55, 21, 40), Listener(engine.cache.states)
+    batch.append((prompts(rng, 6)[0] * 9)[:50])
+    params = dataclasses.replace(GREEDY, max_tokens=30)
+    already = pytest.raises(ValueError, match="one is being written already, got 'x' for another")
+    with engine.trace(file), already, engine.trace("x"):
+        pass
+    with engine.trace(file):
+        outputs = engine.generate(batch, params)
+        for number in range(4):
+            engine.add_request([*batch[3][:24], 1, *[2] * number], params)
+        outputs += [output for _ in range(3) for output in engine.step()]
+        aborted = engine.abort(engine.scheduler.running[0].id)
+        while engine.has_unfinished:
+            outputs += engine.step()
+    stats = engine.stats
+    steps = list(read_trace(file))
+    rows = [row for step in steps for row in step.rows]
+    computed = replay(rows, SIZES["block_size"])
+    assert [step.step for step in steps] == list(range(1, stats.steps + 1))
+    assert {output.request_id for output in (*outputs, aborted)} == computed.keys()
+    for output in (*outputs, aborted):
+        own = [row for row in rows if row.request == output.request_id]
+        assert (own[0].enters, own[0].computed) == (True, output.num_cached_tokens)
+        taken = [row for row in own if not row.gone]
+        assert sum(row.proposed for row in taken) == output.num_draft_tokens
+        assert sum(row.accepted for row in taken) == output.num_accepted_tokens
+        assert computed[output.request_id] >= len(output.prompt_token_ids) + len(output.token_ids) - 1
+    taken = [row for row in rows if not row.gone]
+    assert sum(row.proposed for row in taken) == sum(stats.draft_tokens) > 0
+    assert sum(row.accepted for row in taken) == sum(stats.accepted_tokens) > 0
+    assert sum(row.scheduled for row in taken if row.prefill) == stats.prefill_tokens
+    assert sum(step.copied_bytes for step in steps) == stats.state_bytes_copied > 0
+    assert sum(row.enters for row in rows) == len(computed) + stats.preemptions > len(computed)
+    assert stats.hit_requests > 0
+    offered = [(row.request, row.published) for row in rows if row.published]
+    assert sorted(offered) == sorted(published.heard[: len(offered)])
+    return {row.request for row in rows if row.gone}, aborted.request_id
+
+
+@pytest.mark.parametrize("make", ["copy_free"], indirect=True)
+def test_a_trace_tells_what_the_engine_did(rng, make, tmp_path):
+    late, _ = assert_traced(rng, make(), tmp_path / "trace.jsonl")
+    assert late == set()
+
+
+def test_a_trace_of_results_that_come_late(rng, make_async, tmp_path):
+    late, aborted = assert_traced(rng, make_async(), tmp_path / "trace.jsonl")
+    assert aborted in late
 
 
 @pytest.mark.gpu

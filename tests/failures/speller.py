@@ -17,14 +17,22 @@ VOCAB, PRIME = 61, 8191
 TAPS = (1, 5, 25, 125)
 
 
-def next_token(tokens):
-    """What the model says after `tokens`: every one of them counts in the state and the keys, the last in the window."""
+def next_tokens(tokens, stutter=0):
+    """What the model says after each token: all up to there count in the state and the keys, the last ones in the window."""
     state = keys = 0
+    said = []
     for position, token in enumerate(tokens):
         state = (31 * state + token + 1) % PRIME
         keys += (token + 1) * (1 + position % 7)
-    window = sum(tap * (token + 1) for tap, token in zip(TAPS[::-1], tokens[: -len(TAPS) - 1 : -1], strict=False))
-    return (state + keys + window) % VOCAB
+        last = tokens[max(position - len(TAPS) + 1, 0) : position + 1][::-1]
+        total = state + keys + sum(tap * (token + 1) for tap, token in zip(TAPS[::-1], last, strict=False))
+        said.append(token if total % 3 < stutter else total % VOCAB)
+    return said
+
+
+def next_token(tokens, stutter=0):
+    """What the model says after all of them."""
+    return next_tokens(tokens, stutter)[-1]
 
 
 class Config(NamedTuple):
@@ -34,10 +42,13 @@ class Config(NamedTuple):
 
 
 class Speller(nnx.Module):
+    """With `stutter` 1 or 2, so many thirds of what it says repeat the last token: prompt lookup guesses those."""
+
     dtype = "float32"
 
-    def __init__(self):
+    def __init__(self, stutter=0):
         self.config = Config()
+        self.stutter = stutter
 
     def kv_spec(self):
         return KVSpec(1, 1, 1, 0, self.dtype)
@@ -83,6 +94,7 @@ class Speller(nnx.Module):
                 write = jnp.where(at.valid & (last | is_decode), write, NULL_BLOCK)
                 recurrent, states = recur(rows, at, x, recurrent, write)
                 out = window[:, 0] + states + attend(rows, at, pages)
+                out = jnp.where(out % 3 < self.stutter, x - 1, out)
                 return jnp.where(at.valid, out, 0), conv, recurrent
 
             return run

@@ -1,0 +1,291 @@
+"""Whole workloads through the engine, of which every token and every block is accounted for: the soak, small, and a matrix
+of all that has gone wrong somewhere, drawn at random."""
+
+import dataclasses
+import functools
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import soak
+from failures.speller import VOCAB, Speller, next_tokens
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.align.columns import blocks_per_request
+from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.data import BYTE_MODEL
+from mamba_align_jax.engine.drafting import NGramDrafter
+from mamba_align_jax.models import load_model
+
+# Few programs: budgets and the room in the pools are drawn without changing what is compiled.
+SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, prompt_lookup_min=1)
+PAGES, LONGEST_ANSWER = 36, 12
+CONFIGS = {
+    "copy_free": dict(block_size=8, kv_page_size=4, num_speculative_tokens=3, num_state_blocks=30),
+    "pre_copy": dict(block_size=16, kv_page_size=4, num_state_blocks=20, policy="pre_copy"),
+    "windows as wide as blocks": dict(
+        block_size=8, kv_page_size=8, num_speculative_tokens=7, num_state_blocks=50, policy="pre_copy", checked=True
+    ),
+}
+MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=30)
+SPELLER = Speller(soak.STUTTER)
+
+
+def configured(**options):
+    return EngineConfig(**SIZES, num_kv_pages=PAGES, **options)
+
+
+def soaked(count, seed=0):
+    """A small soak's engine, and what went wrong in it."""
+    config = configured(**CONFIGS["copy_free"])
+    engine = Engine(SPELLER, config)
+    soak.poison(engine)
+    books = np.random.default_rng(seed).integers(0, VOCAB, (4, 200)).tolist()
+    return engine, soak.soak(engine, soak.Workload(seed, books, config), soak.Exactly(), count)
+
+
+def test_a_small_soak():
+    engine, (wrong, ties, leaked, aborted) = soaked(250)
+    assert (wrong, ties, leaked) == ([], 0, 0)
+    stats = engine.stats
+    assert min(aborted, stats.preemptions, stats.evicted_state_blocks, stats.cached_tokens) > 10
+    assert all(
+        0 < accepted < drafts for accepted, drafts in zip(stats.accepted_tokens, stats.draft_tokens, strict=True)
+    )
+
+
+def wrapped(monkeypatch, owner, name, instead):
+    """Replaces a method by `instead(method, *arguments)`."""
+    method = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: instead(method, *args, **options))
+
+
+def early(commit, cache, request, tokens):
+    commit(cache, request, tokens)
+    cache.states.release(request)
+
+
+def shifted(allocate, *args, **options):
+    given = allocate(*args, **options)
+    if given is None or len(given.columns) < 2:
+        return given
+    columns, blocks = zip(*given.columns, strict=True)
+    return dataclasses.replace(given, columns=list(zip(columns, blocks[1:] + blocks[:1], strict=True)))
+
+
+def some(every):
+    """Does nothing, now and then."""
+    turn = itertools.count(1)
+    return lambda method, *args: None if next(turn) % every == 0 else method(*args)
+
+
+BUGS = {
+    "a column goes before the step that reads it is dispatched": (HybridCache, "commit", early),
+    "blocks are in each other's columns": (HybridCache, "allocate", shifted),
+    "tenants share": (HashChain, "__init__", lambda make, chain, size, salt=b"": make(chain, size)),
+    "some requests give nothing back": (HybridCache, "free", some(90)),
+    "names are left behind": (HybridCache, "forget", some(1)),
+    "drafts are not forgotten": (NGramDrafter, "forget", some(10)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_soak_notices(bug, monkeypatch):
+    wrapped(monkeypatch, *BUGS[bug])
+    _, (wrong, _, leaked, _) = soaked(100)
+    assert wrong or leaked
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to come, `wait` steps after the last one.
+
+    It begins with the first `shared` tokens of an earlier one and what came of it. `ends` is after how many steps it is
+    aborted. Before it comes, the cache may be reset and all that nobody holds or finds overwritten.
+    """
+
+    wait: int
+    earlier: int
+    shared: int
+    fresh: int
+    params: SamplingParams
+    ends: int | None
+    resets: bool
+    poisons: bool
+
+
+def asks(config, vocab):
+    """A list of requests, and what else decides how they run: budget, room in the pools, drafts."""
+    size, K = config.block_size, config.num_speculative_tokens
+    edge = st.sampled_from([0, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size])
+    often = lambda usual, other: st.one_of(st.just(usual), st.just(usual), other)
+    params = st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, LONGEST_ANSWER),
+        temperature=often(0.0, st.floats(0.5, 2)),
+        top_k=st.sampled_from([0, 1, 5]),
+        seed=st.integers(0, 3),
+        stop_token_ids=often((), st.tuples(st.integers(0, vocab - 1))),
+        ignore_eos=st.just(True),
+        cache_salt=often("", st.just("another")),
+        checkpoint_at=often((), st.lists(st.integers(0, config.max_model_len), max_size=2)),
+        num_speculative_tokens=often(None, st.integers(0, K)),
+    )
+    ask = st.builds(
+        Ask,
+        wait=st.integers(0, 6),
+        earlier=st.integers(0, 7),
+        shared=st.one_of(edge, st.just(config.max_model_len)),
+        fresh=st.one_of(edge, st.integers(1, 20)),
+        params=params,
+        ends=often(None, st.integers(0, 8)),
+        resets=st.sampled_from([False] * 9 + [True]),
+        poisons=st.booleans(),
+    )
+    return st.fixed_dictionaries(
+        dict(
+            requests=st.lists(ask, min_size=1, max_size=8),
+            budget=st.sampled_from([3, size - 1, size, size + 1, 2 * size + 5, config.max_num_batched_tokens]),
+            room=st.tuples(st.sampled_from([0, 0, 2, 100]), st.sampled_from([0, 0, 8, 100])),
+            drafts=st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=6),
+            prompt_lookup=st.booleans(),
+        )
+    )
+
+
+class Drawn:
+    """Drafts as many as drawn, so many of them right."""
+
+    def __init__(self, plan):
+        self.plan = itertools.cycle(plan)
+
+    def draft(self, request, tokens, most):
+        count, right = next(self.plan)
+        drafts = list(tokens)
+        for _ in range(min(count, most)):
+            drafts.append(next_tokens(drafts, soak.STUTTER)[-1])
+        drafts = drafts[len(tokens) :]
+        return drafts[:right] + [(token + 1) % VOCAB for token in drafts[right:]]
+
+    def forget(self, request):
+        pass
+
+
+def crowd(engine, states, pages):
+    """Leaves room for one request and so many more blocks and pages; returns who holds the rest."""
+    cache, config = engine.cache, engine.config
+    size, K = cache.kv.page_size, config.num_speculative_tokens
+    most = blocks_per_request(config.block_size, K, steps_in_flight=1)
+    states = max(cache.states.pool.num_available - most - states, 0)
+    pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, states)
+    names = [("elsewhere", n) for n in range(states)]
+    for n, name in enumerate(names):
+        tokens = 1 if n else size * (pages - states + 1)
+        assert cache.allocate(name, 0, 0, tokens) is not None
+    return names
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def overwrite(arrays, dead):
+    return jax.tree.map(
+        lambda x: jnp.where(dead.reshape(1, -1, *[1] * (x.ndim - 2)), jnp.asarray(jnp.nan, x.dtype), x), arrays
+    )
+
+
+def poison_free(engine):
+    """Overwrites the blocks that nobody holds and nobody can find."""
+    runner = engine.runner
+    for name, pool in (("pool", engine.cache.states.pool), ("kv", engine.cache.kv.pool)):
+        dead = np.zeros(pool.num_blocks, bool)
+        dead[[0, *pool._free]] = True
+        setattr(runner, name, overwrite(getattr(runner, name), jnp.asarray(dead)))
+
+
+def run(engine, drawn, vocab, judge):
+    """Serves what was drawn; everything is right and returned."""
+    watch, served, known, aborts = soak.Watch(engine), [], [], {}
+    engine.scheduler.max_num_batched_tokens = drawn["budget"]
+    elsewhere = crowd(engine, *drawn["room"])
+
+    def steps(count):
+        for _ in range(count):
+            for number in [number for number, left in aborts.items() if left == 0]:
+                served.extend(watch.abort(number))
+            for number in aborts:
+                aborts[number] -= 1
+            served.extend(watch.step())
+
+    for n, ask in enumerate(drawn["requests"]):
+        steps(ask.wait)
+        if ask.resets:
+            engine.reset_prefix_cache()
+        if ask.poisons:
+            poison_free(engine)
+        earlier = known[ask.earlier % n] if n else ((), None)
+        came = next((output.token_ids for _, output in served if output.request_id == earlier[1]), ())
+        fresh = np.random.default_rng(n).integers(0, vocab, ask.fresh).tolist()
+        prompt = [*[*earlier[0], *came][: ask.shared], *fresh][: engine.config.max_model_len - ask.params.max_tokens]
+        prompt = prompt or [1]
+        number = watch.add(prompt, ask.params)
+        known.append((prompt, number))
+        if ask.ends is not None:
+            aborts[number] = ask.ends
+    for _ in range(1000):
+        if not watch.live:
+            break
+        steps(1)
+    assert not watch.live, "somebody starves"
+    for name in elsewhere:
+        engine.cache.free(name)
+        engine.cache.forget(name)
+    watch.rest()
+    wrong, ties = judge(served)
+    assert len(served) == len(drawn["requests"])
+    assert (wrong, watch.wrong, watch.leaked, engine.stats.null_reads) == ([], [], 0, 0)
+    # Ties are rare.
+    assert ties <= 1
+    return served
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_workload_spells_right(name):
+    config = configured(**CONFIGS[name])
+
+    @settings(max_examples=30, deadline=None)
+    @given(drawn=asks(config, VOCAB))
+    def matrix(drawn):
+        drafter = None if drawn["prompt_lookup"] else Drawn(drawn["drafts"])
+        engine = Engine(SPELLER, config, drafter=drafter)
+        soak.poison(engine)
+        run(engine, drawn, VOCAB, soak.Exactly())
+
+    matrix()
+
+
+@pytest.mark.parametrize("name", ["bundled", "tiny"])
+def test_any_workload_is_right_by_the_reference(name):
+    """Prompts whose tokens are drawn at random repeat nothing; their answers do, and are guessed now and then."""
+    if name == "bundled":
+        model = load_model(BYTE_MODEL, "float32")
+    else:
+        model = load_model(Path(__file__).parents[1] / "data" / "qwen3_5_text")
+        model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[2:])
+        model.layers = nnx.List(list(model.layers)[2:])
+    config, judge = configured(**MODEL), soak.ByReference(model)
+
+    @settings(max_examples=6, deadline=None)
+    @given(drawn=asks(config, 256))
+    def matrix(drawn):
+        engine = Engine(model, config)
+        soak.poison(engine)
+        run(engine, drawn, 256, judge)
+
+    matrix()

@@ -1,0 +1,390 @@
+"""Thousands of requests that share, go on, leave and wait, through the whole engine on small pools: `make soak`.
+
+Every token of every request is judged: of a stub that spells out its state exactly, and of the bundled model by its float32
+reference. After every step both pools must account for all their blocks, and whenever nothing runs, nothing may be left.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+import types
+from collections import deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from failures.speller import VOCAB, Speller, next_tokens
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.data import BYTE_MODEL, encode
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.sampling import sample
+from mamba_align_jax.models import load_model
+
+STUTTER = 2
+LONGEST_ANSWER = 24
+STUB = dict(block_size=8, kv_page_size=4, max_num_seqs=12, max_num_batched_tokens=96, max_model_len=96)
+STUB |= dict(num_state_blocks=64, num_kv_pages=150, prompt_lookup_min=1)
+DRAFTS = dict(num_speculative_tokens=4)
+STUB_CONFIGS = {
+    "copy_free": dict(),
+    "copy_free, drafts": DRAFTS,
+    "pre_copy": dict(policy="pre_copy"),
+    "pre_copy, drafts": dict(policy="pre_copy", **DRAFTS),
+    "windows as wide as blocks": dict(num_speculative_tokens=7, num_state_blocks=90),
+    "chunks inside blocks": dict(
+        block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=50, num_kv_pages=90, **DRAFTS
+    ),
+    "none": dict(prefix_cache="none", **DRAFTS),
+}
+MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
+MODEL |= dict(num_state_blocks=34, num_kv_pages=70, prompt_lookup_min=1)
+MODEL_CONFIGS = {
+    "copy_free, drafts": DRAFTS,
+    "pre_copy": dict(policy="pre_copy"),
+}
+
+
+class Workload:
+    """Requests to come: fresh ones, ones on shared beginnings, ones that go on where others ended.
+
+    `books` are long token lists: what requests share, and what fresh tokens are taken from.
+    """
+
+    def __init__(self, seed, books, config):
+        self.rng, self.books, self.config = np.random.default_rng(seed), books, config
+        self.talks = deque(maxlen=60)
+        self.edges = [n * config.block_size + d for n in range(4) for d in (-1, 0, 1) if n * config.block_size + d > 0]
+
+    def pick(self, *choices):
+        return choices[self.rng.integers(len(choices))]
+
+    def some(self, most):
+        """Fresh tokens, more than 0."""
+        book = self.books[self.rng.integers(len(self.books))]
+        first = self.rng.integers(len(book) - most)
+        return list(book[first : first + 1 + self.rng.integers(most)])
+
+    def length(self, most):
+        edge = self.pick(*self.edges)
+        return edge if edge <= most and self.rng.random() < 0.5 else 1 + int(self.rng.integers(most))
+
+    def request(self):
+        """A prompt and its parameters."""
+        rng, max_tokens = self.rng, 1 + int(self.rng.integers(LONGEST_ANSWER))
+        most = self.config.max_model_len - max_tokens
+        salt, kind = self.pick(*[""] * 6, "a", "b"), rng.random()
+        if kind < 0.15:
+            prompt = (self.some(8) + self.some(most))[: self.length(most)]
+        elif kind < 0.6 or not self.talks:
+            # Few books and few lengths: prompts that are the same, or one a part of the other, are common.
+            book = self.books[min(int(rng.exponential(1.5)), len(self.books) - 1)]
+            prompt = list(book[: self.length(most)]) + (self.some(12) if rng.random() < 0.7 else [])
+        else:
+            salt, talk = self.talks[rng.integers(len(self.talks))]
+            prompt = talk + self.some(8)
+        prompt = [int(token) for token in prompt[:most]]
+        drafts = self.config.num_speculative_tokens
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            cache_salt=salt,
+            stop_token_ids=self.some(2) if rng.random() < 0.15 else (),
+            checkpoint_at=rng.integers(0, most, 2).tolist() if rng.random() < 0.2 else (),
+            num_speculative_tokens=self.pick(None, None, *range(drafts + 1)),
+        )
+        if rng.random() < 0.3:
+            params = dataclasses.replace(
+                params,
+                temperature=float(rng.uniform(0.3, 2)),
+                top_k=self.pick(0, 0, 1, 5),
+                top_p=self.pick(1.0, 1.0, 0.9),
+                seed=int(rng.integers(1 << 31)),
+            )
+        return prompt, params
+
+    def done(self, params, output):
+        """Somebody may go on from here."""
+        self.talks.append((params.cache_salt, [*output.prompt_token_ids, *output.token_ids]))
+
+
+def answers(logits, params, first):
+    """What `params` make of logits [tokens, vocab], the first of them for the token at `first`."""
+    if params.temperature == 0:
+        return np.argmax(logits, axis=-1)
+    rows = np.zeros((LONGEST_ANSWER, logits.shape[1]), np.float32)
+    rows[: len(logits)] = logits
+    each = lambda value, dtype: jnp.full(len(rows), value, dtype)
+    options = each(params.temperature, jnp.float32), each(params.top_k, jnp.int32), each(params.top_p, jnp.float32)
+    place = first + jnp.arange(len(rows), dtype=jnp.int32)
+    return np.asarray(sample(jnp.asarray(rows), *options, each(params.seed, jnp.int32), place))[: len(logits)]
+
+
+class Exactly:
+    """What the stub says is known."""
+
+    def __init__(self, stutter=STUTTER):
+        self.stutter = stutter
+
+    def __call__(self, served):
+        """Wrong requests, and tokens that are ties, among (params, output)."""
+        wrong = []
+        for params, output in served:
+            tokens, first = [*output.prompt_token_ids, *output.token_ids], len(output.prompt_token_ids)
+            said = np.array(next_tokens(tokens[:-1], self.stutter)[first - 1 :])
+            if params.temperature > 0:
+                said = answers(-((np.arange(VOCAB) - said[:, None]) ** 2), params, first)
+            if not np.array_equal(said, output.token_ids):
+                wrong.append(output)
+        return wrong, 0
+
+
+class ByReference:
+    """Every token has to be the reference's choice, up to rounding: see `Reference`."""
+
+    def __init__(self, model):
+        self.reference = Reference(model)
+
+    def __call__(self, served):
+        """As for `Exactly`. A sequence that is another's beginning shares its run."""
+        wrong, ties, run, logits = [], 0, (), None
+        for tokens, params, output in sorted(
+            (((*output.prompt_token_ids, *output.token_ids), params, output) for params, output in served),
+            key=lambda entry: entry[0],
+            reverse=True,
+        ):
+            if run[: len(tokens)] != tokens:
+                run, logits = tokens, self.reference.logits(tokens)
+            first = len(output.prompt_token_ids)
+            here = logits[first - 1 : len(tokens) - 1]
+            differ = answers(here, params, first) != output.token_ids
+            outside = [self.behind(here[n], params, first + n, output.token_ids[n]) for n in np.flatnonzero(differ)]
+            if any(behind > self.reference.tau(here) for behind in outside):
+                wrong.append(output)
+            ties += len(outside)
+        return wrong, ties
+
+    @staticmethod
+    def behind(logits, params, position, token):
+        """How far below what is chosen the logit of `token` is."""
+        scale = params.temperature or 1.0
+        noise = np.zeros_like(logits)
+        if params.temperature > 0:
+            key = jax.random.fold_in(jax.random.key(params.seed), position)
+            noise = np.asarray(jax.random.gumbel(key, logits.shape, logits.dtype))
+        # The token is either behind the best of the top ones, or behind the last of them and so not among them.
+        order = np.sort(logits)[::-1]
+        mass = np.exp((order - order[0]) / scale)
+        kept = int(np.sum(np.cumsum(mass) - mass < params.top_p * mass.sum()))
+        last = order[min(kept, params.top_k or kept) - 1]
+        best = np.max((logits / scale + noise)[logits >= last]) - (logits / scale + noise)[token]
+        return max(float(best) * scale, float(last - logits[token]))
+
+
+def records(root):
+    """Entries of all containers of the host's objects; those of block pools account for themselves."""
+    count, seen, todo = 0, set(), [root]
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or isinstance(x, BlockPool):
+            continue
+        seen.add(id(x))
+        if isinstance(x, dict):
+            count += len(x)
+            todo += [*x, *x.values()]
+        elif isinstance(x, list | tuple | set | frozenset | deque):
+            count += len(x)
+            todo += x
+        elif isinstance(x, types.MethodType):
+            todo.append(x.__self__)
+        elif type(x).__module__.startswith("mamba_align_jax"):
+            todo.append(vars(x) if hasattr(x, "__dict__") else ())
+    return count
+
+
+class Watch:
+    """An engine whose every step is accounted for."""
+
+    def __init__(self, engine):
+        self.engine, self.live, self.leaked, self.wrong, self.aborted = engine, {}, 0, [], 0
+        # Who had each beginning, by salt, 0 for several: only what another request had can have been cached.
+        self.known = {}
+        self.pools = engine.cache.states.pool, engine.cache.kv.pool
+        self.left = 0
+        self.left = self.rest()
+
+    def add(self, prompt, params):
+        """Sends a request."""
+        number = self.engine.add_request(prompt, params)
+        self.live[number] = params
+        self.remember(number, params, prompt)
+        return number
+
+    def abort(self, number):
+        """Ends one, if it still runs."""
+        output = self.engine.abort(number)
+        if output is not None:
+            self.aborted += 1
+        return [] if output is None else self.took([output])
+
+    def step(self):
+        """What finished in a step, as (params, output)."""
+        served = self.took(self.engine.step())
+        for pool in self.pools:
+            self.leaked += abs(len(pool._free) + pool.num_cached + pool.num_held - (pool.num_blocks - 1))
+        return served
+
+    def took(self, outputs):
+        """What a caller can tell of a request without knowing the model."""
+        served = []
+        for output in outputs:
+            params, count = self.live.pop(output.request_id), len(output.token_ids)
+            cached = output.num_cached_tokens
+            stops = [token in params.stop_token_ids for token in output.token_ids]
+            reason = "stop" if stops and stops[-1] else "length" if count == params.max_tokens else "abort"
+            if (
+                output.finish_reason != reason
+                or any(stops[:-1])
+                or count > params.max_tokens
+                or cached % self.engine.config.block_size
+                or (cached and self.known[self.key(params, output.prompt_token_ids[:cached])] == 1 + output.request_id)
+                or cached >= len(output.prompt_token_ids)
+            ):
+                self.wrong.append(output)
+            self.remember(output.request_id, params, [*output.prompt_token_ids, *output.token_ids])
+            served.append((params, output))
+        return served
+
+    def rest(self):
+        """Nothing runs: everything is returned, and no more is left than when the engine was new.
+
+        Returns:
+            Records that are there beside what the block pools have.
+        """
+        assert not self.engine.has_unfinished
+        self.engine.generate([1], SamplingParams(max_tokens=1))
+        self.engine.cache.check()
+        for pool in self.pools:
+            self.leaked += pool.num_held + max(len(pool._evicted) - pool.num_blocks, 0)
+        left = records(self.engine)
+        self.leaked += max(left - self.left, 0) if self.left else 0
+        return left
+
+    @staticmethod
+    def key(params, tokens):
+        return hash((params.cache_salt, tuple(tokens)))
+
+    def remember(self, number, params, tokens):
+        size, name = self.engine.config.block_size, 1 + number
+        for end in range(size, len(tokens) + 1, size):
+            key = self.key(params, tokens[:end])
+            self.known[key] = name if self.known.get(key, name) == name else 0
+
+
+def soak(engine, workload, judge, count, report=lambda line: None):
+    """Serves `count` requests in bursts and lulls, some aborted, the cache reset now and then.
+
+    Returns:
+        Wrong requests, how many tokens are ties, how much is leaked, and the engine's counters.
+    """
+    rng, watch, slots = workload.rng, Watch(engine), engine.config.max_num_seqs
+    wrong, ties, added, judged, served = [], 0, 0, 0, []
+    begin = said = time.perf_counter()
+    # At most so many at once. In a crowd requests take each other's blocks; when few run, what others left is found.
+    crowd = slots
+    while added < count or watch.live:
+        if not crowd and not watch.live:
+            watch.rest()
+            crowd = workload.pick(1, 3, slots // 2, 2 * slots)
+        while added < count and len(watch.live) < crowd and rng.random() < 0.7:
+            watch.add(*workload.request())
+            added += 1
+            # A lull: all of them finish.
+            crowd = 0 if rng.random() < 0.01 else crowd
+        done = []
+        if watch.live and rng.random() < 0.03:
+            # Any at all: waiting, in its prompt, decoding.
+            done += watch.abort(list(watch.live)[rng.integers(len(watch.live))])
+        if rng.random() < 0.001:
+            engine.reset_prefix_cache()
+        if rng.random() < 0.02:
+            engine.cache.check()
+        done += watch.step()
+        for params, output in done:
+            workload.done(params, output)
+        served += done
+        if len(served) >= 500 or not watch.live:
+            verdict, more = judge(served)
+            wrong += verdict
+            ties, judged, served = ties + more, judged + len(served), []
+        if time.perf_counter() - said > 5:
+            said = time.perf_counter()
+            report(f"{judged}/{count} requests, {engine.stats.steps} steps, {said - begin:.0f} s")
+    watch.rest()
+    assert judged == count, f"{judged} of {count} requests came back"
+    return wrong + watch.wrong, ties, watch.leaked, watch.aborted
+
+
+def poison(engine):
+    """Fills the pools with what must never be read."""
+    engine.runner.pool, engine.runner.kv = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan), (engine.runner.pool, engine.runner.kv)
+    )
+
+
+def shares(count, configs):
+    """Each configuration with its part of the requests, if it has one."""
+    for number, (name, options) in enumerate(configs.items()):
+        share = count * (number + 1) // len(configs) - count * number // len(configs)
+        if share:
+            yield name, share, options
+
+
+def parts(seed, stub, model):
+    """(name, number of requests, engine, workload, judge) of every configuration."""
+    rng = np.random.default_rng(seed)
+    books = [rng.integers(0, VOCAB, 400).tolist() for _ in range(12)]
+    speller = Speller(STUTTER)
+    for name, share, options in shares(stub, STUB_CONFIGS):
+        config = EngineConfig(**{**STUB, **options})
+        yield f"stub, {name}", share, Engine(speller, config), Workload([seed, share], books, config), Exactly()
+    if model:
+        bundled = load_model(BYTE_MODEL, "float32")
+        text = encode("".join(thing.__doc__ for thing in (argparse.ArgumentParser, SamplingParams, EngineConfig)))
+        books, judge = [text[start:][:400] for start in range(0, 960, 80)], ByReference(bundled)
+        for name, share, options in shares(model, MODEL_CONFIGS):
+            config = EngineConfig(**{**MODEL, **options})
+            yield f"model, {name}", share, Engine(bundled, config), Workload([seed, share], books, config), judge
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=20_000, help="through the stub")
+    parser.add_argument("--model-requests", type=int, default=1_000, help="through the bundled model")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    total, wrong, ties, leaked = 0, 0, 0, 0
+    for name, count, engine, workload, judge in parts(options.seed, options.requests, options.model_requests):
+        begin = time.perf_counter()
+        poison(engine)
+        engine.warmup()
+        say = lambda line, name=name: print(f"{name}: {line}", flush=True)
+        bad, tied, lost, aborted = soak(engine, workload, judge, count, say)
+        stats = engine.stats
+        say(
+            f"{count} requests in {time.perf_counter() - begin:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "
+            f"{lost} leaked; {stats.cached_tokens / stats.prompt_tokens:.0%} cached, {stats.preemptions} preemptions, "
+            f"{stats.evicted_state_blocks} evictions, {aborted} aborts, drafts {list(stats.draft_tokens)} "
+            f"accepted {list(stats.accepted_tokens)}, {stats.null_reads} lost states"
+        )
+        for output in bad[:3]:
+            say(f"wrong: {output}")
+        total, wrong, ties, leaked = total + count, wrong + len(bad), ties + tied, leaked + lost + stats.null_reads
+    print(f"requests={total} wrong={wrong} ties={ties} leaked={leaked}")
+    return int(wrong > 0 or leaked > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
