@@ -14,12 +14,13 @@ from flax import nnx
 from models import float64, tiny
 from models.driver import DATA, Driver
 from models.test_reference import close
-from models.test_reference import quick_compilation as quick_compilation
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import CausalLM
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Case(NamedTuple):
@@ -35,7 +36,7 @@ class Case(NamedTuple):
         return Driver(self.model, one_program=True)
 
 
-# Sizes, head ratios, layer patterns and options other than the published-like ones of the checkpoints above.
+# Sizes, head ratios, layer patterns and options unlike those of the checkpoints in tests/data.
 TINY = {
     "falcon_mamba": (tiny.falcon_mamba, float64.falcon_mamba),
     "jamba": (tiny.jamba, float64.jamba),
