@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import timing
 from benchmarks.serving import MODELS, free, random_model
@@ -87,7 +87,8 @@ def decode_steps(model: Any, devices: int, options: argparse.Namespace) -> tuple
     rows, steps = options.rows, options.steps
     # Every row goes on decoding until all have been timed.
     longest = options.context + 3 * (options.context // _CHUNK) * rows + 8 * steps
-    engine = Engine(model, _config(rows, longest, 0), mesh=_mesh(devices))
+    mesh = _mesh(devices)
+    engine = Engine(model, _config(rows, longest, 0), mesh=mesh)
     params = SamplingParams(max_tokens=longest - options.context, ignore_eos=True)
     print(f"  {devices} devices: {engine.num_programs} programs compiled in {compiled(engine):.1f} s", flush=True)
     begin = time.perf_counter()
@@ -109,7 +110,7 @@ def decode_steps(model: Any, devices: int, options: argparse.Namespace) -> tuple
     places = engine._in_flight[-1][1].places
     assert len(places) == rows
     assert all(places)
-    inputs = runner._inputs(bucket, places)
+    inputs = jax.device_put(runner._inputs(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
     spans = []
     for _ in range(5):
         jax.block_until_ready(runner.device_state)

@@ -118,7 +118,3 @@ class Layout:
     def run(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
         """`function` on every device, over its shares of the arguments; what has P() must come to the same on all."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def replicate(self, tree: Any) -> Any:
-        """Copies of all arrays on every device."""
-        return jax.device_put(tree, NamedSharding(self.mesh, P()))
