@@ -1,4 +1,4 @@
-"""Decode steps of a model on one GPU and on several: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
+"""Decode steps on one GPU and on several: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
 
 Random weights in the shapes of Qwen3.5-4B, bfloat16. Every row reads its prompt through the engine; then one decode step of
 all rows is dispatched again and again over the same inputs, back to back, so that the host isn't counted: `step_us`.
