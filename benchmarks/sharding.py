@@ -8,7 +8,6 @@ all, and there every token must be the same; one that isn't is judged by the flo
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -73,26 +72,32 @@ def _bytes(tree: Any) -> int:
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
 
 
-def compiled(engine: Engine) -> float:
-    """Compiles all programs of an engine, several at a time; seconds."""
+def compile_all(engines: list[Engine]) -> None:
+    """Compiles what the prompts here need, all engines at once; the rest would come when it is needed."""
     begin = time.perf_counter()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda lowered: lowered.compile(), map(engine.runner.lower, engine.runner.buckets)))
-    engine.warmup()
-    return time.perf_counter() - begin
+        compiling = [
+            pool.submit(engine.runner.lower(bucket).compile)
+            for engine in engines
+            for bucket in engine.runner.buckets
+            if bucket.decode_rows in (0, engine.config.max_num_seqs) and bucket.prefill_tokens in (0, _CHUNK)
+        ]
+        for program in compiling:
+            program.result()
+    print(f"{len(compiling)} programs compiled in {time.perf_counter() - begin:.1f} s", flush=True)
 
 
-def decode_steps(model: Any, devices: int, options: argparse.Namespace) -> tuple[Row, np.ndarray]:
+def _longest(options: argparse.Namespace) -> int:
+    """So that every row goes on decoding until all have been timed."""
+    return options.context + 3 * (options.context // _CHUNK) * options.rows + 8 * options.steps
+
+
+def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> tuple[Row, np.ndarray]:
     """Times, and the tokens [rows, steps] that were generated on the way."""
-    rows, steps = options.rows, options.steps
-    # Every row goes on decoding until all have been timed.
-    longest = options.context + 3 * (options.context // _CHUNK) * rows + 8 * steps
-    mesh = _mesh(devices)
-    engine = Engine(model, _config(rows, longest, 0), mesh=mesh)
-    params = SamplingParams(max_tokens=longest - options.context, ignore_eos=True)
-    print(f"  {devices} devices: {engine.num_programs} programs compiled in {compiled(engine):.1f} s", flush=True)
+    rows, steps, mesh = options.rows, options.steps, _mesh(devices)
+    params = SamplingParams(max_tokens=_longest(options) - options.context, ignore_eos=True)
     begin = time.perf_counter()
-    for prompt in _prompts(rows, options.context, model.config.vocab_size):
+    for prompt in _prompts(rows, options.context, engine.model_config.vocab_size):
         engine.add_request(prompt, params)
     while engine.scheduler.waiting or any(len(r.tokens) == len(r.prompt) for r in engine.scheduler.running):
         engine.step()
@@ -130,13 +135,11 @@ def decode_steps(model: Any, devices: int, options: argparse.Namespace) -> tuple
     return row, np.array(generated)
 
 
-def same_tokens(devices: list[int], rows: int, tokens: int) -> list[Row]:
+def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) -> list[Row]:
     """Greedy tokens of a small float32 model with drafts, prompts twice for the cache, on each number of devices."""
-    model = random_model(_SMALL)
-    prompts = _prompts(rows // 2, 2 * _CHUNK, _SMALL.vocab_size)
+    prompts, tokens = _prompts(options.rows // 2, 2 * _CHUNK, _SMALL.vocab_size), options.tokens
     found, params = [], SamplingParams(max_tokens=tokens, ignore_eos=True)
-    for number in devices:
-        engine = Engine(model, _config(rows, 2 * _CHUNK + tokens + 8, 3), mesh=_mesh(number))
+    for engine in engines:
         outputs = engine.generate(prompts, params) + engine.generate(prompts, params)
         stats = engine.stats
         assert stats.null_reads == 0
@@ -144,7 +147,7 @@ def same_tokens(devices: list[int], rows: int, tokens: int) -> list[Row]:
         found.append(([output.token_ids for output in outputs], sum(stats.accepted_tokens)))
         free(engine)
     reference, results = Reference(model), []
-    for number, (generated, accepted) in zip(devices, found, strict=True):
+    for number, (generated, accepted) in zip(options.devices, found, strict=True):
         differ = [
             (mine, n) for n, (mine, first) in enumerate(zip(generated, found[0][0], strict=True)) if mine != first
         ]
@@ -185,19 +188,27 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             with open(options.json, "a") as file:
                 file.writelines(json.dumps(row | facts) + "\n" for row in rows)
 
-    if options.tokens:
-        keep(same_tokens(options.devices, options.rows, options.tokens))
-    config = MODELS[options.model]
-    layers = options.layers or config.num_hidden_layers
-    model = random_model(replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
+    engines: list[Engine] = []
+    small = random_model(_SMALL) if options.tokens else None
+    if small is not None:
+        config = _config(options.rows, 2 * _CHUNK + options.tokens + 8, 3)
+        engines += [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
+    shape = MODELS[options.model]
+    layers = options.layers or shape.num_hidden_layers
+    model = random_model(replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers]))
+    timed = [
+        Engine(model, _config(options.rows, _longest(options), 0), mesh=_mesh(devices)) for devices in options.devices
+    ]
+    compile_all(engines + timed)
+    if small is not None:
+        keep(same_tokens(small, engines, options))
     case = f"decode {options.model} {layers} layers {options.rows} rows {options.context} tokens"
     first = None
-    for devices in options.devices:
-        row, generated = decode_steps(model, devices, options)
+    for devices, engine in zip(options.devices, timed, strict=True):
+        row, generated = decode_steps(engine, devices, options)
         first = generated if first is None else first
         agreement = float(np.mean(generated == first))
         keep([{"case": case, "devices": devices, "layers": layers, **row, "agreement": agreement}])
-        gc.collect()
     return results
 
 

@@ -51,7 +51,12 @@ def test_all_of_the_cache_imports_without_jax():
 def test_the_core_imports_without_the_extras_and_starts_no_backend():
     # -W error would turn the deprecation of Pallas Triton into a failure.
     quiet = "import warnings; warnings.filterwarnings('ignore', 'The Pallas Triton backend', DeprecationWarning)\n"
-    program = BLOCK.format(blocked=EXTRAS) + quiet + "import mamba_align_jax.pool\n" + "".join(map(ALL_OF.format, CORE))
+    program = (
+        BLOCK.format(blocked=EXTRAS)
+        + quiet
+        + "import mamba_align_jax.pool, mamba_align_jax.sharding\n"
+        + "".join(map(ALL_OF.format, CORE))
+    )
     started = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     assert python(program + started).strip() == "False"
 

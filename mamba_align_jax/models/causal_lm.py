@@ -94,7 +94,7 @@ class CausalLM(nnx.Module):
             mtp: A draft head: see `MTPHead`.
         """
         self.config = config
-        self.embed_tokens = nnx.Embed(
+        self.embed_tokens: Any = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=config.dtype, param_dtype=config.dtype, rngs=rngs
         )
         self.layers = nnx.List(layers)
@@ -104,6 +104,8 @@ class CausalLM(nnx.Module):
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
         self.residual_dtype = residual_dtype or config.dtype
         self.mtp = mtp
+        # The mesh axis over which embeddings and head are split, if they are.
+        self.vocab_axis: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -190,4 +192,6 @@ class CausalLM(nnx.Module):
         """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""
         weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
         product = jnp.matmul(hidden, weight, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+        if self.vocab_axis is not None:
+            product = jax.lax.all_gather(product, self.vocab_axis, axis=1, tiled=True)
         return product * self.logits_scale

@@ -22,6 +22,7 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
 from mamba_align_jax.models import nemotron_h
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.sharding import AXIS, Layout, Part, columns, devices, pool_partition, repeats
 
 
@@ -32,6 +33,20 @@ def summed_product(
     del out_sharding
     partial = jax.lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=jnp.float32)
     return jax.lax.psum(partial, AXIS).astype(x.dtype)
+
+
+class SplitEmbed(nnx.Module):
+    """Embeddings of which each device has some of the vocabulary."""
+
+    def __init__(self, embed: nnx.Embed) -> None:
+        self.embedding = embed.embedding
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 [tokens] -> [tokens, hidden]."""
+        embedding = self.embedding[...]
+        place = tokens - jax.lax.axis_index(AXIS).astype(tokens.dtype) * embedding.shape[0]
+        own = (place >= 0) & (place < embedding.shape[0])
+        return jax.lax.psum(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0), AXIS)
 
 
 class SplitExperts(nnx.Module):
@@ -106,6 +121,16 @@ class _Cut:
         """Splits a product's inputs: its outputs are summed over the devices, the bias added once."""
         self.put(linear.kernel, 0, [part])
         linear.dot_general = summed_product
+
+
+def _vocabulary(model: CausalLM, cut: _Cut) -> None:
+    if model.config.vocab_size % cut.size:
+        return
+    cut.put(model.embed_tokens.embedding, 0)
+    model.embed_tokens = SplitEmbed(model.embed_tokens)
+    if model.lm_head is not None:
+        cut.put(model.lm_head.kernel, 1)
+    model.vocab_axis = AXIS
 
 
 def _attention(layer: Any, cut: _Cut) -> None:
@@ -215,6 +240,7 @@ def _experts(layer: Experts, cut: _Cut) -> SplitExperts:
 
 
 _RULES: dict[type, Callable[[Any, _Cut], nnx.Module | None]] = {
+    CausalLM: _vocabulary,
     Attention: _attention,
     MultiHeadLatentAttention: _latent_attention,
     GatedDeltaNet: _gated_delta_net,
@@ -230,9 +256,9 @@ _RULES: dict[type, Callable[[Any, _Cut], nnx.Module | None]] = {
 def shard_model(model: Any, mesh: Mesh) -> tuple[Any, Layout]:
     """Splits a model over the devices of a mesh's axis "tensor".
 
-    Heads, channels and the widths of feed-forward layers and experts are divided. Keys' heads, and groups of Mamba-2, that
-    don't divide are repeated until they do. Embeddings, the head, routers, norms, low-rank projections and the latents of
-    latent attention are on every device whole.
+    Heads, channels, the widths of feed-forward layers and experts, and the vocabulary are divided. Keys' heads, and groups
+    of Mamba-2, that don't divide are repeated until they do. A vocabulary that doesn't is on every device whole, as are
+    norms, routers, low-rank projections and the latents of latent attention.
 
     Args:
         model: As `load_model` gives it, with weights on one device or in host memory. It stays as it is.

@@ -182,7 +182,12 @@ def zoo(latent):
     """A layer of every kind that keeps states, and of every kind of feed-forward."""
     hidden = 32
     config = mamba.Config(
-        vocab_size=64, hidden_size=hidden, intermediate_size=48, num_hidden_layers=8, time_step_rank=4, dtype="float32"
+        vocab_size=66 if latent else 64,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        time_step_rank=4,
+        dtype="float32",
     )
     rngs, dtype = nnx.Rngs(0), "float32"
     norm = lambda size: RMSNorm(size, 1e-6)
