@@ -35,6 +35,7 @@ from mamba_align_jax.spec import AlignConfig, ConvState, GroupSpec, RecurrentSta
 from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_disable_most_optimizations", True)  # nothing here runs for long
 
 ATOL = 1e-4
 EVERY = P()
@@ -116,10 +117,8 @@ def drive(driver, rng):
     yield driver.step(decode={2: tokens(1), 0: tokens(2)})
 
 
-@pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
-def test_steps_of_four_devices_are_those_of_one(model, mesh, policy):
-    one = Driver(model, policy, one_program=True)
-    four = Sharded(model, mesh, policy=policy, one_program=True)
+def test_steps_of_four_devices_are_those_of_one(model, mesh):
+    one, four = Driver(model, one_program=True), Sharded(model, mesh, one_program=True)
     repeated = 2 * 2 * 8  # channels of queries and keys, in windows of five rows
     assert four.spec.bytes_per_block * 4 == one.spec.bytes_per_block + 4 * 5 * repeated
     for wanted, got in zip(*(drive(d, np.random.default_rng(0)) for d in (one, four)), strict=True):
@@ -139,11 +138,11 @@ def test_steps_of_four_devices_are_those_of_one(model, mesh, policy):
 
 
 def test_the_engine_on_four_devices(model, mesh):
-    """Prefix hits, chunked prompts, drafts, and tokens that the host doesn't know yet."""
+    """Prefix hits, chunked prompts, drafts, states that move, and tokens that the host doesn't know yet."""
     config = EngineConfig(
         block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
         num_speculative_tokens=2, async_stepping=True, num_state_blocks=40, num_kv_pages=64, checked=True,
-        prompt_lookup_min=1,
+        prompt_lookup_min=1, policy="pre_copy",
     )  # fmt: skip
     before = jax.tree.map(np.asarray, nnx.state(model))
     engine, reference = Engine(model, config, mesh=mesh), Reference(model)
@@ -158,6 +157,7 @@ def test_the_engine_on_four_devices(model, mesh):
     stats = engine.stats
     assert stats.hit_requests >= 3
     assert stats.null_reads == 0
+    assert stats.state_bytes_copied > 0
     assert sum(stats.draft_tokens) > 0
     state = engine.runner.device_state
     assert_same_everywhere((state.state, state.tables, state.pending))
