@@ -29,15 +29,15 @@ from mamba_align_jax.models import load_model
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, prompt_lookup_min=1)
 PAGES, LONGEST_ANSWER = 36, 12
 CONFIGS = {
-    "copy_free": dict(block_size=8, kv_page_size=4, num_speculative_tokens=3, num_state_blocks=30),
+    "copy_free": dict(block_size=8, kv_page_size=4, num_speculative_tokens=3, num_state_blocks=25),
     "pre_copy, asynchronous": dict(
         block_size=16, kv_page_size=4, num_state_blocks=20, policy="pre_copy", async_stepping=True
     ),
     "windows as wide as blocks, asynchronous": dict(
-        block_size=8, kv_page_size=8, num_speculative_tokens=7, num_state_blocks=60, checked=True, async_stepping=True
+        block_size=8, kv_page_size=8, num_speculative_tokens=7, num_state_blocks=38, checked=True, async_stepping=True
     ),
 }
-MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=36)
+MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
 SPELLER = Speller(soak.STUTTER)
 
 
@@ -186,8 +186,9 @@ def crowd(engine, states, pages):
     cache, config = engine.cache, engine.config
     size, K = cache.kv.page_size, config.num_speculative_tokens
     most = blocks_per_request(config.block_size, K, steps_in_flight=1)
-    states = max(cache.states.pool.num_available - most - states, 0)
-    pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, states)
+    # Whoever holds a block holds a page.
+    pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, 0)
+    states = min(max(cache.states.pool.num_available - most - states, 0), pages)
     names = [("elsewhere", n) for n in range(states)]
     for n, name in enumerate(names):
         tokens = 1 if n else size * (pages - states + 1)
@@ -262,7 +263,7 @@ def run(engine, drawn, vocab, judge):
 def test_any_workload_spells_right(name):
     config = configured(**CONFIGS[name])
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(drawn=asks(config, VOCAB))
     def matrix(drawn):
         drafter = None if config.async_stepping or drawn["prompt_lookup"] else Drawn(drawn["drafts"])
@@ -285,7 +286,7 @@ def test_any_workload_is_right_by_the_reference(name):
     config = configured(**MODEL, async_stepping=name == "bundled")
     judge = soak.ByReference(model)
 
-    @settings(max_examples=6, deadline=None)
+    @settings(max_examples=5, deadline=None)
     @given(drawn=asks(config, 256))
     def matrix(drawn):
         engine = Engine(model, config)
