@@ -56,10 +56,62 @@ def _bookkeeping(rows: list[Row]) -> list[str]:
     return _pivot(rows, ("policy", "drafts"), layers, lambda row: f"{row['us']:.1f} us, {row['kernels']} kernels")
 
 
+# Of https://github.com/vllm-project/vllm/pull/42406: mean TTFT, TPOT, ITL in ms and output tokens per second.
+_VLLM = {
+    "v2, no cache": (212.02, 9.73, 19.75, 1558.75),
+    "v2, align": (174.29, 9.68, 19.68, 1583.50),
+    "v1, no cache": (216.91, 9.92, 20.38, 1538.68),
+    "v1, align": (174.91, 10.33, 21.32, 1483.84),
+}
+
+
+def _serving(rows: list[Row]) -> list[str]:
+    """Means, the tails, and what the cache is worth: ratios to mode "none" under the same load. Then vLLM's own table."""
+    load = lambda row: (row["workload"], row["loop"], row["speculation"], row["async_stepping"])
+    without = {load(row): row for row in rows if row["mode"] == "none"}
+
+    def line(row: Row) -> tuple[str, ...]:
+        def ratio(name: str) -> str:
+            return f"{row[name] / without[load(row)][name]:.2f}" if load(row) in without else "-"
+
+        latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
+        return (
+            row["workload"], row["loop"], row["mode"], str(row["speculation"]), latency("ttft"),
+            f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
+            f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),
+            ratio("tpot_ms_mean"),
+        )  # fmt: skip
+
+    header = (
+        "workload", "loop", "mode", "drafts", "TTFT mean / p99 ms", "TPOT ms", "ITL mean / p99 ms", "E2E ms", "tokens/s",
+        "hits of attainable", "TTFT of none's", "TPOT of none's",
+    )  # fmt: skip
+    theirs = ((name, *(f"{value:.2f}" for value in values)) for name, values in _VLLM.items())
+    return [
+        *_markdown(header, *map(line, rows)),
+        "",
+        *_markdown(("vLLM, two H20, 35B-A3B-FP8, 2 drafts", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s"), *theirs),
+    ]
+
+
+def _idle(rows: list[Row]) -> list[str]:
+    share = lambda row, name: f"{100 * row[name]:.1f} %"
+    header = "mode", "drafts", "rows", "step", "gap", "idle between steps", "kernels run"
+    lines = (
+        (
+            row["mode"] + (", asynchronous" if row["async_stepping"] else ""), str(row["speculation"]), str(row["rows"]),
+            f"{row['step_us']:.0f} us", f"{row['gap_us']:.0f} us", share(row, "idle_share"), share(row, "busy_share"),
+        )
+        for row in rows
+    )  # fmt: skip
+    return _markdown(header, *lines)
+
+
 def table(file: Path) -> str:
     """Markdown of the newest row of each case, a table per kind of row."""
     newest = {(row["case"], row.get("crossing")): row for row in map(json.loads, file.read_text().splitlines())}
     kinds = {"bandwidth_fraction": _kernels, "groups": _bookkeeping, "crossing": _steps}
+    kinds |= {"hit_rate_of_attainable": _serving, "idle_share": _idle}
     found = [(show, [row for row in newest.values() if mark in row]) for mark, show in kinds.items()]
     return "\n\n".join("\n".join(show(rows)) for show, rows in found if rows)
 

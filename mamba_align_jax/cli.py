@@ -1,8 +1,9 @@
-"""The command line: `mamba-align demo | generate | info | trace`."""
+"""The command line: `mamba-align demo | generate | info | trace | bench`."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,13 +17,22 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 _CONSOLE = Console()
 
 
+@contextlib.contextmanager
+def _loading() -> Iterator[Callable[[int, int], None]]:
+    """Shows how far a checkpoint is read, beside the command's output, and leaves nothing behind."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("loading", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine import demo
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 
     # float32, so that rounding can't hide a wrong state; the bundled weights are bfloat16.
-    model = load_model(options.model, "float32")
+    with _loading() as advance:
+        model = load_model(options.model, "float32", advance)
     reference = Reference(model)
     runs = []
     with Progress(console=_CONSOLE) as progress:
@@ -59,12 +69,16 @@ def _demo(options: argparse.Namespace) -> int:
 def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.engine import Engine
 
-    engine = Engine.from_pretrained(options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype)
-    if engine.model_config.vocab_size != 256:
-        raise ValueError("generate takes text for byte-level models only (vocab_size 256): use Engine.generate for ids")
+    with _loading() as advance:
+        engine = Engine.from_pretrained(
+            options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype, advance=advance
+        )
+    # The bundled model's tokens are bytes.
+    in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
-    (output,) = engine.generate(encode(options.prompt), params)
-    _CONSOLE.print(options.prompt + decode(output.token_ids), markup=False, highlight=False)
+    (output,) = engine.generate(encode(options.prompt) if in_bytes else options.prompt, params)
+    text = decode(output.token_ids) if in_bytes else output.text
+    _CONSOLE.print(f"{options.prompt}{text}", markup=False, highlight=False)
     return 0
 
 
@@ -73,12 +87,13 @@ def _info(options: argparse.Namespace) -> int:
     from mamba_align_jax.models import load_model
 
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
-    model = load_model(options.model)
+    with _loading() as advance:
+        model = load_model(options.model, advance=advance)
     spec = align_config(config, model)
-    sizes, kinds = pool_sizes(spec, config, model), model.config.layer_types
+    sizes = pool_sizes(spec, config, model)
     table = Table(show_header=False)
     for name, value in (
-        ("layers", ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))),
+        ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
         ("tokens per state block", spec.block_size),
         ("state bytes per block", f"{spec.bytes_per_block:,}"),
         ("blocks per running request", spec.blocks_per_request()),
@@ -98,6 +113,24 @@ def _trace(options: argparse.Namespace) -> int:
     for step in trace.read_trace(options.file):
         for line in trace.lines(step, options.request):
             print(line)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        from benchmarks import serving
+    except ModuleNotFoundError as error:
+        raise ValueError(f"bench runs from a clone of the repository: {error}") from error
+    rows = serving.main(options.rest)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("case", "TTFT", "p99", "TPOT", "ITL p99", "tokens/s", "hits", "idle"):
+        table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    names = ("ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99", "output_tokens_per_s")
+    for row in rows:
+        share = lambda name, row=row: f"{row[name]:.1%}" if name in row else ""
+        numbers = [f"{row[name]:.1f}" if name in row else "" for name in names]
+        table.add_row(row["case"], *numbers, share("hit_rate_of_attainable"), share("idle_share"))
+    _CONSOLE.print(table)
     return 0
 
 
@@ -132,12 +165,19 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("file", metavar="FILE", type=Path)
     steps.add_argument("--request", type=int, metavar="ID", help="of this request alone")
     steps.set_defaults(run=_trace)
+
+    # Its options are the benchmark's own.
+    bench = commands.add_parser("bench", help="time the engine under load, mode by mode (--help)", add_help=False)
+    bench.set_defaults(run=_bench)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; bad input ends with status 2 and one line."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, options.rest = parser.parse_known_args(arguments)
+    if options.rest and options.run is not _bench:
+        parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
     try:
         return options.run(options)
     except (ValueError, OSError) as error:

@@ -22,7 +22,7 @@ import importlib, pkgutil, {0}
 for module in pkgutil.walk_packages({0}.__path__, "{0}."):
     importlib.import_module(module.name)
 """
-EXTRAS = {"flax", "safetensors", "rich"}
+EXTRAS = {"flax", "safetensors", "tokenizers", "rich"}
 HOST = [
     "mamba_align_jax.cache",
     "mamba_align_jax.align.columns",

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from mamba_align_jax.engine.block_size import BlockSizeWatch
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.device_drafting import NGramLookup
 from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
+from mamba_align_jax.engine.mtp_drafting import MTPDrafter
 from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
+from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids, with_text
 from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models import load_model
@@ -62,21 +65,29 @@ class EngineStats:
 class Engine:
     """Continuous batching over one model on one device, with a prefix cache over states and keys."""
 
-    def __init__(self, model: Any, config: EngineConfig | None = None, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         """An engine over a loaded model.
 
         Args:
             model: As `load_model` gives it.
             config: The defaults if None.
             drafter: Who proposes draft tokens, under synchronous stepping; prompt lookup if None.
+            tokenizer: What `generate` takes and returns text by; without one it takes ids only.
 
         Raises:
-            ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, or there is a drafter under
-                asynchronous stepping, which drafts on the device.
+            ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, the model lacks the draft
+                head that is asked for, or there is a drafter where drafts are made on the device.
         """
         config = config or EngineConfig()
         self.config = config
-        self.model_config = model.config
+        self.model_config, self.tokenizer = model.config, tokenizer
         self.spec = align_config(config, model)
         if config.prefix_cache == "align" and config.block_size % CHUNK_SIZE:
             _LOG.warning(
@@ -88,12 +99,17 @@ class Engine:
         self._watch = None
         if config.prefix_cache == "align":
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
-        if drafter is not None and config.async_stepping:
-            raise ValueError(f"drafter must be None under async_stepping, which drafts on the device, got {drafter!r}")
+        if drafter is not None and (config.async_stepping or config.drafts_with_head):
+            raise ValueError(
+                f"drafter must be None under async_stepping or speculation='mtp', which draft on the device, got {drafter!r}"
+            )
+        if config.drafts_with_head and model.mtp is None:
+            raise ValueError("speculation='mtp' needs a model with an MTP head, got a checkpoint without mtp.* tensors")
         self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
         K = config.num_speculative_tokens
         lookup = config.prompt_lookup_max, config.prompt_lookup_min
-        self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.async_stepping else None
+        self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.drafts_on_device else None
+        on_device = MTPDrafter() if config.drafts_with_head else NGramLookup(*lookup)
         self._make_cache()
         self.runner = StepRunner(
             model,
@@ -103,7 +119,7 @@ class Engine:
             _MAX_PREFILL_ROWS,
             config.max_num_batched_tokens,
             steps_in_flight=config.steps_in_flight,
-            drafter=NGramLookup(*lookup) if K and config.async_stepping else None,
+            drafter=on_device if config.drafts_on_device else None,
         )
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()
@@ -144,14 +160,21 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, config: EngineConfig | None = None, *, dtype: str | None = None
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str | None = None,
+        advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Engine":
-        """An engine over a Hugging Face directory (config.json and safetensors); `dtype` None keeps the checkpoint's.
+        """An engine over a Hugging Face directory (config.json, safetensors, perhaps tokenizer.json).
+
+        `dtype` None keeps the checkpoint's; `advance` is called as `load_model` does.
 
         Raises:
             ValueError: the architecture is unsupported, or a tensor is missing or misshapen.
         """
-        return cls(load_model(path, dtype), config)
+        return cls(load_model(path, dtype, advance), config, tokenizer=load_tokenizer(path))
 
     @property
     def stats(self) -> EngineStats:
@@ -187,9 +210,14 @@ class Engine:
             Seconds that it took.
         """
         begin = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            # Tracing is Python's; compiling isn't, and goes on in threads meanwhile.
+            compiling = [pool.submit(self.runner.lower(bucket).compile) for bucket in self.runner.buckets]
+            for program in as_completed(compiling):
+                program.result()
+                advance()
         for bucket in self.runner.buckets:
             self.runner.warm(bucket)
-            advance()
         return time.perf_counter() - begin
 
     @property
@@ -349,23 +377,21 @@ class Engine:
             self._outputs.append(request.output(reason, error))
 
     def generate(
-        self, prompt_token_ids: Sequence[int] | Sequence[Sequence[int]], params: SamplingParams | None = None
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
     ) -> list[RequestOutput]:
-        """Runs one prompt, or several, to their ends; outputs in the order of the prompts.
+        """Runs one prompt, or several, each text or token ids, to their ends; outputs in the order of the prompts.
 
         Whatever is raised, none of the prompts goes on running.
 
         Raises:
-            ValueError: a prompt could never run; none is then started.
+            ValueError: a prompt could never run, or is text and there is no tokenizer; none is then started.
             QueueFullError: nor is one if there are more prompts than may wait.
             Exception: what a step raised that one of them ran in.
         """
-        several = len(prompt_token_ids) > 0 and isinstance(prompt_token_ids[0], Sequence)
-        prompts: Any = prompt_token_ids if several else [prompt_token_ids]
         ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         try:
-            for prompt in prompts:
+            for prompt in token_ids(self.tokenizer, prompts):
                 ids.append(self.add_request(prompt, params))
             while not outputs.keys() >= set(ids):
                 outputs |= {output.request_id: output for output in self.step()}
@@ -377,7 +403,7 @@ class Engine:
         for output in outputs.values():
             if output.error is not None:
                 raise output.error
-        return [outputs[request_id] for request_id in ids]
+        return [with_text(self.tokenizer, outputs[request_id]) for request_id in ids]
 
     def _count(self, row: Row, result: RowResult) -> None:
         request = row.request

@@ -24,9 +24,11 @@ class RequestOutput:
         num_accepted_tokens: Proposed tokens that the model agreed with, those behind a stop token included.
         finish_reason: "stop", "length", "abort", or "error".
         error: What a step raised that the request ran in; None unless `finish_reason` is "error".
+        token_times: Seconds from arrival to each token of `token_ids`; those of one step came together.
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None for fewer than two.
         e2e_s: Seconds from arrival to the end.
+        text: Of the generated tokens, where `Engine.generate` has a tokenizer.
     """
 
     request_id: int
@@ -38,10 +40,12 @@ class RequestOutput:
     num_draft_tokens: int
     num_accepted_tokens: int
     finish_reason: str
+    token_times: tuple[float, ...]
     ttft_s: float | None
     tpot_s: float | None
     e2e_s: float
     error: BaseException | None = None
+    text: str | None = None
 
 
 @dataclass
@@ -73,8 +77,7 @@ class Request:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     arrival: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-    last_token: float | None = None
+    token_times: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -105,16 +108,14 @@ class Request:
         """Whether known tokens must be planned before one can be sampled."""
         return self.least < self.prefill_end
 
-    def append(self, token: int) -> None:
-        """Takes in a sampled token."""
-        self.tokens.append(token)
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
+    def append(self, *tokens: int) -> None:
+        """Takes in what a step sampled."""
+        self.tokens += tokens
+        self.token_times += [time.perf_counter() - self.arrival] * len(tokens)
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """What the caller gets."""
-        count = len(self.generated)
-        first, last = self.first_token, self.last_token
+        times = self.token_times
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt,
@@ -125,8 +126,9 @@ class Request:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             finish_reason=reason,
-            ttft_s=None if first is None else first - self.arrival,
-            tpot_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
+            token_times=tuple(times),
+            ttft_s=times[0] if times else None,
+            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             e2e_s=time.perf_counter() - self.arrival,
             error=error,
         )

@@ -15,7 +15,8 @@ from mamba_align_jax.align.columns import certain_tokens
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.device_drafting import NGramLookup
+from mamba_align_jax.engine.device_drafting import DeviceDrafter, SampledStep
+from mamba_align_jax.engine.mtp_drafting import MTPDrafter
 from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
@@ -80,6 +81,14 @@ class Graph:
     definition: nnx.GraphDef
     structure: jax.tree_util.PyTreeDef
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Every call of a jitted function hashes its static arguments: 5 ms for 32 layers.
+        return hash((self.definition, self.structure))
+
     @classmethod
     def split(cls, model: nnx.Module) -> "tuple[Graph, list[jax.Array]]":
         """The graph and the parameters."""
@@ -124,7 +133,7 @@ def _step(
     *,
     graph: Graph,
     spec: AlignConfig,
-    drafter: NGramLookup | None,
+    drafter: DeviceDrafter | None,
     num_decode_rows: int,
 ) -> tuple[StepResult, DeviceState]:
     model = graph.model(params)
@@ -169,9 +178,9 @@ def _step(
     )
     pending = advance(pending, sampled)
     if drafter is not None:
-        slot = jnp.minimum(sampled.slot, spec.max_num_reqs - 1)
-        found = drafter.propose(pending.history[slot], sampled.known + counts, spec.num_speculative_tokens)
-        pending = propose(pending, sampled.slot, *found)
+        finished = SampledStep(model, hidden, step, kv, batch, pending.history, sampled)
+        guesses, num_guesses, kv = drafter.draft(finished, spec.num_speculative_tokens)
+        pending = propose(pending, sampled.slot, guesses, num_guesses)
     result = StepResult(
         tokens=sampled.tokens,
         counts=counts,
@@ -198,6 +207,11 @@ def _sizes(most: int, least: int) -> list[int]:
     return sizes
 
 
+def _stay(array: np.ndarray) -> Any:
+    """Leaves an array on the host: the jitted step takes it along, which is far quicker than one put after another."""
+    return array
+
+
 class StepRunner:
     """Owns the device's side: parameters, pools, bookkeeping. Its programs are compiled once per bucket."""
 
@@ -211,7 +225,7 @@ class StepRunner:
         max_num_batched_tokens: int,
         *,
         steps_in_flight: int = 0,
-        drafter: NGramLookup | None = None,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
         """A runner with fresh pools.
 
@@ -230,7 +244,8 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state_bytes_copied = self.null_reads = 0
         self._graph, self._params = Graph.split(model)
-        self._kv_spec, self._sizes, self._page_size = model.kv_spec(), sizes, kv_page_size
+        self._kv_spec = model.kv_spec(draft=True) if isinstance(drafter, MTPDrafter) else model.kv_spec()
+        self._sizes, self._page_size = sizes, kv_page_size
         self._steps_in_flight, self._drafter = steps_in_flight, drafter
         self._start()
 
@@ -264,8 +279,13 @@ class StepRunner:
         ]
         return prefill + [Bucket(rows, 0, 0) for rows in _sizes(self.spec.max_num_reqs, 4)]
 
+    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        """One program, to be compiled: the first step that needs it then finds it compiled."""
+        inputs = self._inputs(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows))
+        return _step.lower(self._params, inputs, self.device_state, **self._static(bucket))
+
     def warm(self, bucket: Bucket) -> None:
-        """Compiles one program by running it on padding rows, which change nothing."""
+        """Runs one program on padding rows, which change nothing."""
         jax.block_until_ready(self._run(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows)))
 
     def dispatch(self, plan: Plan) -> Dispatched:
@@ -287,15 +307,7 @@ class StepRunner:
 
     def _run(self, bucket: Bucket, places: list[Row | None]) -> StepResult:
         inputs = self._inputs(bucket, places)
-        result, self.device_state = _step(
-            self._params,
-            inputs,
-            self.device_state,
-            graph=self._graph,
-            spec=self.spec,
-            drafter=self._drafter,
-            num_decode_rows=bucket.decode_rows,
-        )
+        result, self.device_state = _step(self._params, inputs, self.device_state, **self._static(bucket))
         self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
         return result
 
@@ -313,15 +325,20 @@ class StepRunner:
             if row is not None
         ]
 
+    def _static(self, bucket: Bucket) -> dict[str, Any]:
+        return dict(graph=self._graph, spec=self.spec, drafter=self._drafter, num_decode_rows=bucket.decode_rows)
+
     def _inputs(self, bucket: Bucket, places: list[Row | None]) -> Inputs:
         rows = [row for row in places if row is not None]
         tokens = np.zeros(bucket.decode_rows * self.spec.window + bucket.prefill_tokens, np.int32)
         packed = [token for row in rows for token in row.tokens]
         tokens[: len(packed)] = packed
+        entering = [row for row in rows if row.enters]
+        for row in entering:
+            self._page_tables[row.request.slot] = 0  # a drafter may look behind what the request has
         for row in rows:
             for number, page in row.allocation.pages:
                 self._page_tables[row.request.slot, number] = page
-        entering = [row for row in rows if row.enters]
         history = np.zeros((bucket.prefill_rows, self.device_state.pending.history.shape[1]), np.int32)
         for place, row in enumerate(entering if self._drafter else ()):
             history[place, : len(row.request.tokens)] = row.request.tokens
@@ -331,13 +348,13 @@ class StepRunner:
             for row in rows
             for column, block in row.allocation.columns
         ]
-        each = lambda value, padding, dtype: jax.device_put(
+        each = lambda value, padding, dtype: _stay(
             np.array([padding if row is None else value(row) for row in places], dtype)
         )
         lengths = [0 if row is None else row.num_tokens for row in places]
         return Inputs(
-            tokens=jax.device_put(tokens),
-            entering=jax.device_put(history),
+            tokens=_stay(tokens),
+            entering=_stay(history),
             batch=StepBatch.from_host(
                 self.spec,
                 len(places),
@@ -345,20 +362,23 @@ class StepRunner:
                 np.cumsum([0, *lengths]).tolist(),
                 [-1 if row is None or row.is_prefilling else len(row.drafts) for row in places],
                 [row is not None and row.is_prefilling for row in places],
+                _stay,
             ),
             # A row never gets more in one step than it may hold.
             updates=TableUpdates.from_host(
                 self.spec,
                 len(places) * len(self.spec.groups) * self.spec.blocks_per_request(self._steps_in_flight),
                 column_entries,
+                _stay,
             ),
             additions=Additions.from_host(
                 self.spec,
                 len(places),
                 [row.request.slot for row in entering],
                 [row.start for row in entering],
+                _stay,
             ),
-            page_tables=jax.device_put(self._page_tables.copy()),
+            page_tables=_stay(self._page_tables.copy()),
             samples=each(lambda row: row.samples, False, np.bool_),
             temperature=each(lambda row: row.request.params.temperature, 0.0, np.float32),
             top_k=each(lambda row: row.request.params.top_k, 0, np.int32),

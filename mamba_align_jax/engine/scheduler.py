@@ -138,8 +138,7 @@ class Scheduler:
         """
         request = row.request
         row.start = request.num_computed
-        for token in tokens:
-            request.append(token)
+        request.append(*tokens)
         # The last sampled token has no state yet; drafts have one only as far as they are among the others.
         request.num_computed += row.certain + max(len(tokens) - 1, 0)
         request.num_ahead -= row.certain

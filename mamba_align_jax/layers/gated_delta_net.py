@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
-from mamba_align_jax.metadata.rows import Rows, RowSplit
+from mamba_align_jax.metadata.rows import RowSplit
 from mamba_align_jax.spec import ConvState, RecurrentState
-from pallas_kernels import (
-    Chunks,
-    Implementation,
-    causal_conv1d_prefill,
-    causal_conv1d_update,
-    gated_delta_rule_gates,
-    gated_delta_rule_prefill,
-    gated_delta_rule_update,
-)
+from pallas_kernels import Chunks, Implementation
 
 
 class GatedDeltaNet(nnx.Module):
@@ -87,47 +80,10 @@ class GatedDeltaNet(nnx.Module):
         Returns:
             [tokens, hidden] and the pools.
         """
-        weight = self.conv1d.weight[...]
-        A_log, dt_bias = self.A_log[...], self.dt_bias[...]
-
-        def decode(rows: Rows, qkv, a, b, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write[group]
-            qkv, conv = causal_conv1d_update(
-                qkv, conv, layer, weight, None, loc, rows.conv_read[group], rows.conv_row, write[:, 0],
-                implementation=implementation,
-            )  # fmt: skip
-            out, recurrent = gated_delta_rule_update(
-                qkv, a, b, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[group], write,
-                allow_neg_eigval=self.allow_neg_eigval, implementation=implementation,
-            )  # fmt: skip
-            return out, conv, recurrent
-
-        def prefill(rows: Rows, qkv, a, b, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write[group, :, 0]
-            qkv, conv = causal_conv1d_prefill(
-                qkv,
-                conv,
-                layer,
-                weight,
-                None,
-                loc,
-                rows.conv_read[group],
-                rows.conv_row,
-                write,
-                implementation=implementation,
-            )
-            q, k, v = jnp.split(qkv, [self.key_heads * self.key_dim, 2 * self.key_heads * self.key_dim], axis=1)
-            heads = lambda y, dim: y.reshape(y.shape[0], -1, dim)
-            q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
-            g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, allow_neg_eigval=self.allow_neg_eigval)
-            assert chunks is not None
-            out, recurrent = gated_delta_rule_prefill(
-                q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[group], write,
-                implementation=implementation,
-            )  # fmt: skip
-            return out, conv, recurrent
-
-        tokens = self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x)
-        out, conv, recurrent = split.apply(decode, prefill, tokens, (conv, recurrent), num_decode_tokens)
+        out, conv, recurrent = convolved_delta_rule(
+            self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), self.conv1d.weight[...], self.A_log[...],
+            self.dt_bias[...], split, chunks, conv, recurrent, layer, group=group, num_decode_tokens=num_decode_tokens,
+            allow_neg_eigval=self.allow_neg_eigval, implementation=implementation,
+        )  # fmt: skip
         z = self.in_proj_z(x).reshape(out.shape)
         return self.out_proj(self.norm(out, z).reshape(x.shape[0], -1)), conv, recurrent

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax.models import (
+    bailing_hybrid,
     falcon_h1,
     falcon_mamba,
     granitemoehybrid,
     jamba,
+    kimi_linear,
     mamba,
     mamba2,
     nemotron_h,
@@ -20,10 +22,12 @@ from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_
 
 # Modules with `Config`, `Model` and `sources`.
 _ARCHITECTURES = {
+    "bailing_hybrid": bailing_hybrid,
     "falcon_h1": falcon_h1,
     "falcon_mamba": falcon_mamba,
     "granitemoehybrid": granitemoehybrid,
     "jamba": jamba,
+    "kimi_linear": kimi_linear,
     "mamba": mamba,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,

@@ -164,7 +164,7 @@ def read_weights(
     Args:
         path: The directory.
         architecture: Has `Model` and `sources`: the ways to make the parameter at a dotted place, of which the first is
-            taken whose tensors are all there.
+            taken whose tensors are all there. It may have `ignored`: prefixes of tensors that are not the model's.
         config: Of the architecture.
         advance: Called with the number of parameters read and that of all, after each.
 
@@ -179,6 +179,9 @@ def read_weights(
             slices.pop("lm_head.weight", None)
         if not any(place[0] == "mtp" for place in variables):
             slices = {name: found for name, found in slices.items() if not name.startswith(_HEAD_PREFIX)}
+        if hasattr(architecture, "ignored"):
+            ignored = architecture.ignored(config)
+            slices = {name: part for name, part in slices.items() if not name.startswith(ignored)}
         found, missing = {}, []
         for place in variables:
             ways = architecture.sources(".".join(map(str, place)), config)

@@ -17,7 +17,10 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, experts, named
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+
+MAMBA, ATTENTION = "mamba", "attention"
+_KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,7 @@ class Config(ModelConfig):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    attn_layer_period: int = 8
-    attn_layer_offset: int = 4
+    layers_block_type: tuple[str, ...]
     expert_layer_period: int = 2
     expert_layer_offset: int = 1
     num_experts: int = 16
@@ -43,21 +45,25 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Sizes that follow from others."""
+        """Layer kinds, and sizes that follow from others."""
         require(config, hidden_act=("silu",), sliding_window=())
+        layers, period, offset = (
+            config.get(name, default)
+            for name, default in (("num_hidden_layers", 0), ("attn_layer_period", 8), ("attn_layer_offset", 4))
+        )
+        given = config.get("layers_block_type") or config.get("layer_types")
+        given = given or [MAMBA if n % period != offset else ATTENTION for n in range(layers)]
+        kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
         hidden, heads, rank = (
             config.get(name, default)
             for name, default in (("hidden_size", 0), ("num_attention_heads", 1), ("mamba_dt_rank", "auto"))
         )
         return {
+            "layers_block_type": layer_kinds(config | kinds, MAMBA, ATTENTION),
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_dt_rank": math.ceil(hidden / 16) if rank == "auto" else rank,
         }
-
-    def has_attention(self, layer: int) -> bool:
-        """Whether a layer attends; it is a Mamba otherwise."""
-        return layer % self.attn_layer_period == self.attn_layer_offset
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts."""
@@ -85,7 +91,7 @@ class Layer(nnx.Module):
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
         self.input_layernorm = norm(c.hidden_size)
         self.pre_ff_layernorm = norm(c.hidden_size)
-        if c.has_attention(number):
+        if c.layers_block_type[number] == ATTENTION:
             self.self_attn = Attention(
                 c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs
             )

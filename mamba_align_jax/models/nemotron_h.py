@@ -66,7 +66,7 @@ class Config(ModelConfig):
         return {
             "layers_block_type": kinds,
             "num_hidden_layers": len(kinds),
-            "head_dim": config.get("head_dim") or config.get("attention_head_dim"),
+            "head_dim": config.get("head_dim") or config.get("attention_head_dim") or 128,
         }
 
 

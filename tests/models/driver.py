@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,34 @@ from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.spec import AlignConfig
 
+DATA = Path(__file__).parents[1] / "data"
+ATOL = 1e-4  # float32 against float32: transformers' own chunked and stepwise paths differ by 1e-5
 PAGE_SIZE = 16
 DECODE_ROWS = PREFILL_ROWS = 2
 PREFILL_TOKENS = 160
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "spec", "num_decode_rows"), donate_argnames=("pool", "kv"))
-def _step(params, tokens, batch, num_sampled, page_tables, tables, state, pool, kv, *, graph, spec, num_decode_rows):
+@functools.partial(
+    jax.jit,
+    static_argnames=("graph", "spec", "num_decode_rows", "implementation"),
+    donate_argnames=("pool", "kv"),
+)
+def _step(
+    params,
+    tokens,
+    batch,
+    num_sampled,
+    page_tables,
+    tables,
+    state,
+    pool,
+    kv,
+    *,
+    graph,
+    spec,
+    num_decode_rows,
+    implementation,
+):
     model = nnx.merge(graph, params)
     state, indices = begin_step(spec, state, batch, tables)
     pool = migrate(spec, pool, indices)
@@ -37,7 +59,7 @@ def _step(params, tokens, batch, num_sampled, page_tables, tables, state, pool, 
         page_size=PAGE_SIZE,
         num_pages=kv.keys.shape[1],
     )
-    hidden, pool, kv = model(tokens, step, pool, kv)
+    hidden, pool, kv = model(tokens, step, pool, kv, implementation=implementation)
     state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
     return model.logits(hidden), state, pool, kv
 
@@ -48,8 +70,10 @@ class Driver:
     `one_program` has rows of both kinds in every step, padding at least, so that there is one program to compile.
     """
 
-    def __init__(self, model, policy="copy_free", num_speculative_tokens=2, slots=4, one_program=False):
-        self.one_program = one_program
+    def __init__(
+        self, model, policy="copy_free", num_speculative_tokens=2, slots=4, one_program=False, implementation=None
+    ):
+        self.one_program, self.implementation = one_program, implementation
         self.spec = AlignConfig(
             groups=model.state_groups(),
             block_size=32,
@@ -115,7 +139,7 @@ class Driver:
         sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)
         logits, self.state, self.pool, self.kv = _step(
             self.params, packed, batch, sampled, self.pages, self.tables, self.state, self.pool, self.kv,
-            graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows,
+            graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows, implementation=self.implementation,
         )  # fmt: skip
         logits = np.asarray(logits)
         assert np.isfinite(logits).all(), "padding included"

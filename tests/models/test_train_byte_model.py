@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models.driver import ATOL, DATA
 from models.head import NumpyHead, write_with_head
-from models.test_qwen3_5 import ATOL, CHECKPOINT
 
 from mamba_align_jax.models import load_model
 
+CHECKPOINT = DATA / "qwen3_5_text"
 pytest.importorskip("optax")
 
 

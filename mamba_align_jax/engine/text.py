@@ -1,0 +1,72 @@
+"""Text in and out of an engine, by the tokenizer.json of its model's directory (extra `text`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mamba_align_jax.engine.request import RequestOutput
+
+
+class Tokenizer(Protocol):
+    """What an engine needs of a tokenizer."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a text, with the special tokens that the model's prompts begin and end with."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens; broken characters show as replacement characters."""
+        ...
+
+
+class _FileTokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory; None if it has no tokenizer.json, or `tokenizers` isn't installed.
+
+    Raises:
+        ValueError: tokenizer.json is none.
+    """
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        import tokenizers
+    except ImportError:
+        return None
+    try:
+        return _FileTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+    except Exception as error:  # tokenizers has no narrower one
+        raise ValueError(f"tokenizer.json must be of Hugging Face tokenizers, got {file}: {error}") from error
+
+
+def token_ids(tokenizer: Tokenizer | None, prompts: str | Sequence[Any]) -> list[Sequence[int]]:
+    """One prompt or several, each text or token ids, as lists of ids.
+
+    Raises:
+        ValueError: one is text, and there is no tokenizer.
+    """
+    several = not isinstance(prompts, str) and len(prompts) > 0 and isinstance(prompts[0], Sequence)
+    given: Sequence[Any] = prompts if several else [prompts]
+    text = next((prompt for prompt in given if isinstance(prompt, str)), None)
+    if tokenizer is None and text is not None:
+        raise ValueError(
+            "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra 'text'): "
+            f"got {text[:40]!r}"
+        )
+    return [tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt for prompt in given]
+
+
+def with_text(tokenizer: Tokenizer | None, output: RequestOutput) -> RequestOutput:
+    """The output with its text, if there is a tokenizer."""
+    return replace(output, text=tokenizer.decode(output.token_ids)) if tokenizer else output

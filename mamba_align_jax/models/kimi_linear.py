@@ -1,0 +1,195 @@
+"""Kimi Linear: Kimi delta attention, with multi-head latent attention every few layers, and a mixture of experts."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
+from mamba_align_jax.layers.mla import MultiHeadLatentAttention
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.checkpoint import Source, experts, joined, mapped, named, product, taps, tensor
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+
+LINEAR, FULL = "linear_attention", "full_attention"
+DENSE, SPARSE = "dense", "sparse"
+# Names that some configurations have for ours.
+_ALIASES = {
+    "model_max_length": "max_position_embeddings",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, by the names that transformers saves them under.
+
+    `rope_theta` None leaves the positional dims of attention unrotated; `kda_lower_bound` None is the softplus gate.
+    """
+
+    layer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    linear_num_heads: int
+    linear_head_dim: int
+    q_lora_rank: int | None = None
+    linear_conv_kernel_dim: int = 4
+    kda_lower_bound: float | None = None
+    rope_theta: float | None = None
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    num_shared_experts: int = 1
+    num_expert_group: int = 1
+    topk_group: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    model_type: str = "kimi_linear"
+
+    # Whether the projections of the decay and of the output gate have an inner size, the head's; whether attention's
+    # output has a gate.
+    low_rank_gates: ClassVar[bool] = True
+    gated_attention: ClassVar[bool] = False
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Layer kinds and head sizes from either style of configuration."""
+        require(config, mla_use_nope=(True,), num_nextn_predict_layers=(0,))
+        layers, linear = config.get("num_hidden_layers", 0), config.get("linear_attn_config") or {}
+        kinds = config.get("layer_types")
+        if not kinds and "full_attn_layers" in linear:
+            # Counted from 1.
+            by_kind = {LINEAR: linear.get("kda_layers", ()), FULL: linear["full_attn_layers"]}
+            by_number = {number: kind for kind, numbers in by_kind.items() for number in numbers}
+            kinds = [by_number.get(n + 1) for n in range(layers)]
+        kinds = kinds or [FULL if n and n % 4 == 0 else LINEAR for n in range(layers)]
+        return cls.shared(config | {"layer_types": kinds}, first_dense=1) | {
+            "linear_num_heads": linear.get("num_heads", config.get("linear_num_heads")),
+            "linear_head_dim": linear.get("head_dim", config.get("linear_head_dim")),
+            "linear_conv_kernel_dim": linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim")),
+            "rope_theta": None,
+            "kda_lower_bound": None,
+        }
+
+    @classmethod
+    def shared(cls, config: dict[str, Any], first_dense: int) -> dict[str, Any]:
+        """What `derive` finds alike in all models of these layers; the first `first_dense` are dense if nothing is said."""
+        require(config, hidden_act=("silu",), attention_bias=(False,), moe_layer_freq=(1,))
+        require(config, moe_router_activation_func=("sigmoid",), scoring_func=("sigmoid",), score_function=("sigmoid",))
+        fields = {ours: config[theirs] for theirs, ours in _ALIASES.items() if config.get(theirs) is not None}
+        kinds = layer_kinds(config, LINEAR, FULL)
+        first_dense = config.get("first_k_dense_replace", first_dense)
+        feeds = config.get("mlp_layer_types") or [DENSE if n < first_dense else SPARSE for n in range(len(kinds))]
+        number = config.get("num_experts") or fields.get("num_experts") or 0
+        feeds = feeds if number else [DENSE] * len(kinds)
+        if len(feeds) != len(kinds) or not set(feeds) <= {DENSE, SPARSE}:
+            raise ValueError(
+                f"config.json: mlp_layer_types must name {len(kinds)} layers, each {DENSE!r} or {SPARSE!r}, got {feeds}"
+            )
+        groups = config.get("num_expert_group") or fields.get("num_expert_group") or 1
+        if number and (number % groups or (groups > 1 and number // groups < 2)):
+            raise ValueError(
+                f"config.json: num_expert_group must cut {number} experts into groups of two or more, got {groups}"
+            )
+        for name in ("num_experts_per_token", "moe_intermediate_size"):
+            if number and not (config.get(name) or fields.get(name)):
+                raise ValueError(f"config.json must have {name!r}")
+        return {**fields, "layer_types": kinds, "mlp_layer_types": tuple(feeds), "model_type": cls.model_type}
+
+
+class Layer(nnx.Module):
+    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if c.layer_types[number] == LINEAR:
+            rank = c.linear_head_dim if c.low_rank_gates else None
+            self.self_attn = KimiDeltaAttention(
+                c.hidden_size, c.linear_num_heads, c.linear_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype,
+                rngs, f_rank=rank, g_rank=rank, lower_bound=c.kda_lower_bound,
+            )  # fmt: skip
+        else:
+            self.self_attn = MultiHeadLatentAttention(
+                c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim,
+                c.kv_lora_rank, c.dtype, rngs, q_lora_rank=c.q_lora_rank, rope_theta=c.rope_theta,
+                gated=c.gated_attention,
+            )  # fmt: skip
+        if c.mlp_layer_types[number] == DENSE:
+            self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+            return
+        gate = SigmoidGate(
+            c.hidden_size, c.num_experts, c.num_experts_per_token, rngs, groups=c.num_expert_group,
+            top_groups=c.topk_group, renormalise=c.moe_renormalize, scale=c.routed_scaling_factor,
+        )  # fmt: skip
+        each = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
+        shared = GatedMLP(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, c.dtype, rngs)
+        self.mlp = SharedExpertsMoE(gate, each, shared)
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden]."""
+        out, carry = carry.mix(self.self_attn, self.input_layernorm(x), step)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), carry
+
+
+class Model(CausalLM):
+    """The causal language model."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+
+
+_EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+# What published checkpoints, or saved ones, call otherwise.
+_RENAMES = (
+    lambda name: name.replace(".mlp.", ".block_sparse_moe."),
+    lambda name: re.sub(r"(?<=experts\.)(\d+)\.(\w+)", lambda found: f"{found[1]}.{_EXPERT[found[2]]}", name),
+)
+
+
+def transformers_sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree, by the names of transformers' modules."""
+    place = place if place.startswith("lm_head") else f"model.{place}"
+    mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
+    if ".experts." in place:
+        return experts(place, config.num_experts)
+    if place.endswith(".in_proj_qkv.kernel"):
+        return [joined([product(f"{mixer}.{part}_proj.weight") for part in "qkv"])]
+    if place.endswith(".conv1d.weight"):
+        return [joined([taps(f"{mixer}.{part}_conv1d.weight") for part in "qkv"])]
+    if place.endswith(".A_log"):  # [heads] or [1, 1, heads, 1]
+        return [mapped(tensor(place), lambda array: array.reshape(-1))]
+    return [named(place)]
+
+
+def renamed(ways: Sequence[Source], renames: Sequence[Callable[[str], str]]) -> list[Source]:
+    """The ways, and each with any of the renames; the most renamed first, as published checkpoints have it."""
+    ways = list(ways)
+    for rename in renames:
+        changed = [(way, tuple(map(rename, way.names))) for way in ways]
+        ways = [Source(names, way.make, way.split) for way, names in changed if names != way.names] + ways
+    return ways
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    return renamed(transformers_sources(place, config), _RENAMES)

@@ -1,0 +1,117 @@
+"""Text in and out by a directory's tokenizer.json: the same tokens as by ids, and a clear refusal without."""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from engine.test_engine import CHECKPOINT, SIZES
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cli import main
+from mamba_align_jax.engine.text import load_tokenizer, token_ids, with_text
+
+tokenizers = pytest.importorskip("tokenizers")
+TEXT, PARAMS = "Höher, a bit\nhigher", SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+def by_hand(text):
+    """The tokenizer below: a start token, and each byte b but 6 as b ^ 1."""
+    return [7, *(byte ^ 1 for byte in text.encode())]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The tiny model with a tokenizer that is none of bytes as they are."""
+    path = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(CHECKPOINT / name, path)
+    # As GPT-2 has it: printable bytes stand for themselves, the others for characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte ^ 1 for byte in range(256)}
+    vocabulary = {symbol: token for symbol, token in vocabulary.items() if token != 7}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary | {"<s>": 7}, []))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 7)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_tokenizer_from_a_directory(directory):
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer.encode(TEXT)
+    assert list(ids) == by_hand(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(tuple(ids[:3])) == "H\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids"),
+    [
+        ("ab", [by_hand("ab")]),
+        (["ab", "c"], [by_hand("ab"), by_hand("c")]),
+        (["ab", [1, 2]], [by_hand("ab"), [1, 2]]),
+        ([[1, 2], "ab"], [[1, 2], by_hand("ab")]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2]], [[1], [2]]),
+        ([], [[]]),
+    ],
+)
+def test_prompts_of_any_kind(directory, prompts, ids):
+    assert [list(prompt) for prompt in token_ids(load_tokenizer(directory), prompts)] == ids
+    if "ab" in prompts:
+        with pytest.raises(ValueError, match=r"must be token ids without a tokenizer .*: got 'ab'"):
+            token_ids(None, prompts)
+    else:
+        assert token_ids(None, prompts) == ids
+
+
+def test_without_a_tokenizer_there_is_no_text(directory, monkeypatch):
+    assert load_tokenizer(CHECKPOINT) is None
+    output = object()
+    assert with_text(None, output) is output
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
+    assert load_tokenizer(directory) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", json.dumps({"model": {"type": "Nothing"}})])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=re.escape(f"tokenizer.json must be of Hugging Face tokenizers, got {tmp_path}")
+    ):
+        load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    return Engine.from_pretrained(directory, EngineConfig(**SIZES))
+
+
+def test_the_engine_takes_text_and_gives_text_back(directory, engine, monkeypatch):
+    by_text, by_ids = engine.generate([TEXT, by_hand(TEXT)], PARAMS)
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(by_hand(TEXT))
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.text == by_ids.text == load_tokenizer(directory).decode(by_text.token_ids)
+    monkeypatch.setattr(engine, "tokenizer", None)
+    (output,) = engine.generate(by_hand(TEXT), PARAMS)
+    assert (output.token_ids, output.text) == (by_ids.token_ids, None)
+    with pytest.raises(ValueError, match="must be token ids"):
+        engine.generate([[1, 2], "ab"], PARAMS)
+    assert not engine.has_unfinished
+
+
+def test_the_command_line_goes_by_the_tokenizer(engine, monkeypatch, capsys):
+    (output,) = engine.generate(TEXT, SamplingParams(max_tokens=3))
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
+    assert main(["generate", "--prompt", TEXT, "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == f"{TEXT}{output.text}\n"
+    monkeypatch.setattr(engine, "tokenizer", None)
+    monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, vocab_size=300))
+    assert main(["generate", "--prompt", TEXT]) == 2
+    assert "must be token ids without a tokenizer" in capsys.readouterr().err
