@@ -23,6 +23,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting import NGramDrafter
+from mamba_align_jax.engine.runner import Bucket, StepRunner
 from mamba_align_jax.models import load_model
 
 # Few programs: budgets and the room in the pools are drawn without changing what is compiled.
@@ -39,6 +40,17 @@ CONFIGS = {
 }
 MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
 SPELLER = Speller(soak.STUTTER)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_bucket():
+    """One program for all steps of an engine, most rows of which are padding: compiling takes longer than running."""
+    with pytest.MonkeyPatch.context() as patch:
+        every = lambda runner: [
+            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
+        ]
+        patch.setattr(StepRunner, "buckets", property(every))
+        yield
 
 
 def configured(**options):
