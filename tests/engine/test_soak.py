@@ -136,8 +136,8 @@ class Ask:
     poisons: bool
 
 
-def asks(config, vocab):
-    """A list of requests, and what else decides how they run: budget, room in the pools, drafts."""
+def asks(config, vocab, most=8, least=3):
+    """A list of at most so many requests, and what else decides how they run: budget, room in the pools, drafts."""
     size, K = config.block_size, config.num_speculative_tokens
     edge = st.sampled_from([0, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size])
     often = lambda usual, other: st.one_of(st.just(usual), st.just(usual), other)
@@ -166,8 +166,8 @@ def asks(config, vocab):
     )
     return st.fixed_dictionaries(
         dict(
-            requests=st.lists(ask, min_size=1, max_size=8),
-            budget=st.sampled_from([3, size - 1, size, size + 1, 2 * size + 5, config.max_num_batched_tokens]),
+            requests=st.lists(ask, min_size=1, max_size=most),
+            budget=st.sampled_from([least, size - 1, size, size + 1, 2 * size + 5, config.max_num_batched_tokens]),
             room=st.tuples(st.sampled_from([0, 0, 2, 100]), st.sampled_from([0, 0, 8, 100])),
             drafts=st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=6),
             prompt_lookup=st.booleans(),
@@ -298,8 +298,8 @@ def test_any_workload_is_right_by_the_reference(name):
     config = configured(**MODEL, async_stepping=name == "bundled")
     judge = soak.ByReference(model)
 
-    @settings(max_examples=5, deadline=None)
-    @given(drawn=asks(config, 256))
+    @settings(max_examples=3, deadline=None)
+    @given(drawn=asks(config, 256, most=3, least=10))
     def matrix(drawn):
         engine = Engine(model, config)
         soak.poison(engine)
