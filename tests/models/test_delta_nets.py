@@ -4,6 +4,7 @@ Other sizes, head ratios, layer patterns, tied heads, rotations and routers; fus
 """
 
 import json
+import weakref
 
 import jax
 import numpy as np
@@ -13,8 +14,9 @@ from models import delta_nets, tiny
 from models.driver import ATOL, DATA, Driver
 from safetensors.numpy import load_file, save_file
 
-from mamba_align_jax.models import load_model
+from mamba_align_jax.models import checkpoint, load_model, olmo_hybrid, qwen3_next
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 REFERENCES = {"olmo_hybrid": delta_nets.olmo, "qwen3_5_text": delta_nets.qwen, "qwen3_next": delta_nets.qwen}
 OTHERS = {
     delta_nets.olmo_hybrid: delta_nets.olmo,
@@ -22,14 +24,6 @@ OTHERS = {
     delta_nets.qwen3_5_moe: delta_nets.qwen,
     delta_nets.qwen3_next: delta_nets.qwen,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """One program runs a few steps: compiling it well would take longer."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def exact(tensors):
@@ -61,9 +55,11 @@ def test_logits(make, tmp_path):
     close(out[0][:2], 43)
     close(out[1], 64)
     close(out[2], 0)
-    out = driver.step(decode={0: tokens[45:46], 2: tokens[5:8]}, accepted={2: 3})
+    driver.add(3, computed=64, like=1)
+    out = driver.step(decode={0: tokens[45:46], 2: tokens[5:8]}, prefill={3: tokens[64:68]}, accepted={2: 3})
     close(out[0], 45)
     close(out[2], 5)
+    close(out[3], 64)
 
 
 def parameters(path):
@@ -134,3 +130,46 @@ def test_progress(tmp_path):
     model = load_model(tmp_path, advance=lambda *counts: progress.append(counts))
     total = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert progress == [(n, total) for n in range(1, total + 1)]
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """Host memory holds one parameter and what it is being made from, not a layer's 21 tensors of experts."""
+    tiny.write(tmp_path, delta_nets.qwen3_5_moe, fused=False)
+    alive, most = set(), []
+    opened = checkpoint._open
+
+    class Slice:
+        def __init__(self, name, slice_):
+            self.name, self.slice = name, slice_
+
+        def get_shape(self):
+            return self.slice.get_shape()
+
+        def __getitem__(self, index):
+            array = self.slice[index]
+            alive.add(self.name)
+            weakref.finalize(array, alive.remove, self.name)
+            most.append(sum(".experts." in name for name in alive))
+            return array
+
+    tracked = lambda *arguments: {name: Slice(name, part) for name, part in opened(*arguments).items()}
+    monkeypatch.setattr(checkpoint, "_open", tracked)
+    load_model(tmp_path)
+    assert 1 <= max(most) <= 3
+
+
+def test_configurations():
+    make = lambda architecture, sizes, **fields: architecture.Config.from_dict(tiny.SHARED | sizes()[0] | fields)
+    # Qwen3-Next was released with its rotation beside the other fields.
+    flat = dict(rope_parameters=None, rope_theta=7.0, partial_rotary_factor=0.75, layer_types=None)
+    qwen = make(qwen3_next, delta_nets.qwen3_next, **flat, full_attention_interval=2)
+    assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, 2)
+    assert qwen.layer_types == ("linear_attention", "full_attention", "linear_attention")
+    assert [qwen.is_sparse(n) for n in range(3)] == [True, False, True]
+    # The released OLMo-Hybrid isn't rotated at all; sizes follow from others.
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", *delta_nets.delta_dims(0, 0, 0, 0, 0)))
+    olmo = make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters={"rope_theta": None}, **left_out)
+    assert (olmo.rope_theta, olmo.num_key_value_heads, olmo.head_dim) == (0.0, 4, 12)
+    assert (olmo.linear_num_key_heads, olmo.linear_num_value_heads) == (4, 4)
+    assert (olmo.linear_key_head_dim, olmo.linear_value_head_dim, olmo.linear_conv_kernel_dim) == (9, 18, 4)
+    assert make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters=None).rope_theta == 1e4

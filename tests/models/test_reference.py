@@ -11,17 +11,10 @@ from models.driver import ATOL, DATA, PAGE_SIZE, Driver
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODELS = ("kimi_linear", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
 # transformers keeps these states as [heads, key_dim, value_dim].
 TRANSPOSED = ("gdn", "kda")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """One program runs a few steps: compiling it well would take longer."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -64,8 +57,8 @@ def check_states(driver, model, slot, reference):
                 state = wanted["rec0"].swapaxes(1, 2) if mixer.kind in TRANSPOSED else wanted["rec0"]
                 close(recurrent[place, block].reshape(state.shape), state)
             else:
-                pool = np.concatenate([driver.kv.keys, driver.kv.values], -1)
-                held = pool[place, pages].reshape(-1, *pool.shape[3:])[:37].swapaxes(0, 1)
+                held = np.concatenate([driver.kv.keys, driver.kv.values], -1)[place, pages]
+                held = held.reshape(-1, *held.shape[2:])[:37].swapaxes(0, 1)
                 close(held, np.concatenate([wanted["k"], wanted["v"]], -1))
     assert passed
 
