@@ -60,8 +60,8 @@ def check_states(driver, model, slot, reference):
                 state = wanted["rec0"].swapaxes(1, 2) if mixer.kind in TRANSPOSED else wanted["rec0"]
                 close(recurrent[place, block].reshape(state.shape), state)
             else:
-                held = np.concatenate([driver.kv.keys, driver.kv.values], -1)[place, pages]
-                held = held.reshape(-1, *held.shape[2:])[:37].swapaxes(0, 1)
+                pool = np.concatenate([driver.kv.keys, driver.kv.values], -1)
+                held = pool[place, pages].reshape(-1, *pool.shape[3:])[:37].swapaxes(0, 1)
                 close(held, np.concatenate([wanted["k"], wanted["v"]], -1))
     assert passed
 
