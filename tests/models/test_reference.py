@@ -57,11 +57,9 @@ def check_states(driver, model, slot, reference):
                 state = wanted["rec0"].swapaxes(1, 2) if mixer.kind in TRANSPOSED else wanted["rec0"]
                 close(recurrent[place, block].reshape(state.shape), state)
             else:
-                keys, values = (
-                    np.asarray(pool)[place, pages].reshape(-1, *pool.shape[3:])[:37].swapaxes(0, 1)
-                    for pool in (driver.kv.keys, driver.kv.values)
-                )
-                close(np.concatenate([keys, values], -1), np.concatenate([wanted["k"], wanted["v"]], -1))
+                held = np.concatenate([driver.kv.keys, driver.kv.values], -1)[place, pages]
+                held = held.reshape(-1, *held.shape[2:])[:37].swapaxes(0, 1)
+                close(held, np.concatenate([wanted["k"], wanted["v"]], -1))
     assert passed
 
 
