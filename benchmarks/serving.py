@@ -78,7 +78,7 @@ def random_model(config: Config, seed: int = 0) -> Model:
     for first in range(0, config.num_hidden_layers, period):
         for place, variable in nnx.to_flat_state(draw(jax.random.key(seed + first, impl="rbg"))):
             if place[0] == "layers":
-                place = (place[0], place[1] + first, *place[2:])
+                place = (place[0], int(str(place[1])) + first, *place[2:])
             weights.setdefault(place, variable)
     state = nnx.from_flat_state(weights.items())
     assert jax.tree.structure(state) == jax.tree.structure(shapes)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mamba_align_jax.align.policy import POLICIES
 
 MODES = ("none", "align")
+SPECULATIONS = ("ngram", "mtp")
 
 
 def _require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -27,8 +28,9 @@ class EngineConfig:
         num_kv_pages: KV pages, the NULL page included; None likewise.
         memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
             hold four times `max_num_seqs` sequences of `max_model_len`.
-        num_speculative_tokens: Draft tokens per request and step at most, K, by prompt lookup; 0 drafts nothing. A running
-            request holds about K state blocks more, and `block_size` must be at least K + 1.
+        num_speculative_tokens: Draft tokens per request and step at most, K; 0 drafts nothing. A running request holds about
+            K state blocks more, and `block_size` must be at least K + 1.
+        speculation: Who drafts: "ngram" is prompt lookup, "mtp" the model's own head, whose keys take a layer more of pages.
         async_stepping: Whether a step is dispatched before the last one's tokens are read, so that the device never waits
             for the host. Drafts are then made on the device; a running request holds a state block more, or a few.
         prompt_lookup_max: Longest n-gram that is looked up for drafts.
@@ -50,6 +52,7 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
+    speculation: str = "ngram"
     async_stepping: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -70,6 +73,7 @@ class EngineConfig:
             _require(value is None or value >= 1, name, "None or at least 1", value)
         K = self.num_speculative_tokens
         _require(K >= 0, "num_speculative_tokens", "at least 0", K)
+        _require(self.speculation in SPECULATIONS, "speculation", f"one of {SPECULATIONS}", self.speculation)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         _require(low >= 1, "prompt_lookup_min", "at least 1", low)
         _require(high >= low, "prompt_lookup_max", f"at least prompt_lookup_min = {low}", high)
@@ -103,6 +107,16 @@ class EngineConfig:
         # The bookkeeping and the kernels have it; the engine's scheduler doesn't drive it yet.
         if self.prefix_cache == "all":
             raise ValueError("prefix_cache='all' is not available yet: use 'align'")
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether the model's draft head runs in every step."""
+        return self.speculation == "mtp" and self.num_speculative_tokens > 0
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether drafts are made inside the step."""
+        return self.num_speculative_tokens > 0 and (self.async_stepping or self.drafts_with_head)
 
     @property
     def steps_in_flight(self) -> int:

@@ -1,13 +1,53 @@
 """Drafts that are guessed on the device, where the last token is known before the host has read it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.engine.pending import Sampled
+from mamba_align_jax.kv import KVPages
+from mamba_align_jax.metadata.attention import StepInputs
+
+
+class SampledStep(NamedTuple):
+    """A step that has sampled. `hidden` [tokens, hidden] is of its tokens; `history` [slots, length] holds the new ones."""
+
+    model: Any
+    hidden: jax.Array
+    inputs: StepInputs
+    kv: KVPages
+    batch: StepBatch
+    history: jax.Array
+    sampled: Sampled
+
+
+class DeviceDrafter(Hashable, Protocol):
+    """Proposes tokens inside a step, by what `Drafter` says. It is static: a program knows its own."""
+
+    def draft(self, step: SampledStep, most: int) -> tuple[jax.Array, jax.Array, KVPages]:
+        """Drafts [rows, most] behind what each row sampled, how many of them count [rows], and the pages."""
+        ...
+
+
+class HistoryDrafter:
+    """A `DeviceDrafter` that needs the tokens alone."""
+
+    def propose(self, history: jax.Array, length: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+        """Drafts [rows, most] behind the first `length` [rows] tokens of `history` [rows, places], and how many count."""
+        raise NotImplementedError
+
+    def draft(self, step: SampledStep, most: int) -> tuple[jax.Array, jax.Array, KVPages]:
+        """See `DeviceDrafter`."""
+        slot = jnp.minimum(step.sampled.slot, step.history.shape[0] - 1)
+        return *self.propose(step.history[slot], step.sampled.known + step.sampled.counts, most), step.kv
+
 
 @dataclass(frozen=True)
-class NGramLookup:
+class NGramLookup(HistoryDrafter):
     """Prompt lookup over token histories: the very drafts of `NGramDrafter`."""
 
     longest: int

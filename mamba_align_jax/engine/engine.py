@@ -18,6 +18,7 @@ from mamba_align_jax.engine.block_size import BlockSizeWatch
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.device_drafting import NGramLookup
 from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
+from mamba_align_jax.engine.mtp_drafting import MTPDrafter
 from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
@@ -81,8 +82,8 @@ class Engine:
             tokenizer: What `generate` takes and returns text by; without one it takes ids only.
 
         Raises:
-            ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, or there is a drafter under
-                asynchronous stepping, which drafts on the device.
+            ValueError: a pool is too small for one request, `max_model_len` exceeds the model's, the model lacks the draft
+                head that is asked for, or there is a drafter where drafts are made on the device.
         """
         config = config or EngineConfig()
         self.config = config
@@ -98,12 +99,17 @@ class Engine:
         self._watch = None
         if config.prefix_cache == "align":
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
-        if drafter is not None and config.async_stepping:
-            raise ValueError(f"drafter must be None under async_stepping, which drafts on the device, got {drafter!r}")
+        if drafter is not None and (config.async_stepping or config.drafts_with_head):
+            raise ValueError(
+                f"drafter must be None under async_stepping or speculation='mtp', which draft on the device, got {drafter!r}"
+            )
+        if config.drafts_with_head and model.mtp is None:
+            raise ValueError("speculation='mtp' needs a model with an MTP head, got a checkpoint without mtp.* tensors")
         self.sizes: PoolSizes = pool_sizes(self.spec, config, model)
         K = config.num_speculative_tokens
         lookup = config.prompt_lookup_max, config.prompt_lookup_min
-        self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.async_stepping else None
+        self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.drafts_on_device else None
+        on_device = MTPDrafter() if config.drafts_with_head else NGramLookup(*lookup)
         self._make_cache()
         self.runner = StepRunner(
             model,
@@ -113,7 +119,7 @@ class Engine:
             _MAX_PREFILL_ROWS,
             config.max_num_batched_tokens,
             steps_in_flight=config.steps_in_flight,
-            drafter=NGramLookup(*lookup) if K and config.async_stepping else None,
+            drafter=on_device if config.drafts_on_device else None,
         )
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()

@@ -1,12 +1,15 @@
 """Drafts by the model's own head, inside the step that has just sampled."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax.engine.device_drafting import SampledStep
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import StepInputs, single_token_inputs
+from pallas_kernels._rows import token_rows
 
 
 def draft_with_head(
@@ -48,3 +51,22 @@ def draft_with_head(
             out, kv = model.draft(out, drafts[-1], inputs, kv)
         drafts.append(jnp.argmax(model.logits(out), axis=-1).astype(jnp.int32))
     return jnp.stack(drafts, axis=1), kv
+
+
+@dataclass(frozen=True)
+class MTPDrafter:
+    """The model's MTP head: see `draft_with_head`."""
+
+    def draft(self, step: SampledStep, most: int) -> tuple[jax.Array, jax.Array, KVPages]:
+        """See `DeviceDrafter`."""
+        batch, inputs, sampled = step.batch, step.inputs, step.sampled
+        rows = token_rows(batch.query_start_loc, step.hidden.shape[0])
+        slot = jnp.maximum(batch.idx_mapping, 0)[rows.row]
+        behind = step.history.at[slot, inputs.positions + 1].get(mode="clip")
+        # Behind a row's certain tokens lie its drafts, of which all but one of those that it sampled stand.
+        certain = batch.query_start_loc[1:] - jnp.maximum(batch.num_drafts, 0)
+        alive = sampled.slot < step.history.shape[0]
+        drafts, kv = draft_with_head(
+            step.model, step.hidden, behind, inputs, step.kv, certain + sampled.counts - 2, alive, most
+        )
+        return drafts, jnp.full_like(sampled.counts, most), kv

@@ -15,7 +15,8 @@ from mamba_align_jax.align.columns import certain_tokens
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.device_drafting import NGramLookup
+from mamba_align_jax.engine.device_drafting import DeviceDrafter, SampledStep
+from mamba_align_jax.engine.mtp_drafting import MTPDrafter
 from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
@@ -132,7 +133,7 @@ def _step(
     *,
     graph: Graph,
     spec: AlignConfig,
-    drafter: NGramLookup | None,
+    drafter: DeviceDrafter | None,
     num_decode_rows: int,
 ) -> tuple[StepResult, DeviceState]:
     model = graph.model(params)
@@ -177,9 +178,9 @@ def _step(
     )
     pending = advance(pending, sampled)
     if drafter is not None:
-        slot = jnp.minimum(sampled.slot, spec.max_num_reqs - 1)
-        found = drafter.propose(pending.history[slot], sampled.known + counts, spec.num_speculative_tokens)
-        pending = propose(pending, sampled.slot, *found)
+        finished = SampledStep(model, hidden, step, kv, batch, pending.history, sampled)
+        guesses, num_guesses, kv = drafter.draft(finished, spec.num_speculative_tokens)
+        pending = propose(pending, sampled.slot, guesses, num_guesses)
     result = StepResult(
         tokens=sampled.tokens,
         counts=counts,
@@ -219,7 +220,7 @@ class StepRunner:
         max_num_batched_tokens: int,
         *,
         steps_in_flight: int = 0,
-        drafter: NGramLookup | None = None,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
         """A runner with fresh pools.
 
@@ -238,7 +239,8 @@ class StepRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.state_bytes_copied = self.null_reads = 0
         self._graph, self._params = Graph.split(model)
-        self._kv_spec, self._sizes, self._page_size = model.kv_spec(), sizes, kv_page_size
+        self._kv_spec = model.kv_spec(draft=True) if isinstance(drafter, MTPDrafter) else model.kv_spec()
+        self._sizes, self._page_size = sizes, kv_page_size
         self._steps_in_flight, self._drafter = steps_in_flight, drafter
         self._start()
 
@@ -326,10 +328,12 @@ class StepRunner:
         tokens = np.zeros(bucket.decode_rows * self.spec.window + bucket.prefill_tokens, np.int32)
         packed = [token for row in rows for token in row.tokens]
         tokens[: len(packed)] = packed
+        entering = [row for row in rows if row.enters]
+        for row in entering:
+            self._page_tables[row.request.slot] = 0  # a drafter may look behind what the request has
         for row in rows:
             for number, page in row.allocation.pages:
                 self._page_tables[row.request.slot, number] = page
-        entering = [row for row in rows if row.enters]
         history = np.zeros((bucket.prefill_rows, self.device_state.pending.history.shape[1]), np.int32)
         for place, row in enumerate(entering if self._drafter else ()):
             history[place, : len(row.request.tokens)] = row.request.tokens

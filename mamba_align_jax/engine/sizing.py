@@ -56,7 +56,8 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any) -> PoolSizes
     Raises:
         ValueError: a pool is too small for one request.
     """
-    page_bytes = model.kv_spec().bytes_per_page(config.kv_page_size)
+    kv = model.kv_spec(draft=True) if config.drafts_with_head else model.kv_spec()
+    page_bytes = kv.bytes_per_page(config.kv_page_size)
     each = spec.blocks_per_request(config.steps_in_flight)
     running = config.max_num_seqs * each
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size

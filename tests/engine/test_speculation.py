@@ -11,6 +11,7 @@ from engine.test_trace import Listener, replay
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.device_drafting import HistoryDrafter
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
 from mamba_align_jax.engine.trace import read_trace
@@ -43,7 +44,7 @@ class Foresight:
         pass
 
 
-class DeviceForesight:
+class DeviceForesight(HistoryDrafter):
     """The same on the device, as the length of what is known so far wills: sequences differ in their first tokens."""
 
     def __init__(self, outputs, plan=PLAN):

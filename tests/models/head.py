@@ -38,6 +38,32 @@ def write_with_head(source, path, seed=0):
     return path
 
 
+def write_small_with_head(source, path, damping=0.15):
+    """The last two layers of `source`, damped so that the next token mostly follows from the last, and a head likewise."""
+    path.mkdir(exist_ok=True)
+    config, tensors = read_config(source), load_file(source / "model.safetensors")
+    first = config["num_hidden_layers"] - 2
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][first:], "mtp_num_hidden_layers": 1}
+    kept = {}
+    for name, array in (tensors | head_tensors(config)).items():
+        if name.startswith("model.layers."):
+            number = int(name.split(".")[2]) - first
+            if number < 0:
+                continue
+            name = ".".join(["model", "layers", str(number), *name.split(".")[3:]])
+        damped = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
+        kept[name] = array * np.float32(damping) if damped else array
+    hidden = config["hidden_size"]
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        kept[f"mtp.{norm}.weight"] = np.zeros(hidden, np.float32)
+    kept["mtp.norm.weight"] = kept["model.norm.weight"]
+    beside = damping * kept["mtp.fc.weight"][:, hidden:]
+    kept["mtp.fc.weight"] = np.concatenate([np.eye(hidden), beside], axis=1, dtype=np.float32)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: np.ascontiguousarray(array) for name, array in kept.items()}, path / "model.safetensors")
+    return path
+
+
 class NumpyHead:
     """One sequence over a checkpoint's own tensors. `keys` and `values` hold what the last pass over a place wrote."""
 

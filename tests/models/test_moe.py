@@ -75,6 +75,25 @@ def test_router(rng):
         np.testing.assert_allclose(weights, wanted / wanted.sum(1, keepdims=True) if renormalise else wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (2, 1), (3, 3)])
+def test_sigmoid_router(groups, top_groups, rng):
+    """The bias has a part in the choice alone, and experts outside of a token's groups have none."""
+    logits = rng.normal(size=(50, 12)).astype(np.float32)
+    bias = rng.normal(size=12).astype(np.float32)
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    for renormalise in (False, True):
+        options = dict(groups=groups, top_groups=top_groups, renormalise=renormalise, scale=2.5)
+        chosen, weights = map(np.asarray, moe.sigmoid_router(jnp.asarray(logits), jnp.asarray(bias), 3, **options))
+        for token in range(50):
+            choice = (scores[token] + bias).reshape(groups, -1)
+            kept = sorted(range(groups), key=lambda group: -sum(sorted(choice[group])[-2:]))[:top_groups]
+            allowed = [expert for expert in range(12) if expert // (12 // groups) in kept]
+            best = sorted(allowed, key=lambda expert: -choice.reshape(-1)[expert])[:3]
+            wanted = scores[token, best] * 2.5 / (scores[token, best].sum() if renormalise else 1)
+            assert chosen[token].tolist() == best
+            np.testing.assert_allclose(weights[token], wanted, rtol=1e-5)
+
+
 def test_weights_gathered_at_once_are_bounded():
     """Not those of all blocks, as a chunk of a long prompt would have them."""
     layer = nnx.eval_shape(lambda: moe.Experts(64, 2048, 512, "float32", nnx.Rngs(0)))

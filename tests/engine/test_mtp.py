@@ -1,0 +1,166 @@
+"""The engine with drafts of the model's own head: right tokens, and the drafts that a fresh run over them would give."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.head import write_small_with_head
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.state import AlignState
+from mamba_align_jax.align.step import begin_step
+from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.engine.mtp_drafting import draft_with_head
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.runner import Graph, _step
+from mamba_align_jax.kv import KVPages
+from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.models import load_model
+from mamba_align_jax.pool import StatePool
+from mamba_align_jax.spec import AlignConfig
+
+CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
+K, PAGE = 3, 8
+SIZES = dict(block_size=8, kv_page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
+SIZES |= dict(num_speculative_tokens=K, speculation="mtp", num_state_blocks=26, num_kv_pages=24, checked=True)
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_small_with_head(CHECKPOINT, tmp_path_factory.mktemp("small")))
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "spec"))
+def _whole(params, tokens, length, *, graph, spec):
+    model, size = graph.model(params), tokens.shape[0]
+    batch = StepBatch(
+        idx_mapping=jnp.zeros(1, jnp.int32), query_start_loc=jnp.stack([jnp.int32(0), length - 1]),
+        num_drafts=jnp.full(1, -1, jnp.int32), is_prefilling=jnp.ones(1, bool),
+    )  # fmt: skip
+    kv, tables = KVPages.create(model.kv_spec(draft=True), 3, size), jnp.ones((1, 1, spec.num_columns), jnp.int32)
+    _, indices = begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=tables))
+    step = step_inputs(
+        batch, indices, num_decode_rows=0, num_decode_tokens=0, page_tables=jnp.array([[1, 2]], jnp.int32), num_tokens=size,
+        page_size=size, num_pages=3,
+    )  # fmt: skip
+    hidden, _, kv = model(tokens, step, StatePool.create(spec, 2), kv)
+    drafts, _ = draft_with_head(model, hidden, jnp.roll(tokens, -1), step, kv, (length - 2)[None], jnp.ones(1, bool), K)
+    return drafts[0]
+
+
+@pytest.fixture(scope="module")
+def fresh(model):
+    """What the head says behind tokens that are run in one piece."""
+    graph, params = Graph.split(model)
+    spec = AlignConfig(groups=model.state_groups(), block_size=96, max_num_reqs=1, max_model_len=96, mode="none")
+
+    def fresh(tokens):
+        padded = np.zeros(96, np.int32)
+        padded[: len(tokens)] = tokens
+        return _whole(params, padded, jnp.int32(len(tokens)), graph=graph, spec=spec).tolist()
+
+    return fresh
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return Reference(model)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def make(request, model):
+    def make():
+        engine = Engine(model, EngineConfig(async_stepping=request.param, **SIZES))
+        engine.runner._steps_in_flight = 1  # updates of one size, and so the same programs
+        return engine
+
+    return make
+
+
+def run(engine, requests, fresh):
+    """Outputs in order; after every third step, each slot's drafts are those of a fresh run."""
+    ids, outputs, compared = [engine.add_request(*request) for request in requests], {}, 0
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+        state = engine.runner.device_state
+        for request in engine.scheduler.running if engine.stats.steps % 3 == 0 else ():
+            slot = request.slot
+            if request.is_prefilling or not state.pending.num_drafts[slot]:
+                continue
+            length = int(state.state.num_computed_tokens[slot]) + 1
+            # A guess at a place without a page may meet another's in the NULL page.
+            pages = engine.runner._page_tables[slot, np.minimum(length - 1 + np.arange(K), 95) // PAGE]
+            sure = 1 + int(np.cumprod(pages[:-1] > 0).sum())
+            wanted = fresh(np.asarray(state.pending.history)[slot, :length])[:sure]
+            assert np.asarray(state.pending.tokens)[slot, 1 : 1 + sure].tolist() == wanted
+            compared += sure
+    return [outputs[i] for i in ids], compared
+
+
+def assert_right(reference, outputs):
+    verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
+    assert all(verdict.right for verdict in verdicts), verdicts
+    assert sum(verdict.ties for verdict in verdicts) <= 1
+
+
+def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference):
+    """Chunked prompts, decode rows beside them, preemption, and a prefix hit, whatever is accepted."""
+    batch = [rng.integers(1, 256, length).tolist() for length in (30, 25, 56, 28, 9, 17)]
+    engine = make()
+    engine.warmup()
+    programs = _step._cache_size()
+    outputs, compared = run(engine, [(prompt, GREEDY) for prompt in batch], fresh)
+    assert compared > 60
+    assert_right(reference, outputs)
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert stats.null_reads == 0
+    assert all(0 < a < d for a, d in zip(stats.accepted_tokens, stats.draft_tokens, strict=True)), stats
+    assert stats.accepted_tokens[0] > 0.5 * stats.draft_tokens[0]
+    (again,) = engine.generate(
+        [[*outputs[-1].prompt_token_ids, *outputs[-1].token_ids, 3]], dataclasses.replace(GREEDY, max_tokens=9)
+    )
+    assert again.num_cached_tokens == 56
+    assert_right(reference, [again])
+    assert _step._cache_size() == programs
+    engine.cache.check()
+    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
+
+
+def test_requests_choose_how_many_drafts_they_get_and_how_they_are_sampled(rng, make, fresh, reference):
+    prompt = rng.integers(1, 256, 12).tolist()
+    sampled = SamplingParams(max_tokens=30, temperature=0.5, top_k=20, seed=11, ignore_eos=True)
+    own = [dataclasses.replace(params, num_speculative_tokens=n) for params in (GREEDY, sampled) for n in (0, 2)]
+    outputs, _ = run(make(), [(prompt, params) for params in own], fresh)
+    assert_right(reference, outputs[:2])
+    assert outputs[2].token_ids == outputs[3].token_ids
+    assert [output.num_draft_tokens for output in (outputs[0], outputs[2])] == [0, 0]
+    assert 0 < outputs[1].num_accepted_tokens < outputs[1].num_draft_tokens
+    assert outputs[3].num_accepted_tokens > 0
+
+
+def test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference):
+    """The head's last key of a shared prefix knows the token behind it; nothing is dropped for it."""
+    engine, prompt = make(), rng.integers(1, 256, 40).tolist()
+    for n in range(3):
+        (output,) = engine.generate([[*prompt, n + 1, n + 2]], GREEDY)
+        assert_right(reference, [output])
+    assert output.num_cached_tokens == 40
+
+
+def test_what_the_head_cannot_do_is_refused(model):
+    other = load_model(CHECKPOINT)
+    with pytest.raises(ValueError, match="speculation='mtp' needs a model with an MTP head"):
+        Engine(other, EngineConfig(**SIZES))
+    assert Engine(other, EngineConfig(**SIZES | {"num_speculative_tokens": 0})).sizes.kv_page_bytes == 4096
+    assert Engine(model, EngineConfig(**SIZES)).sizes.kv_page_bytes == 8192
+    with pytest.raises(ValueError, match=r"drafter must be None under async_stepping or speculation='mtp'"):
+        Engine(model, EngineConfig(**SIZES), drafter=object())
+    with pytest.raises(ValueError, match=r"speculation must be one of \('ngram', 'mtp'\), got 'eagle'"):
+        EngineConfig(speculation="eagle")
