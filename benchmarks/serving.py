@@ -68,13 +68,21 @@ _STEP_S, _PROMPT_TOKEN_S = 9e-3, 4e-5
 
 
 def random_model(config: Config, seed: int = 0) -> Model:
-    """The model with weights drawn on the device, in its own dtype, by one program."""
+    """The model with weights drawn on the device, in its own dtype, one period of layers after the other."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: Model(config, nnx.Rngs(0))))
-    # This generator compiles to one instruction per tensor.
-    draw = jax.jit(lambda key: nnx.state(Model(config, nnx.Rngs(key))))
-    weights = draw(jax.random.key(seed, impl="rbg"))
-    assert jax.tree.structure(weights) == jax.tree.structure(shapes)
-    return nnx.merge(graph, weights)
+    period = config.layer_types.index(FULL) + 1
+    one = replace(config, num_hidden_layers=period, layer_types=config.layer_types[:period])
+    # Compiled once for all periods; this generator takes one instruction per tensor.
+    draw = jax.jit(lambda key: nnx.state(Model(one, nnx.Rngs(key))))
+    weights = {}
+    for first in range(0, config.num_hidden_layers, period):
+        for place, variable in nnx.to_flat_state(draw(jax.random.key(seed + first, impl="rbg"))):
+            if place[0] == "layers":
+                place = (place[0], int(str(place[1])) + first, *place[2:])
+            weights.setdefault(place, variable)
+    state = nnx.from_flat_state(weights.items())
+    assert jax.tree.structure(state) == jax.tree.structure(shapes)
+    return nnx.merge(graph, state)
 
 
 @dataclass(frozen=True)

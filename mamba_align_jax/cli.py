@@ -1,8 +1,9 @@
 """The command line: `mamba-align demo | generate | info | trace | bench`."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,13 +17,22 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 _CONSOLE = Console()
 
 
+@contextlib.contextmanager
+def _loading() -> Iterator[Callable[[int, int], None]]:
+    """Shows how far a checkpoint is read, beside the command's output, and leaves nothing behind."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("loading", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 def _demo(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine import demo
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 
     # float32, so that rounding can't hide a wrong state; the bundled weights are bfloat16.
-    model = load_model(options.model, "float32")
+    with _loading() as advance:
+        model = load_model(options.model, "float32", advance)
     reference = Reference(model)
     runs = []
     with Progress(console=_CONSOLE) as progress:
@@ -59,7 +69,10 @@ def _demo(options: argparse.Namespace) -> int:
 def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.engine import Engine
 
-    engine = Engine.from_pretrained(options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype)
+    with _loading() as advance:
+        engine = Engine.from_pretrained(
+            options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype, advance=advance
+        )
     # The bundled model's tokens are bytes.
     in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
@@ -74,12 +87,13 @@ def _info(options: argparse.Namespace) -> int:
     from mamba_align_jax.models import load_model
 
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
-    model = load_model(options.model)
+    with _loading() as advance:
+        model = load_model(options.model, advance=advance)
     spec = align_config(config, model)
-    sizes, kinds = pool_sizes(spec, config, model), model.config.layer_types
+    sizes = pool_sizes(spec, config, model)
     table = Table(show_header=False)
     for name, value in (
-        ("layers", ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))),
+        ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
         ("tokens per state block", spec.block_size),
         ("state bytes per block", f"{spec.bytes_per_block:,}"),
         ("blocks per running request", spec.blocks_per_request()),

@@ -6,6 +6,7 @@ reference. After every step both pools must account for all their blocks, and wh
 
 import argparse
 import dataclasses
+import logging
 import sys
 import time
 import types
@@ -26,25 +27,22 @@ from mamba_align_jax.models import load_model
 STUTTER = 2
 LONGEST_ANSWER = 24
 STUB = dict(block_size=8, kv_page_size=4, max_num_seqs=12, max_num_batched_tokens=96, max_model_len=96)
-STUB |= dict(num_state_blocks=64, num_kv_pages=150, prompt_lookup_min=1)
+STUB |= dict(num_state_blocks=64, num_kv_pages=100, prompt_lookup_min=1)
 DRAFTS = dict(num_speculative_tokens=4)
 STUB_CONFIGS = {
     "copy_free": dict(),
     "copy_free, drafts": DRAFTS,
-    "pre_copy": dict(policy="pre_copy"),
     "pre_copy, drafts": dict(policy="pre_copy", **DRAFTS),
     "windows as wide as blocks": dict(num_speculative_tokens=7, num_state_blocks=90),
     "chunks inside blocks": dict(
-        block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=50, num_kv_pages=90, **DRAFTS
+        block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=40, num_kv_pages=50, **DRAFTS
     ),
     "none": dict(prefix_cache="none", **DRAFTS),
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
-MODEL |= dict(num_state_blocks=34, num_kv_pages=70, prompt_lookup_min=1)
-MODEL_CONFIGS = {
-    "copy_free, drafts": DRAFTS,
-    "pre_copy": dict(policy="pre_copy"),
-}
+MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1)
+MODEL_CONFIGS = {"copy_free, drafts": DRAFTS, "pre_copy": dict(policy="pre_copy")}
+STEPPING = {"": dict(), ", asynchronous": dict(async_stepping=True)}
 
 
 class Workload:
@@ -204,6 +202,10 @@ def records(root):
     return count
 
 
+class Planned(Exception):
+    """What a step raises in a soak."""
+
+
 class Watch:
     """An engine whose every step is accounted for."""
 
@@ -211,9 +213,16 @@ class Watch:
         self.engine, self.live, self.leaked, self.wrong, self.aborted = engine, {}, 0, [], 0
         # Who had each beginning, by salt, 0 for several: only what another request had can have been cached.
         self.known = {}
-        self.pools = engine.cache.states.pool, engine.cache.kv.pool
-        self.left = 0
+        # Everything has happened once.
+        self.left = None
+        engine.generate([1], SamplingParams(max_tokens=2, stop_token_ids=range(engine.model_config.vocab_size)))
+        engine.abort(engine.add_request([1], SamplingParams(max_tokens=1)))
         self.left = self.rest()
+
+    @property
+    def pools(self):
+        """They are others after a step that raised."""
+        return self.engine.cache.states.pool, self.engine.cache.kv.pool
 
     def add(self, prompt, params):
         """Sends a request."""
@@ -228,6 +237,15 @@ class Watch:
         if output is not None:
             self.aborted += 1
         return [] if output is None else self.took([output])
+
+    def fail(self):
+        """The next result that is read is an error."""
+
+        def once(dispatched):
+            del self.engine.runner.read
+            raise Planned
+
+        self.engine.runner.read = once
 
     def step(self):
         """What finished in a step, as (params, output)."""
@@ -244,6 +262,8 @@ class Watch:
             cached = output.num_cached_tokens
             stops = [token in params.stop_token_ids for token in output.token_ids]
             reason = "stop" if stops and stops[-1] else "length" if count == params.max_tokens else "abort"
+            if isinstance(output.error, Planned):
+                reason = "error"
             if (
                 output.finish_reason != reason
                 or any(stops[:-1])
@@ -269,7 +289,7 @@ class Watch:
         for pool in self.pools:
             self.leaked += pool.num_held + max(len(pool._evicted) - pool.num_blocks, 0)
         left = records(self.engine)
-        self.leaked += max(left - self.left, 0) if self.left else 0
+        self.leaked += 0 if self.left is None else max(left - self.left, 0)
         return left
 
     @staticmethod
@@ -309,6 +329,8 @@ def soak(engine, workload, judge, count, report=lambda line: None):
             done += watch.abort(list(watch.live)[rng.integers(len(watch.live))])
         if rng.random() < 0.001:
             engine.reset_prefix_cache()
+        if watch.live and rng.random() < 0.0005:
+            watch.fail()
         if rng.random() < 0.02:
             engine.cache.check()
         done += watch.step()
@@ -329,15 +351,16 @@ def soak(engine, workload, judge, count, report=lambda line: None):
 
 def poison(engine):
     """Fills the pools with what must never be read."""
-    engine.runner.pool, engine.runner.kv = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan), (engine.runner.pool, engine.runner.kv)
-    )
+    state = engine.runner.device_state
+    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
+    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def shares(count, configs):
-    """Each configuration with its part of the requests, if it has one."""
-    for number, (name, options) in enumerate(configs.items()):
-        share = count * (number + 1) // len(configs) - count * number // len(configs)
+    """Each configuration, stepping either way, with its part of the requests, if it has one."""
+    both = [(name + how, options | more) for name, options in configs.items() for how, more in STEPPING.items()]
+    for number, (name, options) in enumerate(both):
+        share = count * (number + 1) // len(both) - count * number // len(both)
         if share:
             yield name, share, options
 
@@ -365,6 +388,7 @@ def main(arguments=None):
     parser.add_argument("--model-requests", type=int, default=1_000, help="through the bundled model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    logging.disable()
     total, wrong, ties, leaked = 0, 0, 0, 0
     for name, count, engine, workload, judge in parts(options.seed, options.requests, options.model_requests):
         begin = time.perf_counter()
@@ -376,8 +400,8 @@ def main(arguments=None):
         say(
             f"{count} requests in {time.perf_counter() - begin:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "
             f"{lost} leaked; {stats.cached_tokens / stats.prompt_tokens:.0%} cached, {stats.preemptions} preemptions, "
-            f"{stats.evicted_state_blocks} evictions, {aborted} aborts, drafts {list(stats.draft_tokens)} "
-            f"accepted {list(stats.accepted_tokens)}, {stats.null_reads} lost states"
+            f"{stats.evicted_state_blocks} evictions, {aborted} aborts, {stats.failed_requests} failed, "
+            f"drafts {stats.draft_tokens} accepted {stats.accepted_tokens}, {stats.null_reads} lost states"
         )
         for output in bad[:3]:
             say(f"wrong: {output}")

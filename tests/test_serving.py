@@ -20,14 +20,34 @@ REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)
 
 
-class FakeEngine:
-    """Runs `rows` requests, first come, first served; a step gives each a token. Its cache holds what was sent before."""
+class Clock:
+    """Stands still but for `sleep`, instead of `time`."""
 
-    def __init__(self, rows):
-        self.rows, self.sent, self.waiting, self.scheduler = rows, 0, [], SimpleNamespace(running=[])
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert seconds >= 0
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(load, "time", clock)
+    return clock
+
+
+class FakeEngine:
+    """Runs `rows` requests, first come, first served; a step takes two seconds and gives each a token."""
+
+    def __init__(self, rows, clock):
+        self.clock, self.rows, self.sent, self.waiting, self.scheduler = clock, rows, 0, [], SimpleNamespace(running=[])
 
     def add_request(self, prompt, params):
-        request = SimpleNamespace(id=self.sent, prompt=prompt, left=params.max_tokens, begin=time.perf_counter())
+        request = SimpleNamespace(id=self.sent, prompt=prompt, left=params.max_tokens, begin=self.clock.now)
         request.times = []
         self.waiting.append(request)
         self.sent += 1
@@ -37,8 +57,9 @@ class FakeEngine:
         running = self.scheduler.running
         while self.waiting and len(running) < self.rows:
             running.append(self.waiting.pop(0))
+        self.clock.sleep(2)
         for request in running:
-            request.times.append(time.perf_counter() - request.begin)
+            request.times.append(self.clock.now - request.begin)
             request.left -= 1
         done = [request for request in running if request.left == 0]
         self.scheduler.running = [request for request in running if request.left]
@@ -49,6 +70,17 @@ class FakeEngine:
         fields |= dict(request_id=request.id, prompt_token_ids=request.prompt, num_cached_tokens=0)
         fields |= dict(token_ids=tuple(range(len(request.times))), token_times=tuple(request.times))
         return RequestOutput(**fields)
+
+
+class At(tuple):
+    """A loop whose sessions begin at these times."""
+
+    def __new__(cls, *times):
+        return super().__new__(cls, times)
+
+    def due(self, sessions):
+        assert sessions == len(self)
+        return list(self)
 
 
 def common(a, b):
@@ -90,12 +122,12 @@ def test_attainable_is_what_its_definition_says(requests, size):
     assert attainable(requests, size) == attainable_by_definition(requests, size)
 
 
-@pytest.mark.parametrize("loop", [ClosedLoop(3), OpenLoop(2000.0)], ids=lambda loop: loop.name)
+@pytest.mark.parametrize("loop", [ClosedLoop(3), OpenLoop(0.25)], ids=lambda loop: loop.name)
 @pytest.mark.parametrize("workload", [REPETITION, TALKS], ids=lambda workload: workload.name)
-def test_every_turn_is_sent_once_and_continues_the_answer(workload, loop):
+def test_every_turn_is_sent_once_and_continues_the_answer(clock, workload, loop):
     sessions = workload.sessions(100, 1)
     assert sessions == workload.sessions(100, 1) != workload.sessions(100, 2)
-    engine = FakeEngine(3)
+    engine = FakeEngine(3, clock)
     run = serve(engine, sessions, workload.output, loop)
     assert len(run.requests) == engine.sent == workload.num_requests
     answer = tuple(range(workload.output))
@@ -121,8 +153,8 @@ def test_a_prefix_is_shared_and_suffixes_are_not():
     assert len({prompt[:32] for (prompt,) in several}) == 3
 
 
-def test_a_closed_loop_keeps_its_concurrency():
-    engine = FakeEngine(10)
+def test_a_closed_loop_keeps_its_concurrency(clock):
+    engine = FakeEngine(10, clock)
     running = []
     step = engine.step
     engine.step = lambda: (running.append(len(engine.scheduler.running) + len(engine.waiting)), step())[1]
@@ -131,15 +163,19 @@ def test_a_closed_loop_keeps_its_concurrency():
     assert running.count(4) >= len(running) - 4
 
 
-def test_waiting_for_the_engine_counts():
-    engine = FakeEngine(1)
-    step = engine.step
-    engine.step = lambda: (time.sleep(0.002), step())[1]
-    # All at once, one after another.
-    run = serve(engine, REPETITION.sessions(100, 0), 4, OpenLoop(1e6))
-    waits = sorted(request.ttft for request in run.requests)
-    assert waits[-1] > 30 * 0.002
-    np.testing.assert_allclose(sum(request.tpot for request in run.requests), 10 * 0.002, rtol=1)
+def test_waiting_for_the_engine_counts(clock):
+    # All at once, one after another, each for four steps.
+    run = serve(FakeEngine(1, clock), REPETITION.sessions(100, 0), 4, OpenLoop(1e9))
+    ttft = [2 * (4 * number + 1) for number in range(10)]
+    np.testing.assert_allclose([request.ttft for request in run.requests], ttft, atol=1e-6)
+    np.testing.assert_allclose([request.e2e for request in run.requests], np.add(ttft, 6), atol=1e-6)
+    assert {request.tpot for request in run.requests} == {2}
+    # One that is due within a step is sent after it, and has waited since.
+    (first, second), due = serve(FakeEngine(2, clock), REPETITION.sessions(100, 0)[:2], 4, At(1.0, 1.5)).requests, 1.5
+    assert (first.arrival, first.ttft, second.arrival, second.ttft) == (1.0, 2.0, due, 3.0 + 2.0 - due)
+
+
+def test_open_loops_have_their_rate():
     arrivals = OpenLoop(50.0, seed=3).due(2000)
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(40, rel=0.1)

@@ -1,6 +1,6 @@
 """What one step runs: one row per request, packed tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.spec import AlignConfig
+
+# What `from_host` does with its arrays.
+Put = Callable[[np.ndarray], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +39,9 @@ class StepBatch:
         query_start_loc: Sequence[int],
         num_drafts: Sequence[int],
         is_prefilling: Sequence[bool],
+        put: Put = jax.device_put,
     ) -> "StepBatch":
-        """Checks the rows and pads them to `bucket`.
+        """Checks the rows and pads them to `bucket`; `put` takes arrays to the device, or leaves them to a jitted function.
 
         Raises:
             ValueError: names the row that can't be.
@@ -79,7 +83,7 @@ class StepBatch:
                 seen[slot] = row
 
         def pad(values: Sequence[int], fill: int, dtype: type) -> jax.Array:
-            return jax.device_put(np.concatenate([values, np.full(bucket - rows, fill)]).astype(dtype))
+            return put(np.concatenate([values, np.full(bucket - rows, fill)]).astype(dtype))
 
         end = query_start_loc[-1] if len(query_start_loc) else 0
         return cls(

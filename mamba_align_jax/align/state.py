@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.spec import AlignConfig
 
@@ -44,7 +45,12 @@ class Additions:
 
     @classmethod
     def from_host(
-        cls, spec: AlignConfig, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int]
+        cls,
+        spec: AlignConfig,
+        bucket: int,
+        slots: Sequence[int],
+        num_computed_tokens: Sequence[int],
+        put: Put = jax.device_put,
     ) -> "Additions":
         """Pads to `bucket` entries.
 
@@ -53,6 +59,7 @@ class Additions:
             bucket: Entries of the result.
             slots: One per request, distinct.
             num_computed_tokens: Tokens of a prefix hit, a multiple of the block size; 0 without one.
+            put: See `StepBatch.from_host`.
 
         Raises:
             ValueError: names the entry that can't be.
@@ -75,7 +82,7 @@ class Additions:
         padded = np.full((3, bucket), -1, np.int32)
         computed = np.asarray(num_computed_tokens, np.int32)
         padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)
-        slot, computed, column = map(jax.device_put, padded)
+        slot, computed, column = map(put, padded)
         return cls(slot=slot, num_computed_tokens=computed, state_idx=column)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax.align.batch import Put
 from mamba_align_jax.spec import AlignConfig
 from pallas_kernels import NULL_BLOCK
 
@@ -52,8 +53,14 @@ class TableUpdates:
     block: jax.Array
 
     @classmethod
-    def from_host(cls, spec: AlignConfig, bucket: int, entries: Sequence[tuple[int, int, int, int]]) -> "TableUpdates":
-        """Pads (group, slot, column, block) entries to `bucket`.
+    def from_host(
+        cls,
+        spec: AlignConfig,
+        bucket: int,
+        entries: Sequence[tuple[int, int, int, int]],
+        put: Put = jax.device_put,
+    ) -> "TableUpdates":
+        """Pads (group, slot, column, block) entries to `bucket`; for `put` see `StepBatch.from_host`.
 
         Raises:
             ValueError: too many entries, or one out of range, named.
@@ -69,7 +76,7 @@ class TableUpdates:
                 )
         padded = np.full((4, bucket), -1, np.int32)
         padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
-        group, slot, column, block = map(jax.device_put, padded)
+        group, slot, column, block = map(put, padded)
         return cls(group=group, slot=slot, column=column, block=block)
 
 

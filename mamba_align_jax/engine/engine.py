@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,16 +160,21 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, config: EngineConfig | None = None, *, dtype: str | None = None
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str | None = None,
+        advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Engine":
         """An engine over a Hugging Face directory (config.json, safetensors, perhaps tokenizer.json).
 
-        `dtype` None keeps the checkpoint's.
+        `dtype` None keeps the checkpoint's; `advance` is called as `load_model` does.
 
         Raises:
             ValueError: the architecture is unsupported, or a tensor is missing or misshapen.
         """
-        return cls(load_model(path, dtype), config, tokenizer=load_tokenizer(path))
+        return cls(load_model(path, dtype, advance), config, tokenizer=load_tokenizer(path))
 
     @property
     def stats(self) -> EngineStats:
@@ -204,9 +210,14 @@ class Engine:
             Seconds that it took.
         """
         begin = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            # Tracing is Python's; compiling isn't, and goes on in threads meanwhile.
+            compiling = [pool.submit(self.runner.lower(bucket).compile) for bucket in self.runner.buckets]
+            for program in as_completed(compiling):
+                program.result()
+                advance()
         for bucket in self.runner.buckets:
             self.runner.warm(bucket)
-            advance()
         return time.perf_counter() - begin
 
     @property

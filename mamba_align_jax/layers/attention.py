@@ -14,8 +14,8 @@ from mamba_align_jax.metadata.rows import Rows
 from pallas_kernels._chunks import Span, chunk_of_token, spans
 from pallas_kernels._rows import token_rows
 
-# Gathered keys, values and scores of the chunks that run at once: 256 MiB of float32.
-_ELEMENTS = 1 << 26
+# Gathered keys, values and scores of the chunks that run at once: 1 GiB of float32.
+_ELEMENTS = 1 << 28
 
 
 def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:

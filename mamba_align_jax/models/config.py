@@ -17,6 +17,18 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
             raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
 
 
+def rotation(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Fields of the rotation by position: of `rope_parameters`, or beside it as in older files, or as they are given here.
+
+    Raises:
+        ValueError: wavelengths are scaled.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    # "mrope" turns text as the default does.
+    require(rope, rope_type=("default",), type=("default", "mrope"))
+    return {name: rope.get(name, config.get(name, default)) for name, default in defaults.items()}
+
+
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
     """The kind of each layer: as `layer_types` says, or `attention` at every `full_attention_interval`-th.
 

@@ -15,7 +15,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, mapped, named, product, tensor
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -53,18 +53,14 @@ class Config(ModelConfig):
         """Layer kinds, and sizes that follow from others."""
         layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
         given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
-        kinds = tuple(_KINDS.get(kind, kind) for kind in given)
+        kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
         rope = config.get("rope_parameters") or config
         require(config, hidden_act=("silu",), position_embedding_type=("rope", "nope"), rope_scaling=())
         require(rope, rope_type=("default",))
-        if len(kinds) != layers or not set(kinds) <= {MAMBA, ATTENTION} or MAMBA not in kinds:
-            raise ValueError(
-                f"config.json: layer_types must name {layers} layers, each {MAMBA!r} or {ATTENTION!r}, got {given!r}"
-            )
         heads, dim = config.get("num_attention_heads", 1), config.get("mamba_d_head", "auto")
         inner = int(config.get("mamba_expand", 2) * hidden)
         return {
-            "layer_types": kinds,
+            "layer_types": layer_kinds(config | kinds, MAMBA, ATTENTION),
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_d_head": inner // config.get("mamba_n_heads", cls.mamba_n_heads) if dim == "auto" else dim,

@@ -17,7 +17,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, experts, named
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -53,17 +53,13 @@ class Config(ModelConfig):
         )
         given = config.get("layers_block_type") or config.get("layer_types")
         given = given or [MAMBA if n % period != offset else ATTENTION for n in range(layers)]
-        kinds = tuple(_KINDS.get(kind, kind) for kind in given)
-        if len(kinds) != layers or not set(kinds) <= {MAMBA, ATTENTION} or MAMBA not in kinds:
-            raise ValueError(
-                f"config.json: layers_block_type must name {layers} layers, each {MAMBA!r} or {ATTENTION!r}, got {given!r}"
-            )
+        kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
         hidden, heads, rank = (
             config.get(name, default)
             for name, default in (("hidden_size", 0), ("num_attention_heads", 1), ("mamba_dt_rank", "auto"))
         )
         return {
-            "layers_block_type": kinds,
+            "layers_block_type": layer_kinds(config | kinds, MAMBA, ATTENTION),
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_dt_rank": math.ceil(hidden / 16) if rank == "auto" else rank,

@@ -14,7 +14,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, joined, named, product, taps
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _OUTPUT_NORM_EPS = 1e-5  # of the delta nets, whatever rms_norm_eps is
@@ -41,9 +41,7 @@ class Config(ModelConfig):
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Layer kinds, head sizes, and rotation: none where `rope_theta` is null, as in the released model."""
         kinds = layer_kinds(config, LINEAR, FULL)
-        rope = config.get("rope_parameters") or {}
         require(config, hidden_act=("silu",), attention_bias=(False,))
-        require(rope, rope_type=("default",))
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
         key_heads = config.get("linear_num_key_heads") or heads
         key_dim = config.get("linear_key_head_dim") or int(0.75 * hidden / key_heads)
@@ -55,8 +53,8 @@ class Config(ModelConfig):
             "linear_num_value_heads": config.get("linear_num_value_heads") or heads,
             "linear_key_head_dim": key_dim,
             "linear_value_head_dim": config.get("linear_value_head_dim") or 2 * key_dim,
-            "rope_theta": rope.get("rope_theta"),
             "model_type": cls.model_type,
+            **rotation(config, rope_theta=1e4),
         }
 
 

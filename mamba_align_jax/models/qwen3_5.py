@@ -15,7 +15,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.checkpoint import Source, experts, named
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.mtp import MTPHead
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -50,11 +50,8 @@ class Config(ModelConfig):
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Layer kinds, rotation, and which layers are sparse."""
         kinds = layer_kinds(config, LINEAR, FULL)
-        rope = config.get("rope_parameters") or config
-        require(config, hidden_act=("silu",), attention_bias=(False,))
+        require(config, hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
         require(config, mtp_num_hidden_layers=(0, 1), mtp_use_dedicated_embeddings=(False,))
-        require(rope, rope_type=("default",))
-        rotation = {name: rope.get(name, getattr(cls, name)) for name in ("rope_theta", "partial_rotary_factor")}
         experts = config.get("num_experts") or 0
         sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
         missing = next((name for name in sizes if experts and not config.get(name)), None)
@@ -65,7 +62,7 @@ class Config(ModelConfig):
             "intermediate_size": config.get("intermediate_size") or config.get("moe_intermediate_size"),
             "mlp_only_layers": tuple(config.get("mlp_only_layers") or ()),
             "model_type": "qwen3_5_moe_text" if experts else cls.model_type,
-            **rotation,
+            **rotation(config, rope_theta=cls.rope_theta, partial_rotary_factor=cls.partial_rotary_factor),
         }
 
     def is_sparse(self, layer: int) -> bool:

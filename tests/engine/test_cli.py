@@ -39,12 +39,19 @@ def test_generate_continues_a_text(capsys):
     assert capsys.readouterr().out.startswith("def ")
 
 
-def test_info_says_what_fits(capsys):
+def test_info_says_what_fits(capsys, monkeypatch):
+    # A terminal's progress is not the output.
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["info", "--model", TINY]) == 0
     out = capsys.readouterr().out
     # Three layers of 3 x 192 float32 window and 4 x 32 x 16 float32 state.
     assert "31,488" in out
-    assert "3 linear_attention, 1 full_attention" in out
+    assert "3 gdn, 1 attention" in out
+
+
+def test_info_of_a_model_without_attention(capsys):
+    assert main(["info", "--model", str(DATA / "mamba")]) == 0
+    assert "3 mamba1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
 """Mamba mixers in NumPy float64, token by token from the equations, on weights by their published names."""
 
+import functools
+import json
+
 import numpy as np
+from safetensors.numpy import load_file
 
 
 def silu(x):
@@ -184,6 +188,29 @@ def nemotron_h(config, tensors, tokens, least_dt=0.0, trace=None):
 
     names = dict(prefix="backbone", embedding="embeddings", norm="norm_f", epsilon=epsilon)
     return causal_lm(config, tensors, tokens, layer, **names)
+
+
+def read(path):
+    """A checkpoint's configuration, and its tensors in float64."""
+    tensors = load_file(path / "model.safetensors")
+    return json.loads((path / "config.json").read_text()), {name: t.astype(np.float64) for name, t in tensors.items()}
+
+
+def without_clamp(path, arrays):
+    """A reference of Nemotron-H in place of the one of transformers, of the same prompts but for keys and values."""
+    decode, trace = functools.partial(nemotron_h, *read(path)), []
+    tokens, long = arrays["prompt"][0].tolist(), arrays["long_tokens"][0]
+    decode(tokens, trace=trace)
+    layers = sorted(
+        name.removesuffix("conv0") for name in arrays if name.startswith("prompt") and name.endswith("conv0")
+    )
+    states = {}
+    for layer, (inputs, after) in zip(layers, trace, strict=True):
+        states |= {f"{layer}conv0": inputs[-4:].T[None], f"{layer}rec0": after[-1][None]}
+    while len(tokens) < 69:
+        tokens.append(int(decode(tokens)[-1].argmax()))
+    new = {"tokens": np.array([tokens]), "logits": decode(tokens), "long_last_logits": decode(long)[-16:]}
+    return arrays | states | new
 
 
 def jamba(config, tensors, tokens):

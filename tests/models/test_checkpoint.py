@@ -97,6 +97,8 @@ def test_tensors_that_do_not_fit(write, change, message):
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings must be one of (False,), got True"),
         ({"num_experts": 8}, "config.json must have 'num_experts_per_tok'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of ('default',), got 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "type must be one of ('default', 'mrope'), got 'yarn'"),
+        ({"attn_output_gate": False}, "attn_output_gate must be one of (True,), got False"),
         ({"layer_types": ["linear_attention"]}, "layer_types must name 4 layers"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types must have a 'linear_attention' layer"),
         ({"dtype": "float64"}, "dtype must be one of ('float32', 'bfloat16', 'float16'), got 'float64'"),

@@ -14,15 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.models import bailing_hybrid, kimi_linear, load_model
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = DATA / "kimi_linear"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """One program runs a few steps: compiling it well would take longer."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # Everything that transformers' checkpoint has otherwise: configurations and names as published, other head counts.

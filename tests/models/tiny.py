@@ -140,7 +140,7 @@ def falcon_h1(mamba_rms_norm=False):
 
 
 def nemotron_h():
-    """As older configurations have it: a pattern of letters, and experts in groups for once."""
+    """As published: a pattern of letters, and a draft head beside the model; experts in groups for once."""
     config = dict(
         model_type="nemotron_h", hybrid_override_pattern="M-M*ME", num_hidden_layers=6, mamba_num_heads=4,
         mamba_head_dim=8, ssm_state_size=10, n_groups=2, conv_kernel=4, num_attention_heads=4, num_key_value_heads=1,
@@ -162,7 +162,7 @@ def nemotron_h():
         for n, kind in enumerate(config["hybrid_override_pattern"])
     ]
     outer = {"backbone.embeddings.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    return config, [outer, norm("backbone.norm_f"), *layers]
+    return config, [outer, norm("backbone.norm_f"), norm("mtp.layers.0.norm"), *layers]
 
 
 def draw(rng, name, shape):

@@ -1,0 +1,175 @@
+"""Other checkpoints of the gated-delta-net models than those with references, against the equations in float64.
+
+Other sizes, head ratios, layer patterns, tied heads, rotations and routers; fused experts; names as transformers has them.
+"""
+
+import json
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from models import delta_nets, tiny
+from models.driver import ATOL, DATA, Driver
+from safetensors.numpy import load_file, save_file
+
+from mamba_align_jax.models import checkpoint, load_model, olmo_hybrid, qwen3_next
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+REFERENCES = {"olmo_hybrid": delta_nets.olmo, "qwen3_5_text": delta_nets.qwen, "qwen3_next": delta_nets.qwen}
+OTHERS = {
+    delta_nets.olmo_hybrid: delta_nets.olmo,
+    delta_nets.qwen3_5: delta_nets.qwen,
+    delta_nets.qwen3_5_moe: delta_nets.qwen,
+    delta_nets.qwen3_next: delta_nets.qwen,
+}
+
+
+def exact(tensors):
+    return {name: value.astype(np.float64) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_float64_is_transformers(name):
+    path = DATA / name
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    arrays = np.load(path / "reference.npz")
+    logits = REFERENCES[name](config, exact(tensors), arrays["tokens"][0])
+    np.testing.assert_allclose(logits, arrays["logits"], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_logits(make, tmp_path):
+    config, tensors = tiny.write(tmp_path, make)
+    tokens = np.random.default_rng(7).integers(0, tiny.VOCAB, 69, dtype=np.int32)
+    wanted = OTHERS[make](config, exact(tensors), tokens)
+    assert 0.3 < np.std(wanted) < 30
+    driver = Driver(load_model(tmp_path), one_program=True)
+    atol = ATOL * max(1.0, float(np.std(wanted)))
+    close = lambda got, begin: np.testing.assert_allclose(got, wanted[begin : begin + len(got)], atol=atol, rtol=0)
+    out = driver.step(prefill={0: tokens[:43], 1: tokens[:64]})
+    close(out[0], 0)
+    close(out[1], 0)
+    out = driver.step(decode={0: [tokens[43], tokens[44], 0]}, prefill={1: tokens[64:], 2: tokens[:5]}, accepted={0: 2})
+    close(out[0][:2], 43)
+    close(out[1], 64)
+    close(out[2], 0)
+    driver.add(3, computed=64, like=1)
+    out = driver.step(decode={0: tokens[45:46], 2: tokens[5:8]}, prefill={3: tokens[64:68]}, accepted={2: 3})
+    close(out[0], 45)
+    close(out[2], 5)
+    close(out[3], 64)
+
+
+def parameters(path):
+    return jax.tree.leaves(nnx.state(load_model(path), nnx.Param))
+
+
+def rewrite(path, rename):
+    """The checkpoint with other names, and some tensors put together."""
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        tensors |= rename(name, value)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_experts_of_their_own_and_together(tmp_path):
+    tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    together = parameters(tmp_path)
+
+    def apart(name, value):
+        prefix, _, part = name.partition(".experts.")
+        if not part:
+            return {name: value}
+        parts = {"gate_proj": value[:, :20], "up_proj": value[:, 20:]} if part == "gate_up_proj" else {part: value}
+        return {
+            f"{prefix}.experts.{e}.{key}.weight": each[e].copy()
+            for key, each in parts.items()
+            for e in range(len(value))
+        }
+
+    rewrite(tmp_path, apart)
+    assert all(map(np.array_equal, parameters(tmp_path), together))
+    short = "model.layers.1.mlp.experts.6.up_proj.weight"
+    rewrite(tmp_path, lambda name, value: {} if name == short else {name: value})
+    with pytest.raises(ValueError, match=f"tensor '{short}' is missing, 1 in all"):
+        load_model(tmp_path)
+    rewrite(tmp_path, lambda name, value: {name: value} | ({short: value[:19].copy()} if "6.gate_proj" in name else {}))
+    with pytest.raises(ValueError, match=r"must make an array of shape \[7, 48, 40\], got \[\[20, 48\], "):
+        load_model(tmp_path)
+
+
+def test_released_and_saved_names_of_olmo(tmp_path):
+    """One convolution and transformers' own names of norms, or three convolutions and the released ones."""
+    tiny.write(tmp_path, delta_nets.olmo_hybrid)
+    ours = parameters(tmp_path)
+    released = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+
+    def rename(name, value):
+        *path, module, leaf = name.split(".")
+        return {".".join([*path, released.get(module, module), leaf]): value}
+
+    rewrite(tmp_path, rename)
+    assert all(map(np.array_equal, parameters(tmp_path), ours))
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    def join(name, value):
+        convs = [tensors[name.replace("q_conv1d", f"{part}_conv1d")] for part in "qkv"] if "q_conv1d" in name else None
+        if convs:
+            return {name.replace("q_conv1d", "conv1d"): np.concatenate(convs)}
+        return {} if "_conv1d" in name else {name: value}
+
+    rewrite(tmp_path, join)
+    assert all(map(np.array_equal, parameters(tmp_path), ours))
+
+
+def test_progress(tmp_path):
+    tiny.write(tmp_path, delta_nets.qwen3_next)
+    progress = []
+    model = load_model(tmp_path, advance=lambda *counts: progress.append(counts))
+    total = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert progress == [(n, total) for n in range(1, total + 1)]
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """Host memory holds one parameter and what it is being made from, not a layer's 21 tensors of experts."""
+    tiny.write(tmp_path, delta_nets.qwen3_5_moe, fused=False)
+    alive, most = set(), []
+    opened = checkpoint._open
+
+    class Slice:
+        def __init__(self, name, slice_):
+            self.name, self.slice = name, slice_
+
+        def get_shape(self):
+            return self.slice.get_shape()
+
+        def __getitem__(self, index):
+            array = self.slice[index]
+            alive.add(self.name)
+            weakref.finalize(array, alive.remove, self.name)
+            most.append(sum(".experts." in name for name in alive))
+            return array
+
+    tracked = lambda *arguments: {name: Slice(name, part) for name, part in opened(*arguments).items()}
+    monkeypatch.setattr(checkpoint, "_open", tracked)
+    load_model(tmp_path)
+    assert 1 <= max(most) <= 3
+
+
+def test_configurations():
+    make = lambda architecture, sizes, **fields: architecture.Config.from_dict(tiny.SHARED | sizes()[0] | fields)
+    # Qwen3-Next was released with its rotation beside the other fields.
+    flat = dict(rope_parameters=None, rope_theta=7.0, partial_rotary_factor=0.75, layer_types=None)
+    qwen = make(qwen3_next, delta_nets.qwen3_next, **flat, full_attention_interval=2)
+    assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, 2)
+    assert qwen.layer_types == ("linear_attention", "full_attention", "linear_attention")
+    assert [qwen.is_sparse(n) for n in range(3)] == [True, False, True]
+    # The released OLMo-Hybrid isn't rotated at all; sizes follow from others.
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", *delta_nets.delta_dims(0, 0, 0, 0, 0)))
+    olmo = make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters={"rope_theta": None}, **left_out)
+    assert (olmo.rope_theta, olmo.num_key_value_heads, olmo.head_dim) == (0.0, 4, 12)
+    assert (olmo.linear_num_key_heads, olmo.linear_num_value_heads) == (4, 4)
+    assert (olmo.linear_key_head_dim, olmo.linear_value_head_dim, olmo.linear_conv_kernel_dim) == (9, 18, 4)
+    assert make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters=None).rope_theta == 1e4
