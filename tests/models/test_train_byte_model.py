@@ -92,8 +92,8 @@ def test_the_bundled_head_foretells_prose_better_than_prompt_lookup(script):
     said, meant = jax.jit(lambda tokens: script.guesses(graph, head, rest, tokens))(jnp.array([list(text)], jnp.int32))
     lookup = NGramDrafter(4, 2)
     looked = [lookup.draft("text", list(text[: place + 2]), 3) or [-1] * 3 for place in range(512)]
-    for n, share in enumerate((0.65, 0.6, 0.55)):
+    for n in range(3):
         right = np.asarray(meant[n][0].argmax(-1))
         by_head = np.mean(np.asarray(said[n][0].argmax(-1)) == right)
         by_lookup = np.mean(np.array(looked)[:, n] == right)
-        assert by_head > max(share, by_lookup + 0.1), (n, by_head, by_lookup)
+        assert by_head > max(0.6, by_lookup + 0.2), (n, by_head, by_lookup)
