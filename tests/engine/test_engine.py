@@ -293,6 +293,13 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
+def test_greedy_decode_steps_decide_nothing_on_the_device(model):
+    """A GPU's host would wait for the decision, and not be a step ahead."""
+    runner = make(model, async_stepping=True).runner
+    for bucket in (bucket for bucket in runner.buckets if bucket.prefill_rows == 0):
+        assert ("stablehlo.case" in runner.lower(bucket).as_text()) == bucket.draws
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
