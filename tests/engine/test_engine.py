@@ -296,8 +296,11 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
 def test_greedy_decode_steps_decide_nothing_on_the_device(model):
     """A GPU's host would wait for the decision, and not be a step ahead."""
     runner = make(model, async_stepping=True).runner
-    for bucket in (bucket for bucket in runner.buckets if bucket.prefill_rows == 0):
-        assert ("stablehlo.case" in runner.lower(bucket).as_text()) == bucket.draws
+    # The others are the ops' choices by platform, which are made when the program is compiled.
+    greedy, drawn = (
+        runner.lower(bucket).as_text().count("stablehlo.case") for bucket in runner.buckets if bucket.prefill_rows == 0
+    )
+    assert drawn == greedy + 1
 
 
 @pytest.mark.parametrize(
