@@ -80,7 +80,8 @@ def compile_all(engines: list[Engine]) -> None:
             pool.submit(engine.runner.lower(bucket).compile)
             for engine in engines
             for bucket in engine.runner.buckets
-            if bucket.decode_rows in (0, engine.config.max_num_seqs) and bucket.prefill_tokens in (0, _CHUNK)
+            if bucket.decode_rows in (0, engine.config.max_num_seqs)
+            and (bucket.prefill_tokens == _CHUNK or not bucket.draws)
         ]
         for program in compiling:
             program.result()
@@ -111,7 +112,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         times.append(time.perf_counter() - begin)
     generated = [request.tokens[options.context :][:steps] for request in engine.scheduler.running]
     # The same inputs again: the device's own counts go on.
-    runner, bucket = engine.runner, Bucket(rows, 0, 0)
+    runner, bucket = engine.runner, Bucket(rows, 0, 0, draws=False)
     places = engine._in_flight[-1][1].places
     assert len(places) == rows
     assert all(places)

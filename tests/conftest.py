@@ -1,3 +1,8 @@
+import os
+
+# OpenBLAS' threads wait for each other a thousand times longer than the triangular system of a chunk takes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import numpy as np
 import pytest

@@ -217,6 +217,10 @@ class Watch:
         self.left = None
         engine.generate([1], SamplingParams(max_tokens=2, stop_token_ids=range(engine.model_config.vocab_size)))
         engine.abort(engine.add_request([1], SamplingParams(max_tokens=1)))
+        self.fail()
+        engine.add_request([1], SamplingParams(max_tokens=1))
+        while engine.has_unfinished:
+            engine.step()
         self.left = self.rest()
 
     @property
@@ -317,12 +321,12 @@ def soak(engine, workload, judge, count, report=lambda line: None):
     while added < count or watch.live:
         if not crowd and not watch.live:
             watch.rest()
-            crowd = workload.pick(1, 3, slots // 2, 2 * slots)
+            crowd = workload.pick(1, 3, slots, slots, 2 * slots, 2 * slots)
         while added < count and len(watch.live) < crowd and rng.random() < 0.7:
             watch.add(*workload.request())
             added += 1
             # A lull: all of them finish.
-            crowd = 0 if rng.random() < 0.01 else crowd
+            crowd = 0 if rng.random() < 0.02 else crowd
         done = []
         if watch.live and rng.random() < 0.03:
             # Any at all: waiting, in its prompt, decoding.
@@ -387,10 +391,13 @@ def main(arguments=None):
     parser.add_argument("--requests", type=int, default=20_000, help="through the stub")
     parser.add_argument("--model-requests", type=int, default=1_000, help="through the bundled model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="configurations whose names contain this, for their share alone")
     options = parser.parse_args(arguments)
     logging.disable()
     total, wrong, ties, leaked = 0, 0, 0, 0
     for name, count, engine, workload, judge in parts(options.seed, options.requests, options.model_requests):
+        if options.only not in name:
+            continue
         begin = time.perf_counter()
         poison(engine)
         engine.warmup()

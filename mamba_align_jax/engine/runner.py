@@ -19,7 +19,7 @@ from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block
 from mamba_align_jax.engine.device_drafting import DeviceDrafter, SampledStep
 from mamba_align_jax.engine.mtp_drafting import MTPDrafter
 from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
-from mamba_align_jax.engine.sampling import count_sampled, sample
+from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes
 from mamba_align_jax.kv import KVPages
@@ -130,7 +130,7 @@ def _device_specs(layout: Layout) -> DeviceState:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "layout"),
+    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "draws", "layout"),
     donate_argnames=("device_state",),
 )
 def _step(
@@ -157,6 +157,7 @@ def _run_step(
     spec: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
+    draws: bool,
 ) -> tuple[StepResult, DeviceState]:
     model = graph.model(params)
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
@@ -184,8 +185,12 @@ def _run_step(
     verify = jnp.minimum(batch.query_start_loc[:num_decode_rows, None] + window, verify[:, None])
     place = jnp.concatenate([verify.reshape(-1), rest])
     row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), spec.window), jnp.arange(num_decode_rows, num_rows)])
-    options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
-    chosen = sample(model.logits(hidden[place]), *options, step.positions[place] + 1)
+    logits = model.logits(hidden[place])
+    if draws:
+        options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
+        chosen = sample(logits, *options, step.positions[place] + 1)
+    else:
+        chosen = most_likely(logits)
     verified, rest = jnp.split(chosen, [verify.size])
     verified = verified.reshape(verify.shape)
     counts = count_sampled(verified, drafts, num_drafts)
@@ -214,11 +219,16 @@ def _run_step(
 
 
 class Bucket(NamedTuple):
-    """Sizes of one compiled program: rows of each kind, and tokens of the prefill rows."""
+    """Sizes of one compiled program: rows of each kind, and tokens of the prefill rows; and whether rows may draw tokens.
+
+    Where no row draws there is nothing to decide on the device: the host would wait for such a decision, and could not be a
+    step ahead.
+    """
 
     decode_rows: int
     prefill_rows: int
     prefill_tokens: int
+    draws: bool = True
 
 
 def _sizes(most: int, least: int) -> list[int]:
@@ -305,7 +315,8 @@ class StepRunner:
             for tokens in _sizes(self.max_num_batched_tokens, 128)
             for rows in (0, self.spec.max_num_reqs)
         ]
-        return prefill + [Bucket(rows, 0, 0) for rows in _sizes(self.spec.max_num_reqs, 4)]
+        decode = _sizes(self.spec.max_num_reqs, 4)
+        return prefill + [Bucket(rows, 0, 0, draws) for rows in decode for draws in (False, True)]
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:
         """One program, to be compiled: the first step that needs it then finds it compiled."""
@@ -325,6 +336,7 @@ class StepRunner:
             if len(plan.decode) <= bucket.decode_rows
             and len(plan.prefill) <= bucket.prefill_rows
             and tokens <= bucket.prefill_tokens
+            and (bucket.draws or all(row.request.params.temperature == 0 for row in plan.rows))
         )
         pad = lambda rows, size: [*rows, *[None] * (size - len(rows))]
         places = pad(plan.decode, bucket.decode_rows) + pad(plan.prefill, bucket.prefill_rows)
@@ -354,8 +366,14 @@ class StepRunner:
         ]
 
     def _static(self, bucket: Bucket) -> dict[str, Any]:
-        same = dict(graph=self._graph, spec=self.spec, drafter=self._drafter, layout=self._layout)
-        return same | dict(num_decode_rows=bucket.decode_rows)
+        return dict(
+            graph=self._graph,
+            spec=self.spec,
+            drafter=self._drafter,
+            num_decode_rows=bucket.decode_rows,
+            draws=bucket.draws,
+            layout=self._layout,
+        )
 
     def _inputs(self, bucket: Bucket, places: list[Row | None]) -> Inputs:
         rows = [row for row in places if row is not None]

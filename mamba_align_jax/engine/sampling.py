@@ -4,6 +4,11 @@ import jax
 import jax.numpy as jnp
 
 
+def most_likely(logits: jax.Array) -> jax.Array:
+    """The greedy token of each row [rows, vocab]. int32 [rows]."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
 @jax.jit
 def sample(
     logits: jax.Array,
@@ -23,7 +28,7 @@ def sample(
         seed: int32 [rows].
         position: int32 [rows], of the token to sample.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = most_likely(logits)
 
     def draw(_):
         scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]

@@ -44,17 +44,13 @@ class KimiDeltaAttention(nnx.Module):
         if f_rank is None:
             self.f_proj = linear(hidden_size, channels, dtype, rngs)
         else:
-            self.f_a_proj, self.f_b_proj = (
-                linear(hidden_size, f_rank, dtype, rngs),
-                linear(f_rank, channels, dtype, rngs),
-            )
+            self.f_a_proj = linear(hidden_size, f_rank, dtype, rngs)
+            self.f_b_proj = linear(f_rank, channels, dtype, rngs)
         if g_rank is None:
             self.g_proj = linear(hidden_size, channels, dtype, rngs)
         else:
-            self.g_a_proj, self.g_b_proj = (
-                linear(hidden_size, g_rank, dtype, rngs),
-                linear(g_rank, channels, dtype, rngs),
-            )
+            self.g_a_proj = linear(hidden_size, g_rank, dtype, rngs)
+            self.g_b_proj = linear(g_rank, channels, dtype, rngs)
         self.b_proj = linear(hidden_size, heads, dtype, rngs)
         self.conv1d = ConvTaps(width, 3 * channels, dtype, rngs)
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
@@ -65,9 +61,8 @@ class KimiDeltaAttention(nnx.Module):
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """What a block holds of this layer."""
         width, channels = self.conv1d.weight.shape
-        return ConvState(width, channels, conv_dtype), RecurrentState(
-            (self.heads, self.head_dim, self.head_dim), state_dtype
-        )
+        shape = (self.heads, self.head_dim, self.head_dim)
+        return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
     def __call__(
         self,

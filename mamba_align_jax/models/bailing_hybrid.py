@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from mamba_align_jax.models import kimi_linear
 from mamba_align_jax.models.checkpoint import Source
-from mamba_align_jax.models.config import require
+from mamba_align_jax.models.config import require, rotation
 from mamba_align_jax.models.kimi_linear import FULL, LINEAR, renamed, transformers_sources
 from mamba_align_jax.models.kimi_linear import Model as Model
 
@@ -14,6 +14,9 @@ from mamba_align_jax.models.kimi_linear import Model as Model
 class Config(kimi_linear.Config):
     """The fields of config.json that shape the model, as Kimi's."""
 
+    num_expert_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
     model_type: str = "bailing_hybrid"
 
     low_rank_gates: ClassVar[bool] = False
@@ -24,15 +27,13 @@ class Config(kimi_linear.Config):
         """Layer kinds, head sizes, rotation and the decay's bound."""
         layers, every = config.get("num_hidden_layers", 0), config.get("layer_group_size", 6)
         kinds = config.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(layers)]
-        rope = config.get("rope_parameters") or config
-        require(rope, rope_type=("default",))
-        require(config, rope_interleave=(True,), rope_scaling=(None,))
+        require(config, rope_interleave=(True,))
         safe = config.get("kda_safe_gate", True)
         return cls.shared(config | {"layer_types": kinds}, first_dense=2) | {
             # transformers saves the rotated dims as head_dim, and this under a name of its own.
             "linear_head_dim": config.get("linear_head_dim") or config.get("head_dim"),
             "linear_num_heads": config.get("linear_num_heads") or config.get("num_attention_heads"),
-            "rope_theta": rope.get("rope_theta", 6e6),
+            **rotation(config, rope_theta=6e6),
             "kda_lower_bound": config.get("kda_lower_bound", -5.0) if safe else None,
         }
 

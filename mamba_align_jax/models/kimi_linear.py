@@ -59,7 +59,7 @@ class Config(ModelConfig):
     num_expert_group: int = 1
     topk_group: int = 1
     moe_renormalize: bool = True
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float = 2.446
     model_type: str = "kimi_linear"
 
     # Whether the projections of the decay and of the output gate have an inner size, the head's; whether attention's
@@ -102,7 +102,7 @@ class Config(ModelConfig):
             raise ValueError(
                 f"config.json: mlp_layer_types must name {len(kinds)} layers, each {DENSE!r} or {SPARSE!r}, got {feeds}"
             )
-        groups = config.get("num_expert_group") or fields.get("num_expert_group") or 1
+        groups = config.get("num_expert_group") or fields.get("num_expert_group") or cls.num_expert_group
         if number and (number % groups or (groups > 1 and number // groups < 2)):
             raise ValueError(
                 f"config.json: num_expert_group must cut {number} experts into groups of two or more, got {groups}"

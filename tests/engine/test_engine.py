@@ -293,6 +293,16 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
+def test_greedy_decode_steps_decide_nothing_on_the_device(model):
+    """A GPU's host would wait for the decision, and not be a step ahead."""
+    runner = make(model, async_stepping=True).runner
+    # The others are the ops' choices by platform, which are made when the program is compiled.
+    greedy, drawn = (
+        runner.lower(bucket).as_text().count("stablehlo.case") for bucket in runner.buckets if bucket.prefill_rows == 0
+    )
+    assert drawn == greedy + 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

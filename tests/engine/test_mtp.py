@@ -90,12 +90,14 @@ def run(engine, requests, fresh):
         outputs |= {output.request_id: output for output in engine.step()}
         state = engine.runner.device_state
         for request in engine.scheduler.running if engine.stats.steps % 3 == 0 else ():
-            slot = request.slot
+            slot, held = request.slot, engine.cache.kv._requests[request.id].pages
+            row = engine.runner._page_tables[slot]
+            assert row.tolist() == held + [0] * (len(row) - len(held)), "a guess would be written to another's page"
             if request.is_prefilling or not state.pending.num_drafts[slot]:
                 continue
             length = int(state.state.num_computed_tokens[slot]) + 1
             # A guess at a place without a page may meet another's in the NULL page.
-            pages = engine.runner._page_tables[slot, np.minimum(length - 1 + np.arange(K), 95) // PAGE]
+            pages = row[np.minimum(length - 1 + np.arange(K), 95) // PAGE]
             sure = 1 + int(np.cumprod(pages[:-1] > 0).sum())
             wanted = fresh(np.asarray(state.pending.history)[slot, :length])[:sure]
             assert np.asarray(state.pending.tokens)[slot, 1 : 1 + sure].tolist() == wanted

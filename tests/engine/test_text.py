@@ -6,14 +6,17 @@ import re
 import shutil
 import sys
 
+import jax
 import pytest
-from engine.test_engine import CHECKPOINT, SIZES
+from models.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main
 from mamba_align_jax.engine.text import load_tokenizer, token_ids, with_text
 
 tokenizers = pytest.importorskip("tokenizers")
+CHECKPOINT = DATA / "qwen3_5_text"
+SIZES = dict(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128, num_state_blocks=8, num_kv_pages=16)
 TEXT, PARAMS = "Höher, a bit\nhigher", SamplingParams(max_tokens=6, ignore_eos=True)
 
 
@@ -90,7 +93,10 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def engine(directory):
-    return Engine.from_pretrained(directory, EngineConfig(**SIZES))
+    # Programs that run a few steps: compiling them well would take longer.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield Engine.from_pretrained(directory, EngineConfig(**SIZES))
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_the_engine_takes_text_and_gives_text_back(directory, engine, monkeypatch):

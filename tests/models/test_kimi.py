@@ -182,6 +182,11 @@ def test_configurations():
     assert (ling.linear_num_heads, ling.linear_head_dim, ling.kda_lower_bound, ling.rope_theta) == (2, 10, -3.0, 500.0)
     assert (ling.num_expert_group, ling.num_experts_per_token, ling.num_shared_experts) == (4, 3, 1)
     assert bailing_hybrid.Config.from_dict(LING | {"kda_safe_gate": False}).kda_lower_bound is None
+    bare = {
+        name: value for name, value in LING.items() if name not in ("n_group", "topk_group", "routed_scaling_factor")
+    }
+    other = bailing_hybrid.Config.from_dict(bare | {"num_experts": 16})
+    assert (other.num_expert_group, other.topk_group, other.routed_scaling_factor) == (8, 4, 2.5)
     # As transformers saves them.
     saved = json.loads((CHECKPOINT / "config.json").read_text())
     again = kimi_linear.Config.from_dict(saved)
@@ -204,7 +209,7 @@ def test_configurations():
         (KIMI | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": []}}, "layer_types must name 2 layers"),
         (KIMI | {"linear_attn_config": {}}, "config.json must have 'linear_num_heads'"),
         (KIMI | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name 2 layers"),
-        (LING | {"rope_scaling": {"type": "yarn"}}, "rope_scaling must be one of (None,)"),
+        (LING | {"rope_scaling": {"type": "yarn"}}, "type must be one of ('default', 'mrope'), got 'yarn'"),
         (LING | {"kv_lora_rank": None}, "config.json must have 'kv_lora_rank'"),
     ],
 )

@@ -16,7 +16,8 @@ from models.driver import DATA, Driver
 from models.test_reference import close
 from safetensors.numpy import load_file, save_file
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax import Engine, EngineConfig, SamplingParams, StatePool
+from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import CausalLM
 
@@ -120,11 +121,28 @@ def test_float64_is_transformers_but_for_the_clamp():
 
 
 def test_bfloat16():
-    """A residual stream in float32; transformers' own bfloat16 logits have an rms error of 0.0092."""
+    """transformers' own bfloat16 logits have an rms error of 0.0092."""
     arrays = np.load(DATA / "mamba" / "reference.npz")
     driver = Driver(load_model(DATA / "mamba", "bfloat16"), one_program=True)
     logits = prefill(driver, 0, arrays["tokens"][0].astype(np.int32), (69,))
     assert 0.002 < np.sqrt(np.mean((logits - arrays["logits"]) ** 2)) < 0.012
+
+
+class Probe(nnx.Module):
+    def __call__(self, x, step, carry):
+        self.taken = str(x.dtype)
+        return x, carry
+
+
+@pytest.mark.parametrize(
+    ("name", "residual"), [("mamba", "float32"), ("mamba2", "float32"), ("nemotron_h", "bfloat16")]
+)
+def test_residual_stream(name, residual):
+    """What layers hand on in a bfloat16 model: float32 where config.json says `residual_in_fp32`."""
+    model = load_model(DATA / name, "bfloat16")
+    model.layers = nnx.List([Probe()])
+    hidden, *_ = model(jax.numpy.arange(3), None, StatePool(states=()), KVPages.create(model.kv_spec(), 2, 16))
+    assert (model.layers[0].taken, hidden.dtype) == (residual, "bfloat16")
 
 
 def test_preemption_without_attention():

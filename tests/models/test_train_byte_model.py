@@ -12,6 +12,8 @@ from flax import nnx
 from models.driver import ATOL, DATA
 from models.head import NumpyHead, write_with_head
 
+from mamba_align_jax.data import BYTE_MODEL
+from mamba_align_jax.engine.drafting import NGramDrafter
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = DATA / "qwen3_5_text"
@@ -81,3 +83,17 @@ def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):
     assert shared not in corpus["docs"]
     assert "Documented here." in corpus["docs"]
     assert "def function" in corpus["code"]
+
+
+def test_the_bundled_head_foretells_prose_better_than_prompt_lookup(script):
+    """How often a draft, those before it being the text, is what the model itself says next: text that neither has seen."""
+    graph, head, rest = nnx.split(load_model(BYTE_MODEL), nnx.PathContains("mtp"), ...)
+    text = (DATA / "heldout_docs.txt").read_bytes()[2000:2515]
+    said, meant = jax.jit(lambda tokens: script.guesses(graph, head, rest, tokens))(jnp.array([list(text)], jnp.int32))
+    lookup = NGramDrafter(4, 2)
+    looked = [lookup.draft("text", list(text[: place + 2]), 3) or [-1] * 3 for place in range(512)]
+    for n in range(3):
+        right = np.asarray(meant[n][0].argmax(-1))
+        by_head = np.mean(np.asarray(said[n][0].argmax(-1)) == right)
+        by_lookup = np.mean(np.array(looked)[:, n] == right)
+        assert by_head > max(0.6, by_lookup + 0.2), (n, by_head, by_lookup)
