@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For programs that run a few steps on a CPU: compiling them well would take longer."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() != "gpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)

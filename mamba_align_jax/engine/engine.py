@@ -128,7 +128,6 @@ class Engine:
             config.kv_page_size,
             _MAX_PREFILL_ROWS,
             config.max_num_batched_tokens,
-            steps_in_flight=config.steps_in_flight,
             drafter=on_device if config.drafts_on_device else None,
             layout=layout,
         )

@@ -256,7 +256,6 @@ class StepRunner:
         max_prefill_rows: int,
         max_num_batched_tokens: int,
         *,
-        steps_in_flight: int = 0,
         drafter: DeviceDrafter | None = None,
         layout: Layout | None = None,
     ) -> None:
@@ -269,7 +268,6 @@ class StepRunner:
             kv_page_size: Tokens of a KV page.
             max_prefill_rows: Prefill rows of a step.
             max_num_batched_tokens: Their tokens.
-            steps_in_flight: Steps that are dispatched while one is unread.
             drafter: Who drafts on the device, if anybody does.
             layout: Of a model that is split over devices; `spec` and `sizes` are then one device's.
         """
@@ -280,8 +278,7 @@ class StepRunner:
         self._graph, self._params = Graph.split(model)
         self._kv_spec = model.kv_spec(draft=True) if isinstance(drafter, MTPDrafter) else model.kv_spec()
         self._sizes, self._page_size = sizes, kv_page_size
-        self._steps_in_flight, self._drafter = steps_in_flight, drafter
-        self._layout = layout
+        self._drafter, self._layout = drafter, layout
         self._start()
 
     def reset(self) -> None:
@@ -411,10 +408,10 @@ class StepRunner:
                 [row is not None and row.is_prefilling for row in places],
                 _stay,
             ),
-            # A row never gets more in one step than it may hold.
+            # A row never gets more in one step than it may hold, and a step is in flight at most.
             updates=TableUpdates.from_host(
                 self.spec,
-                len(places) * len(self.spec.groups) * self.spec.blocks_per_request(self._steps_in_flight),
+                len(places) * len(self.spec.groups) * self.spec.blocks_per_request(1),
                 column_entries,
                 _stay,
             ),

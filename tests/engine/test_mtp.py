@@ -24,6 +24,7 @@ from mamba_align_jax.models import load_model
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.spec import AlignConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K, PAGE = 3, 8
 SIZES = dict(block_size=8, kv_page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
@@ -75,12 +76,7 @@ def reference(model):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def make(request, model):
-    def make():
-        engine = Engine(model, EngineConfig(async_stepping=request.param, **SIZES))
-        engine.runner._steps_in_flight = 1  # updates of one size, and so the same programs
-        return engine
-
-    return make
+    return lambda: Engine(model, EngineConfig(async_stepping=request.param, **SIZES))
 
 
 def run(engine, requests, fresh):
