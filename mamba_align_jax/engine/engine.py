@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,8 +209,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self._requests)
+        """Whether a request waits or runs, or has an output that `step` has not returned yet."""
+        return bool(self._requests or self._outputs)
 
     def warmup(self, advance: Callable[[], None] = lambda: None) -> float:
         """Compiles every program that requests can need; `advance` is called after each, `num_programs` times in all.
@@ -220,12 +219,8 @@ class Engine:
             Seconds that it took.
         """
         begin = time.perf_counter()
-        with ThreadPoolExecutor() as pool:
-            # Tracing is Python's; compiling isn't, and goes on in threads meanwhile.
-            compiling = [pool.submit(self.runner.lower(bucket).compile) for bucket in self.runner.buckets]
-            for program in as_completed(compiling):
-                program.result()
-                advance()
+        for _ in self.runner.compile():
+            advance()
         for bucket in self.runner.buckets:
             self.runner.warm(bucket)
         return time.perf_counter() - begin
@@ -391,7 +386,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """Runs one prompt, or several, each text or token ids, to their ends; outputs in the order of the prompts.
 
-        Whatever is raised, none of the prompts goes on running.
+        Whatever is raised, none of the prompts goes on running. Other requests run along; `step` returns those that end.
 
         Raises:
             ValueError: a prompt could never run, or is text and there is no tokenizer; none is then started.
@@ -408,8 +403,11 @@ class Engine:
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
-            self._outputs = [output for output in self._outputs if output.request_id not in ids]
             raise
+        finally:
+            ended = [*outputs.values(), *self._outputs]
+            self._outputs = [output for output in ended if output.request_id not in ids]
+        outputs = {request_id: outputs[request_id] for request_id in ids}
         for output in outputs.values():
             if output.error is not None:
                 raise output.error

@@ -1,6 +1,8 @@
 """Runs plans: packs rows into a bucket, dispatches one jitted step with donated pools, reads the sampled tokens later."""
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -319,6 +321,21 @@ class StepRunner:
         """One program, to be compiled: the first step that needs it then finds it compiled."""
         inputs = self._inputs(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows))
         return _step.lower(self._params, inputs, self.device_state, **self._static(bucket))
+
+    def compile(self) -> Iterator[None]:
+        """Compiles every program; yields once for each that is done.
+
+        For a GPU several at a time: tracing is Python's, compiling isn't. XLA's compiler for CPUs has crashed in threads.
+        """
+        if jax.default_backend() == "cpu":
+            for bucket in self.buckets:
+                self.lower(bucket).compile()
+                yield
+            return
+        with ThreadPoolExecutor() as pool:
+            for program in as_completed([pool.submit(self.lower(bucket).compile) for bucket in self.buckets]):
+                program.result()
+                yield
 
     def warm(self, bucket: Bucket) -> None:
         """Runs one program on padding rows, which change nothing."""

@@ -171,6 +171,16 @@ def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference, async
     assert (stats.admitted_requests, stats.finished_requests, stats.aborted_requests) == (6, 5, 2)
 
 
+def test_requests_that_run_beside_generate_are_not_lost(model):
+    engine = make(model)
+    other = engine.add_request([4, 5], dataclasses.replace(GREEDY, max_tokens=2))
+    (output,) = engine.generate([1, 2, 3], GREEDY)
+    assert output.request_id != other
+    assert engine.has_unfinished
+    assert [output.request_id for output in engine.step()] == [other]
+    assert not engine.has_unfinished
+
+
 def test_stop_tokens_end_a_request(model):
     engine = make(model)
     (free,) = engine.generate([1, 2, 3], GREEDY)
