@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL, encode
@@ -72,8 +74,12 @@ def test_bad_input_is_one_line_and_status_2(arguments, capsys):
 
 def test_the_bundled_model_predicts_held_out_documentation():
     """At most 2.2 bits per byte on sections of the language reference that it was not trained on."""
-    assert sum(file.stat().st_size for file in BYTE_MODEL.iterdir()) <= 10e6
-    reference = Reference(load_model(BYTE_MODEL, "float32"))
+    model = load_model(BYTE_MODEL, "float32")
+    # Weights are kept in 16 bits. The draft head comes on top of what the model may take.
+    head = sum(2 * leaf.size for leaf in jax.tree.leaves(nnx.state(model.mtp)))
+    assert sum(file.stat().st_size for file in BYTE_MODEL.iterdir()) - head <= 10e6
+    assert head <= 1.5e6
+    reference = Reference(model)
     text = (DATA / "heldout_docs.txt").read_bytes()
     bits = []
     for start in range(0, len(text) - 1024, 1024):
