@@ -232,7 +232,7 @@ def test_rows_are_complete(tmp_path, capsys, monkeypatch):
     assert rows[0]["steps"] >= 6 * 16 / 2
     assert rows[0]["attainable_tokens"] >= 3 * 64
     printed = capsys.readouterr().out
-    assert "3 programs" in printed
+    assert "4 programs" in printed
     assert "multi_turn closed align/copy_free K0 async" in printed
     lines = report.table(file).splitlines()
     assert lines[0].startswith("| workload | loop | mode |")
