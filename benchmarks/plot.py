@@ -15,11 +15,12 @@ PANELS = {
 
 
 def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The newest row of each load (workload, loop, drafts) and mode."""
+    """The newest row of each load (workload, loop, who drafts how many) and mode."""
     loads: dict[str, dict[str, Row]] = {}
     for row in rows:
         if "hit_rate_of_attainable" in row:
-            load = f"{row['workload']}\n{row['loop']}, {row['speculation']} drafts"
+            drafts = f"{row['drafts']} by {row['speculation']}" if row["drafts"] else "no drafts"
+            load = f"{row['workload']} x{row['requests']}\n{row['loop']}, {drafts}"
             loads.setdefault(load, {})[row["mode"]] = row
     return loads
 

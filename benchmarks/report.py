@@ -65,9 +65,14 @@ _VLLM = {
 }
 
 
+def _drafts(row: Row) -> str:
+    return f"{row['drafts']}, {row['speculation']}" if row["drafts"] else "0"
+
+
 def _serving(rows: list[Row]) -> list[str]:
     """Means, the tails, and what the cache is worth: ratios to mode "none" under the same load. Then vLLM's own table."""
-    load = lambda row: (row["workload"], row["loop"], row["speculation"], row["async_stepping"])
+    names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping"
+    load = lambda row: tuple(row[name] for name in names)
     without = {load(row): row for row in rows if row["mode"] == "none"}
 
     def line(row: Row) -> tuple[str, ...]:
@@ -76,7 +81,7 @@ def _serving(rows: list[Row]) -> list[str]:
 
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
         return (
-            row["workload"], row["loop"], row["mode"], str(row["speculation"]), latency("ttft"),
+            f"{row['workload']} x{row['requests']}", row["loop"], row["mode"], _drafts(row), latency("ttft"),
             f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
             f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),
             ratio("tpot_ms_mean"),
@@ -99,7 +104,7 @@ def _idle(rows: list[Row]) -> list[str]:
     header = "mode", "drafts", "rows", "step", "gap", "idle between steps", "kernels run"
     lines = (
         (
-            row["mode"] + (", asynchronous" if row["async_stepping"] else ""), str(row["speculation"]), str(row["rows"]),
+            row["mode"] + (", asynchronous" if row["async_stepping"] else ""), _drafts(row), str(row["rows"]),
             f"{row['step_us']:.0f} us", f"{row['gap_us']:.0f} us", share(row, "idle_share"), share(row, "busy_share"),
         )
         for row in rows

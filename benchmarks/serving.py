@@ -1,13 +1,18 @@
 """Times the engine under load, mode by mode: `python -m benchmarks.serving --json benchmarks/results/serving.jsonl`.
 
-A cell is a workload, a loop, a mode and a number of draft tokens. All share one copy of random weights; a cell's engine is
-warm before it is timed, starts every run with an empty cache, and frees its pools at the end. Times are medians over the
-runs. Prompts are random tokens and answers as long as they are told, so the weights don't matter, but for how many drafts
-they accept: with random weights greedy answers soon repeat themselves, and prompt lookup does better than on text.
+A cell is a workload, a loop, a mode, and who drafts how many tokens. All share one copy of random weights. Engines that
+differ in their mode are there together, warm before they are timed, and every run starts with an empty cache. All cells
+have their first run before any has its second; after each run a row is written of the medians so far, so that the newest
+row of a case counts and modes compare fairly whenever time runs out.
+
+Prompts are random tokens and answers as long as they are told, so the weights don't matter, but for how many drafts they
+accept. With random weights greedy answers soon repeat themselves, and prompt lookup does better than on text; a random
+draft head is right next to never. Rows with drafts say what a step costs, and `acceptance` how many tokens it came to.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -62,9 +67,12 @@ _TINY = replace(
     dtype="float32",
 )
 MODELS = {"qwen3.5-4b": _QWEN3_5_4B, "tiny": _TINY}
-# Guesses for the large model on an H200, so that nobody starts hours of work unawares: a decode step of 16 rows, and what a
-# prompt token adds.
-_STEP_S, _PROMPT_TOKEN_S = 9e-3, 4e-5
+# By the rows' names, the engine's.
+SPECULATIONS = {"prompt_lookup": "ngram", "mtp": "mtp"}
+# Guesses for the large model on an H200, so that nobody starts hours of work unawares: a decode step of 16 rows for a token
+# of each, what a prompt token adds, and compiling an engine's programs.
+_STEP_S = {"none": 6.2e-3, "prompt_lookup": 3.5e-3, "mtp": 1e-2}
+_PROMPT_TOKEN_S, _COMPILE_S = 2.3e-5, 40.0
 
 
 def random_model(config: Config, seed: int = 0) -> Model:
@@ -92,12 +100,18 @@ class Cell:
     workload: Workload
     loop: ClosedLoop | OpenLoop
     mode: str
+    speculation: str
     drafts: int
+
+    @property
+    def engine(self) -> str:
+        """What sets its engine apart from the others'."""
+        return f"{self.mode} {self.speculation} K{self.drafts}" if self.drafts else f"{self.mode} K0"
 
     @property
     def name(self) -> str:
         """Of its rows of results, with how the engine steps."""
-        return f"{self.workload.name} {self.loop.name} {self.mode} K{self.drafts}"
+        return f"{self.workload.name} x{self.workload.num_requests} {self.loop.name} {self.engine}"
 
     @property
     def sizes(self) -> Row:
@@ -108,15 +122,17 @@ class Cell:
     @property
     def guess_s(self) -> float:
         """About how long a run on an H200 takes, without compiling."""
-        requests, rows = self.workload.num_requests, 16
-        steps = requests * self.workload.output / rows
+        requests, turns, step = self.workload.num_requests, 1, _STEP_S[self.speculation]
         if isinstance(self.workload, PrefixRepetition):
-            cached, new = (0 if self.mode == "none" else self.workload.prefix), self.workload.prefix
-            tokens = new - cached + self.workload.suffix
+            cached = 0 if self.mode == "none" else self.workload.prefix
+            tokens = self.workload.prefix + self.workload.suffix - cached
         else:
+            turns = self.workload.turns
             tokens = self.workload.longest / 2 if self.mode == "none" else self.workload.turn + self.workload.output
-        least = requests / self.loop.rate if isinstance(self.loop, OpenLoop) else 0
-        return max(least, steps * _STEP_S + requests * tokens * _PROMPT_TOKEN_S)
+        busy = requests * (self.workload.output / 16 * step + tokens * _PROMPT_TOKEN_S)
+        if isinstance(self.loop, ClosedLoop):
+            return busy
+        return max(busy, requests / turns / self.loop.rate + turns * self.workload.output * step)
 
 
 def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: int) -> EngineConfig:
@@ -133,6 +149,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
         max_num_seqs=options.concurrency,
         max_num_batched_tokens=options.max_num_batched_tokens,
         num_speculative_tokens=cell.drafts,
+        speculation=SPECULATIONS.get(cell.speculation, "ngram"),
         num_kv_pages=1 + 3 * options.concurrency * math.ceil(longest / options.kv_page_size),
     )  # fmt: skip
     config = EngineConfig(**fields)
@@ -153,25 +170,19 @@ def _step(engine: Engine) -> None:
             raise output.error
 
 
-def run_cell(engine: Engine, cell: Cell, options: argparse.Namespace, deadline: float) -> Row | None:
-    """The medians of the cell's runs; None if there is no time for one."""
+def run_cell(engine: Engine, cell: Cell, options: argparse.Namespace) -> Row:
+    """One run of a cell."""
+    engine.reset_prefix_cache()
+    before = engine.stats
     sessions = cell.workload.sessions(engine.model_config.vocab_size, options.seed)
-    rows: list[Row] = []
-    for number in range(options.runs):
-        expected = rows[-1]["seconds"] if rows else cell.guess_s if options.model != "tiny" else 0.0
-        if time.perf_counter() + expected > deadline:
-            print(f"  no time left for run {number + 1} of {options.runs}", flush=True)
-            break
-        engine.reset_prefix_cache()
-        before = engine.stats
-        run = serve(engine, sessions, cell.workload.output, cell.loop)
-        rows.append(summary(run, options.block_size) | _counters(engine, before, run))
-        print(f"  run {number + 1}: {rows[-1]['seconds']:.1f} s, {_short(rows[-1])}", flush=True)
-    if not rows:
-        return None
-    medians = {name: _median([row[name] for row in rows]) for name in rows[0]}
-    return medians | {"runs": len(rows), "ttft_ms_runs": [row["ttft_ms_mean"] for row in rows],
-                      "tpot_ms_runs": [row["tpot_ms_mean"] for row in rows]}  # fmt: skip
+    run = serve(engine, sessions, cell.workload.output, cell.loop)
+    return summary(run, options.block_size) | _counters(engine, before, run)
+
+
+def medians(rows: list[Row]) -> Row:
+    """Of a cell's runs."""
+    each = {f"{name}_runs": [row[f"{name}_mean"] for row in rows] for name in ("ttft_ms", "tpot_ms")}
+    return {name: _median([row[name] for row in rows]) for name in rows[0]} | {"runs": len(rows)} | each
 
 
 def _median(values: list[Any]) -> Any:
@@ -214,10 +225,11 @@ def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path 
     `span_us` is the wall-clock time of as many steps just before, untraced: tracing slows the host down.
 
     Raises:
-        ValueError: answers are too short for so many steps.
+        ValueError: answers are too short for so many steps, if all drafts were accepted.
     """
-    if workload.output < 4 * steps:
-        raise ValueError(f"--idle must be at most a quarter of the answer's {workload.output} tokens, got {steps}")
+    most = workload.output // (4 * (1 + engine.config.num_speculative_tokens))
+    if steps > most:
+        raise ValueError(f"--idle must be at most {most} for answers of {workload.output} tokens, got {steps}")
     engine.reset_prefix_cache()
     rows = engine.config.max_num_seqs
     sessions = workload.sessions(engine.model_config.vocab_size, 0)
@@ -253,7 +265,7 @@ def decode_idle(engine: Engine, workload: Workload, steps: int, directory: Path 
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Of the options; those that share an engine follow each other."""
+    """Of the options; those of one speculation follow each other, and differ first in their mode."""
     workloads: dict[str, Workload] = {
         "prefix_repetition": PrefixRepetition(
             prefix=options.prefix, suffix=options.suffix, output=options.output, prefixes=options.prefixes,
@@ -265,11 +277,16 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         ),
     }  # fmt: skip
     loops = {"closed": ClosedLoop(options.concurrency), "open": OpenLoop(options.rate, options.seed)}
+    modes = options.mode or list(MODES)
+    loads = [
+        (workload, loop)
+        for workload in options.workload or ["prefix_repetition"]
+        for loop in options.loop or ["closed"]
+    ]
     for drafts in options.drafts or [0]:
-        for mode in options.mode or list(MODES):
-            for workload in options.workload or ["prefix_repetition"]:
-                for loop in options.loop or ["closed"]:
-                    yield Cell(workloads[workload], loops[loop], mode, drafts)
+        for speculation in (options.speculation or ["prompt_lookup"]) if drafts else ["none"]:
+            for workload, loop in loads:
+                yield from (Cell(workloads[workload], loops[loop], mode, speculation, drafts) for mode in modes)
 
 
 def _facts(commit: str) -> Row:
@@ -287,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loop", choices=("closed", "open"), **several, help="default: closed")
     parser.add_argument("--mode", choices=MODES, **several, help="default: all")
     parser.add_argument("--drafts", type=int, **several, help="draft tokens of a step; default: 0")
+    parser.add_argument("--speculation", choices=SPECULATIONS, **several, help="who drafts; default: prompt_lookup")
     parser.add_argument("--stepping", choices=("sync", "async"), default="sync")
     parser.add_argument("--runs", type=int, default=3, help="of which the medians are kept")
     parser.add_argument("--concurrency", type=int, default=16, help="requests that run at once")
@@ -314,34 +332,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-load", action="store_true", help="with --idle: nothing else")
     parser.add_argument("--trace-dir", type=Path, help="where --idle leaves its traces")
     parser.add_argument(
-        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start nothing that would end later"
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start nothing that should end later"
     )
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs there for the next process")
-    parser.add_argument("--json", help="append one JSON row per cell to this file")
+    parser.add_argument("--json", help="append a JSON row per run to this file: the medians so far")
     parser.add_argument("--commit", default="unknown")
     return parser
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Runs the cells and returns their rows."""
-    begin = time.perf_counter()
-    options = _parser().parse_args(arguments)
-    if options.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
-    chosen, facts, rows = list(cells(options)), _facts(options.commit), []
-    longest = max(cell.workload.longest for cell in chosen)
-    guess = 0.0 if options.no_load else options.runs * sum(cell.guess_s for cell in chosen)
-    print(f"{facts}\n{len(chosen)} cells; on an H200 about {guess:.0f} s and what compiling takes", flush=True)
-    model = random_model(MODELS[options.model])
-    jax.block_until_ready(nnx.state(model))
-    print(f"weights: {time.perf_counter() - begin:.1f} s", flush=True)
+class Results:
+    """Rows as they are written and returned."""
 
-    def keep(cell: Cell, engine: Engine, row: Row) -> None:
-        config = engine.config
+    def __init__(self, options: argparse.Namespace) -> None:
+        """`options` say where rows go."""
+        self.options, self.facts, self.rows = options, _facts(options.commit), []
+
+    def keep(self, cell: Cell, engine: Engine, case: str, row: Row) -> None:
+        """Adds what a row must say of a cell and its engine."""
+        options, config = self.options, engine.config
         row = {
-            "case": f"{row['workload']} {cell.loop.name} {cell.mode} K{cell.drafts} {options.stepping}",
+            "case": f"{case} {options.stepping}",
             "mode": cell.mode,
-            "speculation": cell.drafts,
+            "speculation": cell.speculation,
+            "drafts": cell.drafts,
             "async_stepping": options.stepping == "async",
         } | row | {
             "model": options.model,
@@ -351,34 +364,69 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             "max_model_len": config.max_model_len,
             "num_state_blocks": config.num_state_blocks,
             "num_kv_pages": config.num_kv_pages,
-        } | facts  # fmt: skip
-        rows.append(row)
+        } | self.facts  # fmt: skip
+        self.rows.append(row)
         if options.json:
             with open(options.json, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    engine, made = None, None
-    for cell in chosen:
-        config = engine_config(options, cell, model, longest)
-        if engine is None or config != made:
-            if engine is not None:
-                free(engine)
-            engine, made = Engine(model, config), config
-            print(f"{cell.mode} K{cell.drafts}: {engine.num_programs} programs, {engine.sizes}", flush=True)
-            print(f"  compiled in {engine.warmup():.1f} s", flush=True)
-            if options.idle:
-                row = decode_idle(engine, cell.workload, options.idle, options.trace_dir)
-                if row is not None:
-                    keep(cell, engine, {"workload": "decode_idle", "context": cell.workload.name} | row)
-        if options.no_load:
-            continue
-        print(f"{cell.name}: about {options.runs * cell.guess_s:.0f} s on an H200", flush=True)
-        row = run_cell(engine, cell, options, begin + options.budget)
-        if row is not None:
-            keep(cell, engine, {"workload": cell.workload.name, "loop": cell.loop.name} | cell.sizes | row)
-    if engine is not None:
+
+def run_group(model: Any, group: list[Cell], longest: int, results: Results, deadline: float) -> None:
+    """Runs cells of one speculation, whose engines are there together: run after run, each time all cells."""
+    options, engines = results.options, {}
+    runs: dict[Cell, list[Row]] = {cell: [] for cell in group}
+    for number in range(options.runs):
+        for cell, rows in runs.items():
+            expected = rows[-1]["seconds"] if rows else 0.0 if options.model == "tiny" else cell.guess_s
+            expected = 0.0 if options.no_load else expected
+            if cell.engine not in engines and options.model != "tiny":
+                expected += _COMPILE_S
+            if time.perf_counter() + expected > deadline:
+                print(f"{cell.name}: no time left for run {number + 1} of {options.runs}", flush=True)
+                continue
+            if cell.engine not in engines:
+                engines[cell.engine] = _start(model, cell, longest, results)
+            if options.no_load:
+                continue
+            print(f"{cell.name}: run {number + 1}, about {expected:.0f} s", flush=True)
+            rows.append(run_cell(engines[cell.engine], cell, options))
+            print(f"  {rows[-1]['seconds']:.1f} s, {_short(rows[-1])}", flush=True)
+            row = {"workload": cell.workload.name, "loop": cell.loop.name} | cell.sizes | medians(rows)
+            results.keep(cell, engines[cell.engine], cell.name, row)
+    for engine in engines.values():
         free(engine)
-    return rows
+
+
+def _start(model: Any, cell: Cell, longest: int, results: Results) -> Engine:
+    """A cell's engine, warm; with --idle, its decode steps are traced first."""
+    options = results.options
+    engine = Engine(model, engine_config(options, cell, model, longest))
+    print(f"{cell.engine}: {engine.num_programs} programs, {engine.sizes}", flush=True)
+    print(f"  compiled in {engine.warmup():.1f} s", flush=True)
+    row = decode_idle(engine, cell.workload, options.idle, options.trace_dir) if options.idle else None
+    if row is not None:
+        row = {"workload": "decode_idle", "context": cell.workload.name} | row
+        results.keep(cell, engine, f"decode_idle {cell.engine}", row)
+    return engine
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Runs the cells and returns their rows."""
+    begin = time.perf_counter()
+    options = _parser().parse_args(arguments)
+    if options.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
+    chosen, results = list(cells(options)), Results(options)
+    longest = max(cell.workload.longest for cell in chosen)
+    guess = 0.0 if options.no_load else options.runs * sum(cell.guess_s for cell in chosen)
+    print(f"{results.facts}\n{len(chosen)} cells; on an H200 about {guess:.0f} s and what compiling takes", flush=True)
+    head = any(cell.speculation == "mtp" for cell in chosen)
+    model = random_model(replace(MODELS[options.model], mtp_num_hidden_layers=int(head)))
+    jax.block_until_ready(nnx.state(model))
+    print(f"weights: {time.perf_counter() - begin:.1f} s", flush=True)
+    for _, group in itertools.groupby(chosen, key=lambda cell: (cell.drafts, cell.speculation)):
+        run_group(model, list(group), longest, results, begin + options.budget)
+    return results.rows
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from types import SimpleNamespace
 
 import jax
@@ -13,8 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks import idle, load, report, serving
 from benchmarks.load import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition, Served, attainable, serve, summary
-from mamba_align_jax import RequestOutput
+from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.cli import main
+from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.demo import MODES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
@@ -196,8 +197,8 @@ def test_latencies_by_hand():
 
 
 SIZES = dict(prefix=64, suffix=6, output=16, prompts=6, conversations=2, turns=2, first=20, turn=6, turn_output=5)
-SIZES |= dict(concurrency=2, block_size=16, kv_page_size=8, max_num_batched_tokens=32, runs=2, idle=4)
-CHOICES = dict(model="tiny", mode="align/copy_free", stepping="async", commit="abc")
+SIZES |= dict(concurrency=2, block_size=16, kv_page_size=8, max_num_batched_tokens=32, runs=2, idle=2)
+CHOICES = dict(model="tiny", mode="align/copy_free", speculation="mtp", drafts=1, stepping="async", commit="abc")
 
 
 def finite(value):
@@ -207,44 +208,114 @@ def finite(value):
 def test_rows_are_complete(tmp_path, capsys, monkeypatch):
     # Here is no GPU to trace; what leads to the trace runs.
     monkeypatch.setattr(idle, "read", lambda trace, count: idle.measure(idle.kernels(xspace(steps(count))), count))
+    # Greedy requests need no more programs.
+    monkeypatch.setattr(runner.StepRunner, "buckets", [runner.Bucket(2, 8, 32), runner.Bucket(2, 0, 0, draws=False)])
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
     workloads = ["--workload=prefix_repetition", "--workload=multi_turn"]
     assert main(["bench", *arguments, *workloads, f"--json={file}", f"--trace-dir={tmp_path / 'traces'}"]) == 0
     waits, *rows = (json.loads(line) for line in file.read_text().splitlines())
-    assert (waits["workload"], waits["rows"], waits["steps"], waits["context"]) == (
-        "decode_idle",
-        2,
-        4,
-        rows[0]["workload"],
-    )
+    about = dict(workload="decode_idle", rows=2, steps=2, context="prefix_repetition")
+    assert {name: waits[name] for name in about} == about
     assert waits["idle_share"] == pytest.approx(0.05)
-    assert [row["workload"] for row in rows] == ["prefix_repetition", "multi_turn"]
+    about = [("prefix_repetition", 1), ("multi_turn", 1), ("prefix_repetition", 2), ("multi_turn", 2)]
+    assert [(row["workload"], row["runs"]) for row in rows] == about
     for row in [waits, *rows]:
         assert all(map(finite, row.values())), row
-        assert (row["mode"], row["speculation"], row["async_stepping"]) == ("align/copy_free", 0, True)
+        about = row["mode"], row["speculation"], row["drafts"], row["async_stepping"]
+        assert about == ("align/copy_free", "mtp", 1, True)
         assert (row["commit"], row["model"], row["block_size"]) == ("abc", "tiny", 16)
     for row in rows:
         for name in ("ttft", "tpot", "itl", "e2e"):
             assert 0 < row[f"{name}_ms_p50"] <= row[f"{name}_ms_p99"]
-        assert (row["runs"], len(row["ttft_ms_runs"]), row["null_reads"], row["preemptions"]) == (2, 2, 0, 0)
+        assert (len(row["ttft_ms_runs"]), row["null_reads"], row["preemptions"]) == (row["runs"], 0, 0)
         assert row["hit_rate_of_attainable"] >= 0.8
-    assert rows[0]["steps"] >= 6 * 16 / 2
+        (acceptance,) = row["acceptance"]
+        assert 0 <= acceptance < 0.5, "the head is random"
+    assert rows[0]["steps"] >= 6 * 16 / 2 / 2
     assert rows[0]["attainable_tokens"] >= 3 * 64
     printed = capsys.readouterr().out
-    assert "4 programs" in printed
-    assert "multi_turn closed align/copy_free K0 async" in printed
+    assert "2 programs" in printed
+    assert "multi_turn x4 closed align/copy_free mtp K1 async" in printed
     lines = report.table(file).splitlines()
     assert lines[0].startswith("| workload | loop | mode |")
-    assert len([line for line in lines if "copy_free" in line]) == 3
+    assert len([line for line in lines if "copy_free" in line and "| 1, mtp |" in line]) == 3
 
 
-def test_nothing_starts_that_would_end_too_late():
-    cell = next(serving.cells(serving._parser().parse_args([])))
-    assert cell.name == "prefix_repetition closed none K0"
-    engine: object = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
-    options = serving._parser().parse_args([])
-    assert serving.run_cell(engine, cell, options, time.perf_counter() + cell.guess_s - 1) is None
+class Group:
+    """Cells that take ten seconds on engines that take a hundred, by the clock."""
+
+    def __init__(self, monkeypatch, clock, **choices):
+        self.alive, self.clock = [], clock
+        self.options = serving._parser().parse_args([f"--{name}={value}" for name, value in choices.items()])
+        self.cells, self.results = list(serving.cells(self.options)), serving.Results(self.options)
+        config = SimpleNamespace(**dict.fromkeys(EngineConfig.__dataclass_fields__, 0))
+        for name, value in dict(time=clock, _start=self.start, run_cell=self.run_cell, free=self.alive.remove).items():
+            monkeypatch.setattr(serving, name, value)
+        self.engine = lambda cell: SimpleNamespace(of=cell.engine, config=config)
+
+    def start(self, model, cell, longest, results):
+        self.clock.sleep(100)
+        self.alive.append(self.engine(cell))
+        return self.alive[-1]
+
+    def run_cell(self, engine, cell, options):
+        assert engine in self.alive
+        assert engine.of == cell.engine
+        self.clock.sleep(10)
+        times = dict.fromkeys(("ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99"), self.clock.now)
+        return times | dict(seconds=10.0, output_tokens_per_s=1.0, hit_rate_of_attainable=1.0)
+
+    def run(self, deadline):
+        serving.run_group(None, self.cells, 100, self.results, deadline)
+        assert not self.alive
+        return [(row["mode"], row["runs"]) for row in self.results.rows]
+
+
+def test_all_modes_have_their_first_run_before_any_has_its_second(clock, monkeypatch, tmp_path):
+    group = Group(monkeypatch, clock, runs=2, prompts=512, json=tmp_path / "rows")
+    assert group.run(math.inf) == [(mode, runs) for runs in (1, 2) for mode in MODES]
+    assert clock.now == 3 * 100 + 6 * 10
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert rows == group.results.rows
+    assert (rows[3]["ttft_ms_runs"], rows[3]["ttft_ms_mean"]) == ([110, 340], 225)
+    assert rows[0]["case"] == "prefix_repetition x512 closed none K0 sync"
+
+
+def test_nothing_starts_that_would_end_too_late(clock, monkeypatch):
+    """By a guess at first, then by the run before."""
+    cells = list(serving.cells(serving._parser().parse_args(["--prompts=512"])))
+    first, *_, last = (serving._COMPILE_S + cell.guess_s for cell in cells)
+    run = lambda deadline, runs: (
+        setattr(clock, "now", 0),
+        Group(monkeypatch, clock, prompts=512, runs=runs).run(deadline),
+    )[1]
+    assert run(first - 1, 1) == [("align/pre_copy", 1)], "then it is too late for the other"
+    assert run(220 + last - 1, 1) == [("none", 1), ("align/pre_copy", 1)]
+    assert [runs for _, runs in run(375, 3)] == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_cells_of_one_speculation_follow_each_other():
+    options = [
+        "--drafts=0",
+        "--drafts=3",
+        "--speculation=prompt_lookup",
+        "--speculation=mtp",
+        "--loop=open",
+        "--loop=closed",
+    ]
+    cells = list(serving.cells(serving._parser().parse_args([*options, "--prompts=9"])))
+    kinds = [("none", 0), ("prompt_lookup", 3), ("mtp", 3)]
+    wanted = [(*kind, loop, mode) for kind in kinds for loop in ("open", "closed") for mode in MODES]
+    assert [(cell.speculation, cell.drafts, cell.loop.name, cell.mode) for cell in cells] == wanted
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert cells[-1].name == "prefix_repetition x9 closed align/copy_free mtp K3"
+
+
+def test_more_steps_than_answers_have_are_not_traced():
+    engine: object = SimpleNamespace(config=SimpleNamespace(num_speculative_tokens=3))
+    with pytest.raises(ValueError, match="--idle must be at most 32 for answers of 512 tokens, got 33"):
+        serving.decode_idle(engine, PrefixRepetition(), 33)
 
 
 def xspace(events, line="Stream #13(Compute)", plane="/device:GPU:0"):
