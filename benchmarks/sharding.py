@@ -77,7 +77,7 @@ def compile_all(engines: list[Engine]) -> None:
     begin = time.perf_counter()
     with ThreadPoolExecutor() as pool:
         compiling = [
-            pool.submit(engine.runner.lower(bucket).compile)
+            pool.submit(engine.runner.trace(bucket).lower().compile)
             for engine in engines
             for bucket in engine.runner.buckets
             if bucket.decode_rows in (0, engine.config.max_num_seqs)

@@ -286,10 +286,11 @@ def test_nothing_starts_that_would_end_too_late(clock, monkeypatch):
     """By a guess at first, then by the run before."""
     cells = list(serving.cells(serving._parser().parse_args(["--prompts=512"])))
     first, *_, last = (serving._COMPILE_S + cell.guess_s for cell in cells)
-    run = lambda deadline, runs: (
-        setattr(clock, "now", 0),
-        Group(monkeypatch, clock, prompts=512, runs=runs).run(deadline),
-    )[1]
+
+    def run(deadline, runs):
+        clock.now = 0
+        return Group(monkeypatch, clock, prompts=512, runs=runs).run(deadline)
+
     assert run(first - 1, 1) == [("align/pre_copy", 1)], "then it is too late for the other"
     assert run(220 + last - 1, 1) == [("none", 1), ("align/pre_copy", 1)]
     assert [runs for _, runs in run(375, 3)] == [1, 1, 1, 2, 2, 2, 3]

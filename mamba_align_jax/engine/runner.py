@@ -317,10 +317,10 @@ class StepRunner:
         decode = _sizes(self.spec.max_num_reqs, 4)
         return prefill + [Bucket(rows, 0, 0, draws) for rows in decode for draws in (False, True)]
 
-    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
-        """One program, to be compiled: the first step that needs it then finds it compiled."""
+    def trace(self, bucket: Bucket) -> jax.stages.Traced:
+        """One program, to be looked at, or lowered and compiled: the first step that needs it then finds it compiled."""
         inputs = self._inputs(bucket, [None] * (bucket.decode_rows + bucket.prefill_rows))
-        return _step.lower(self._params, inputs, self.device_state, **self._static(bucket))
+        return _step.trace(self._params, inputs, self.device_state, **self._static(bucket))
 
     def compile(self) -> Iterator[None]:
         """Compiles every program; yields once for each that is done.
@@ -329,11 +329,11 @@ class StepRunner:
         """
         if jax.default_backend() == "cpu":
             for bucket in self.buckets:
-                self.lower(bucket).compile()
+                self.trace(bucket).lower().compile()
                 yield
             return
         with ThreadPoolExecutor() as pool:
-            for program in as_completed([pool.submit(self.lower(bucket).compile) for bucket in self.buckets]):
+            for program in as_completed([pool.submit(self.trace(bucket).lower().compile) for bucket in self.buckets]):
                 program.result()
                 yield
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.programs import decisions
 from models.head import write_small_with_head
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -127,6 +128,8 @@ def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fre
     assert again.num_cached_tokens == 56
     assert_right(reference, [again])
     assert _step._cache_size() == programs
+    # A GPU's host would wait for a decision, and not be a step ahead.
+    assert [decisions(engine.runner.trace(bucket)) for bucket in engine.runner.buckets if not bucket.draws] == [0]
     engine.cache.check()
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
@@ -150,6 +153,14 @@ def test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference
         (output,) = engine.generate([[*prompt, n + 1, n + 2]], GREEDY)
         assert_right(reference, [output])
     assert output.num_cached_tokens == 40
+
+
+@pytest.mark.gpu
+def test_drafts_of_the_head_are_right_over_compiled_kernels(rng, make, fresh, reference):
+    with jax.default_matmul_precision("highest"):
+        test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference)
+        test_requests_choose_how_many_drafts_they_get_and_how_they_are_sampled(rng, make, fresh, reference)
+        test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference)
 
 
 def test_what_the_head_cannot_do_is_refused(model):

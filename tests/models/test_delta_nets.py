@@ -62,6 +62,13 @@ def test_logits(make, tmp_path):
     close(out[3], 64)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
+def test_logits_of_compiled_kernels(make, tmp_path):
+    with jax.default_matmul_precision("highest"):
+        test_logits(make, tmp_path)
+
+
 def parameters(path):
     return jax.tree.leaves(nnx.state(load_model(path), nnx.Param))
 

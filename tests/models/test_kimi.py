@@ -160,6 +160,12 @@ def test_other_models_in_every_kind_of_row(other, rng):
     np.testing.assert_allclose(out[2], wanted[64:], atol=ATOL, rtol=0)
 
 
+@pytest.mark.gpu
+def test_other_models_over_compiled_kernels(other, rng):
+    with jax.default_matmul_precision("highest"):
+        test_other_models_in_every_kind_of_row(other, rng)
+
+
 def test_both_styles_of_names_load(other, tmp_path):
     config, tensors, path = other
     a, b = (jax.tree.leaves(nnx.state(load_model(p))) for p in (path, write(tmp_path / "saved", config, tensors)))

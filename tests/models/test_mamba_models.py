@@ -109,6 +109,15 @@ def test_resumes_from_a_block_in_another_slot(case):
     close(out[2], case.logits[:40])
 
 
+@pytest.mark.gpu
+def test_compiled_kernels(case):
+    with jax.default_matmul_precision("highest"):
+        test_prompt_in_chunks(case, (20, 3, 41, 5))
+        test_prompt_of_several_chunks(case, (90, 60))
+        test_decode_and_verify(case)
+        test_resumes_from_a_block_in_another_slot(case)
+
+
 def test_float64_is_transformers_but_for_the_clamp():
     arrays = dict(np.load(DATA / "nemotron_h" / "reference.npz"))
     decode = functools.partial(float64.nemotron_h, *float64.read(DATA / "nemotron_h"), arrays["tokens"][0])
