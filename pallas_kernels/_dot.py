@@ -36,6 +36,7 @@ def dot(a: Operand, b: Operand, *, contract: tuple[int, int] = (1, 0), interpret
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], interpret: bool) -> jax.Array:
+    assert min(*a.shape, *b.shape) >= 16, (a.shape, b.shape)
     if interpret:  # CPUs have no presets, and may round the products of narrow types.
         a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
     elif a.dtype == jnp.float32:

@@ -70,6 +70,11 @@ def _products_of_rows(x, y):
     return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
 
 
+def _key_lanes(key_dim):
+    """Of tiles that hold a head's keys, which are multiplied."""
+    return max(pt.power_of_two(key_dim), _BLOCK)
+
+
 def _norm(squares, use_qk_l2norm):
     """What brings rows of keys, given their squares' sums, to unit length."""
     return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
@@ -80,7 +85,7 @@ def _products(refs, key_head, chunk, start, end, *, size, scale, use_qk_l2norm, 
     _, key_heads, key_dim = refs.k.shape
     repeats = refs.beta.shape[1] // key_heads
     lane, later, earlier = _iota((size,), 0), _iota((size, size), 0), _iota((size, size), 1)
-    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    key, key_inside = pt.lanes(0, _key_lanes(key_dim), key_dim)
     token = start + lane
     inside = token < end
 
@@ -152,8 +157,8 @@ def _products_per_channel(refs, head, chunk, start, end, *, size, scale, use_qk_
     levels = len(_halves(size, last))
     split = pieces if exact else (lambda x, _: x)
     wide = lambda x: x.astype(jnp.float32)
-    tile = min(pt.power_of_two(key_dim), _KEYS)
-    tiles = pt.power_of_two(key_dim) // tile
+    tile = min(_key_lanes(key_dim), _KEYS)
+    tiles = _key_lanes(key_dim) // tile
 
     def take(n):
         """q, k and log2 decays of tile n, and its keys and which exist."""
@@ -278,7 +283,7 @@ def _states(refs, *, size, config, interpret):
     layer, read, write, first = refs.layer[...], refs.read_block[row], refs.write_block[row], refs.first_chunk[row]
     key_head = head // (value_heads // key_heads)
     value, value_inside = pt.lanes(value_tile, config.tile_value, value_dim)
-    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    key, key_inside = pt.lanes(0, _key_lanes(key_dim), key_dim)
     lane = _iota((size,), 0)
     checkpoints = 0 if refs.checkpoint_block is None else refs.checkpoint_block.shape[1]
     exact = refs.k.dtype == jnp.bfloat16

@@ -84,9 +84,9 @@ CASES = [
     ("grouped", jnp.float32, jnp.float32, False, "xla"),
     ("odd", jnp.float16, jnp.float16, False, "xla"),
     ("grouped", jnp.float32, jnp.float32, True, "xla"),
-    ("grouped", jnp.float32, jnp.float32, False, "interpret"),
+    ("narrow", jnp.float32, jnp.float32, False, "interpret"),
     ("96 x 192", jnp.bfloat16, jnp.bfloat16, False, "interpret"),
-    ("odd", jnp.float16, jnp.float16, True, "interpret"),
+    ("narrow", jnp.float16, jnp.float16, True, "interpret"),
     ("odd", jnp.bfloat16, jnp.float32, True, "interpret"),
     *(
         pytest.param(dims, dtype, state_dtype, kda, "triton", marks=GPU)
@@ -100,6 +100,8 @@ CASES = [
             ("256 x 64", jnp.float32, jnp.float32),
             ("kimi", jnp.bfloat16, jnp.float32),
             ("kimi", jnp.float32, jnp.bfloat16),
+            ("narrow", jnp.bfloat16, jnp.float32),
+            ("narrow", jnp.float32, jnp.float32),
         )
         for kda in (False, True)
     ),
