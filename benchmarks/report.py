@@ -112,11 +112,31 @@ def _idle(rows: list[Row]) -> list[str]:
     return _markdown(header, *lines)
 
 
+def _precision(rows: list[Row]) -> list[str]:
+    header = (
+        "model",
+        "tokens",
+        "same token first",
+        "rms error",
+        "of prompts",
+        "of decode steps",
+        "largest loss",
+        "XLA runs",
+    )
+
+    def line(row: Row) -> tuple[str, ...]:
+        xla = [f"{op} ({dtype})" for dtype in ("bfloat16", "float32") for op in row[f"xla_ops_{dtype}"]]
+        errors = (f"{row[name]:.1e}" for name in ("rms_error", "prefill_rms_error", "decode_rms_error", "largest_loss"))
+        return row["model"], str(row["tokens"]), f"{100 * row['top1_agreement']:.2f} %", *errors, ", ".join(xla) or "-"
+
+    return _markdown(header, *map(line, rows))
+
+
 def table(file: Path) -> str:
     """Markdown of the newest row of each case, a table per kind of row."""
     newest = {(row["case"], row.get("crossing")): row for row in map(json.loads, file.read_text().splitlines())}
     kinds = {"bandwidth_fraction": _kernels, "groups": _bookkeeping, "crossing": _steps}
-    kinds |= {"hit_rate_of_attainable": _serving, "idle_share": _idle}
+    kinds |= {"hit_rate_of_attainable": _serving, "idle_share": _idle, "top1_agreement": _precision}
     found = [(show, [row for row in newest.values() if mark in row]) for mark, show in kinds.items()]
     return "\n\n".join("\n".join(show(rows)) for show, rows in found if rows)
 

@@ -289,13 +289,6 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield from (Cell(workloads[workload], loops[loop], mode, speculation, drafts) for mode in modes)
 
 
-def _facts(commit: str) -> Row:
-    """Where this runs; a CPU is for tests."""
-    if jax.default_backend() == "gpu":
-        return timing.environment(commit)
-    return {"gpu": "none", "driver": "none", "jax": jax.__version__, "commit": commit}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     several = dict(action="append")
@@ -345,7 +338,7 @@ class Results:
 
     def __init__(self, options: argparse.Namespace) -> None:
         """`options` say where rows go."""
-        self.options, self.facts, self.rows = options, _facts(options.commit), []
+        self.options, self.facts, self.rows = options, timing.facts(options.commit), []
 
     def keep(self, cell: Cell, engine: Engine, case: str, row: Row) -> None:
         """Adds what a row must say of a cell and its engine."""

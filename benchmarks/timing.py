@@ -105,3 +105,10 @@ def environment(commit: str) -> dict[str, str]:
     gpu, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"gpu": gpu, "driver": driver, "jax": jax.__version__, "commit": commit, "date": date}
+
+
+def facts(commit: str) -> dict[str, str]:
+    """`environment`, or on a CPU, which is for tests, what there is of it."""
+    if jax.default_backend() == "gpu":
+        return environment(commit)
+    return {"gpu": "none", "driver": "none", "jax": jax.__version__, "commit": commit}

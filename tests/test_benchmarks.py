@@ -13,15 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
 
-from benchmarks import kernels, pipeline, prefill, reference, timing, tune, workloads
+from benchmarks import kernels, pipeline, precision, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
 from benchmarks.report import table
+from mamba_align_jax import models
+from mamba_align_jax.models import mamba2
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = {
     "state_copy": dict(layers=2, states=(((3, 64), "bfloat16"), ((2, 8, 16), "float32"))),
     "causal_conv1d_update": dict(channels=64),
@@ -326,6 +330,40 @@ class TestPipeline:
         assert begin.lower(*given).as_text() == begin_many.lower(*given).as_text()
         given = state, batch, jax.eval_shape(begin, *given)[1], jnp.ones(8, jnp.int32), tables
         assert finish.lower(*given).as_text() == finish_many.lower(*given).as_text()
+
+
+def test_precision_has_every_architecture():
+    assert {architecture for architecture, _ in precision.MODELS.values()} == set(models._ARCHITECTURES.values())
+    for name, (architecture, _) in precision.MODELS.items():
+        model = nnx.eval_shape(
+            lambda name=name, make=architecture.Model: make(precision.configuration(name), nnx.Rngs(0))
+        )
+        assert model.state_groups()
+
+
+def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
+    """Rounding is seen and nothing else, and so is what a kernel can't take."""
+    monkeypatch.setitem(
+        precision.MODELS, "mamba2", (mamba2, dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))
+    )
+    monkeypatch.setattr(precision, "_SIZES", dict(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    file = tmp_path / "precision.jsonl"
+    options = ["--model=mamba2", "--prompt=21", "--decode=3", f"--json={file}", "--commit=abc"]
+    (row,) = precision.main(options)
+    assert json.loads(file.read_text()) == row
+    assert (row["model"], row["tokens"], row["commit"]) == ("mamba2", 4 * 24, "abc")
+    assert 1e-4 < row["rms_error"] < 0.03
+    assert 0.8 < row["top1_agreement"] <= 1
+    assert 0 <= row["largest_loss"] < 0.2
+    squares = [row[f"{part}_rms_error"] ** 2 for part in ("prefill", "decode")]
+    assert min(squares) < row["rms_error"] ** 2 < max(squares)
+    assert row["ops_float32"] == [
+        "causal_conv1d.prefill", "causal_conv1d.update", "selective_state_update.update", "ssd.prefill",
+    ]  # fmt: skip
+    # Four tiles of 64 x 256 float32 are more than a GPU's shared memory.
+    assert (row["xla_ops_float32"], row["xla_ops_bfloat16"]) == (["ssd.prefill"], [])
+    assert "without a kernel: ssd.prefill of float32" in capsys.readouterr().out
+    assert "| - |" not in table(file).splitlines()[-1]
 
 
 def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
