@@ -11,10 +11,11 @@ byte-level model is trained, and reads text that it hasn't seen.
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,7 @@ class Pass:
     """Tokens [rows, length] through one model: prompts of `prompt` tokens, then token by token."""
 
     def __init__(self, model: Any, tokens: np.ndarray, prompt: int) -> None:
-        """Traces the program; `compile` is the rest."""
+        """Traces and lowers the program, which takes Python's time; `compile` is the rest."""
         self.tokens, self.prompt = tokens, prompt
         length = -(-tokens.shape[1] // PAGE_SIZE) * PAGE_SIZE
         graph, self.params = nnx.split(model)
@@ -153,15 +154,18 @@ class Pass:
         blocks = np.tile(np.arange(1, 1 + ROWS, dtype=np.int32)[:, None], (len(self.spec.groups), 1, 1))
         pages = np.arange(1, 1 + ROWS * length // PAGE_SIZE, dtype=np.int32).reshape(ROWS, -1)
         self.fixed = BlockTables(blocks=jnp.asarray(blocks)), jnp.asarray(pages)
-        kv = KVPages.create(model.kv_spec(), 1 + pages.size, PAGE_SIZE)
-        self.carried = AlignState.create(self.spec), StatePool.create(self.spec, 1 + ROWS), kv
+        kv = model.kv_spec(), 1 + pages.size, PAGE_SIZE
+        self._fresh = lambda: (
+            AlignState.create(self.spec), StatePool.create(self.spec, 1 + ROWS), KVPages.create(*kv)
+        )  # fmt: skip
         precision = "highest" if model.dtype == "float32" else None
         with jax.default_matmul_precision(precision):
-            arguments = *self._inputs(0, prompt), *self.fixed, *self.carried
-            self.traced = _step.trace(self.params, *arguments, graph=graph, spec=self.spec)
+            arguments = *self._inputs(0, prompt), *self.fixed, *self._fresh()
+            traced = _step.trace(self.params, *arguments, graph=graph, spec=self.spec)
+            self.kernels, self._lowered = kernels(traced.jaxpr.jaxpr), traced.lower()
 
     def _inputs(self, begin: int, end: int) -> tuple[np.ndarray, StepBatch]:
-        decode = begin > 0
+        decode = end - begin == 1
         lengths = [end - begin] * ROWS
         lengths = [*lengths, *[0] * ROWS] if decode else [*[0] * ROWS, *lengths]
         slots = [*range(ROWS), *[-1] * ROWS] if decode else [*[-1] * ROWS, *range(ROWS)]
@@ -172,14 +176,13 @@ class Pass:
 
     def compile(self) -> "Pass":
         """Makes `run` possible."""
-        self.program = self.traced.lower().compile()
+        self.program = self._lowered.compile()
         return self
 
-    def run(self) -> jax.Array:
-        """Logits [rows, length, vocab]."""
-        parts, carried = [], self.carried
-        del self.carried
-        for begin, end in [(0, self.prompt), *((n, n + 1) for n in range(self.prompt, self.tokens.shape[1]))]:
+    def run(self, ends: Iterable[int] = ()) -> jax.Array:
+        """Logits [rows, length, vocab], by steps up to each of `ends`; the prompt and single tokens if there are none."""
+        parts, carried = [], self._fresh()
+        for begin, end in itertools.pairwise([0, *(ends or range(self.prompt, self.tokens.shape[1] + 1))]):
             logits, *carried = self.program(self.params, *self._inputs(begin, end), *self.fixed, *carried)
             parts.append(logits[: ROWS * (end - begin)].reshape(ROWS, end - begin, -1))
         return jnp.concatenate(parts, axis=1)
@@ -248,8 +251,8 @@ def measure(names: list[str], prompt: int, decode: int, seed: int) -> Iterator[R
                 found = _compare(*(logits[dtype][:, where] for dtype in ("bfloat16", "float32")))
                 row |= {f"{part}_{key}": float(found[key]) for key in ("top1_agreement", "rms_error")}
             for dtype, each in both.items():
-                ops = kernels(each.traced.jaxpr.jaxpr)
-                row |= {f"ops_{dtype}": sorted(ops), f"xla_ops_{dtype}": sorted(op for op in ops if not ops[op])}
+                xla = sorted(op for op, has_kernel in each.kernels.items() if not has_kernel)
+                row |= {f"ops_{dtype}": sorted(each.kernels), f"xla_ops_{dtype}": xla}
             yield row
 
 

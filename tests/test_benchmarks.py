@@ -342,11 +342,13 @@ def test_precision_has_every_architecture():
 
 
 def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
-    """Rounding is seen and nothing else, and so is what a kernel can't take."""
+    """Rounding is seen and nothing else, and so is what a kernel can't take. Decode steps go on from prompts."""
     monkeypatch.setitem(
         precision.MODELS, "mamba2", (mamba2, dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))
     )
     monkeypatch.setattr(precision, "_SIZES", dict(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    compiled, compile_ = [], precision.Pass.compile
+    monkeypatch.setattr(precision.Pass, "compile", lambda run: (compiled.append(run), compile_(run))[1])
     file = tmp_path / "precision.jsonl"
     options = ["--model=mamba2", "--prompt=21", "--decode=3", f"--json={file}", "--commit=abc"]
     (row,) = precision.main(options)
@@ -364,6 +366,8 @@ def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
     assert (row["xla_ops_float32"], row["xla_ops_bfloat16"]) == (["ssd.prefill"], [])
     assert "without a kernel: ssd.prefill of float32" in capsys.readouterr().out
     assert "| - |" not in table(file).splitlines()[-1]
+    *_, exact = compiled
+    np.testing.assert_allclose(exact.run(), exact.run([3, 24]), atol=1e-5)
 
 
 def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
