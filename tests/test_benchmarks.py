@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 from flax import nnx
 from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
 
-from benchmarks import kernels, pipeline, precision, prefill, reference, timing, tune, workloads
+from benchmarks import kernels, pipeline, plot, precision, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
 from benchmarks.report import table
 from mamba_align_jax import models
@@ -36,6 +37,7 @@ SMALL = {
     "ssd": dict(heads=4, head_dim=16, groups=2, state_dim=16),
     "selective_scan": dict(head_dim=128, state_dim=16),
 }
+RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.jsonl"))
 CASES = [(op, case) for op, (cases, _) in OPS.items() for case in cases]
 KINDS = {case.name.split()[0]: (op, case) for op, case in reversed(CASES)}.values()
 
@@ -376,6 +378,21 @@ def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert table(file).splitlines()[2:] == ["| a | 1.0 us | 0.50 | p 4.0 us | 0.25 |", "| b | 3.0 us | - | - | - |"]
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_rows_that_are_kept_are_read(file):
+    lines = table(file).splitlines()
+    assert len(lines) > 4
+    assert all(line.startswith("|") for line in lines if line)
+
+
+def test_bars_of_serving_rows_are_of_one_load_and_different_modes():
+    (file,) = (file for file in RESULTS if file.stem == "serving")
+    loads = plot.bars([json.loads(line) for line in file.read_text().splitlines()])
+    assert {"none", "align/pre_copy", "align/copy_free"} == set(loads["prefix_repetition x64\nclosed, no drafts"])
+    assert all(row["mode"] == mode for load in loads.values() for mode, row in load.items())
+    assert any("by prompt_lookup" in load for load in loads)
 
 
 def test_the_report_has_a_table_of_spans_and_errors_for_rows_that_have_them(tmp_path):
