@@ -125,7 +125,7 @@ def run(engines, each_step=lambda: None):
 
 
 def test_engines_on_four_devices_do_what_one_does(model, mesh):
-    """Chunked prompts, hits, drafts of the model's head, greedy and drawn tokens; then prompt lookup and states that move."""
+    """Chunked prompts, hits, drafts of the model's head, greedy and drawn tokens; prompt lookup, states that move."""
     before = jax.tree.map(np.asarray, nnx.state(model))
     sizes = dict(
         block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
