@@ -17,7 +17,6 @@ from mamba_align_jax.cli import main
 from mamba_align_jax.engine import runner
 from mamba_align_jax.engine.demo import MODES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)
 
