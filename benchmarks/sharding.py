@@ -126,7 +126,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
     assert all(places)
     inputs = jax.device_put(runner._inputs(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
     # The very program that the engine runs: a call of the jitted step would compile one for inputs that lie on devices.
-    program = runner.lower(bucket).compile()
+    program = runner.trace(bucket).lower().compile()
     spans = []
     for _ in range(5):
         jax.block_until_ready(runner.device_state)

@@ -26,7 +26,6 @@ from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = {
     "state_copy": dict(layers=2, states=(((3, 64), "bfloat16"), ((2, 8, 16), "float32"))),
     "causal_conv1d_update": dict(channels=64),
