@@ -24,6 +24,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting import NGramDrafter
 from mamba_align_jax.engine.runner import Bucket, StepRunner
+from mamba_align_jax.engine.waiting import WaitingQueue
 from mamba_align_jax.models import load_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -60,7 +61,7 @@ def configured(**options):
 
 def soaked(count, seed=0):
     """A small soak's engine, and what went wrong in it."""
-    config = configured(**CONFIGS["copy_free"])
+    config = configured(**CONFIGS["copy_free"], max_waiting=2)
     engine = Engine(SPELLER, config)
     soak.poison(engine)
     books = np.random.default_rng(seed).integers(0, VOCAB, (4, 200)).tolist()
@@ -68,10 +69,10 @@ def soaked(count, seed=0):
 
 
 def test_a_small_soak():
-    engine, (wrong, ties, leaked, aborted) = soaked(250)
+    engine, (wrong, ties, leaked, aborted, refused) = soaked(250, seed=1)
     assert (wrong, ties, leaked) == ([], 0, 0)
     stats = engine.stats
-    assert min(aborted, stats.preemptions, stats.evicted_state_blocks, stats.cached_tokens) > 10
+    assert min(aborted, refused, stats.preemptions, stats.evicted_state_blocks, stats.cached_tokens) > 10
     assert all(
         0 < accepted < drafts for accepted, drafts in zip(stats.accepted_tokens, stats.draft_tokens, strict=True)
     )
@@ -102,6 +103,26 @@ def some(every):
     return lambda method, *args: None if next(turn) % every == 0 else method(*args)
 
 
+def backwards(make, queue, limit):
+    make(queue, limit)
+    queue._arrivals = itertools.count(0, -1)
+
+
+def equals(add, queue, request):
+    request.params = dataclasses.replace(request.params, priority=0)
+    add(queue, request)
+
+
+def late(put_back, queue, request):
+    request.rank = request.params.priority, next(queue._arrivals)
+    put_back(queue, request)
+
+
+def counted(put_back, queue, request):
+    put_back(queue, request)
+    queue._returned.clear()
+
+
 BUGS = {
     "a column goes before the step that reads it is dispatched": (HybridCache, "commit", early),
     "blocks are in each other's columns": (HybridCache, "allocate", shifted),
@@ -109,14 +130,18 @@ BUGS = {
     "some requests give nothing back": (HybridCache, "free", some(90)),
     "names are left behind": (HybridCache, "forget", some(1)),
     "drafts are not forgotten": (NGramDrafter, "forget", some(10)),
+    "whoever came last is first": (WaitingQueue, "__init__", backwards),
+    "all are equal": (WaitingQueue, "add", equals),
+    "who gives way loses the place in the queue": (WaitingQueue, "put_back", late),
+    "who gave way counts as waiting": (WaitingQueue, "put_back", counted),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_soak_notices(bug, monkeypatch):
     wrapped(monkeypatch, *BUGS[bug])
-    _, (wrong, _, leaked, _) = soaked(100)
-    assert wrong or leaked
+    soaks = (soaked(100, seed)[1] for seed in range(8))
+    assert any(wrong or leaked for wrong, _, leaked, *_ in soaks)
 
 
 @dataclass(frozen=True)
@@ -153,6 +178,7 @@ def asks(config, vocab, most=8, least=3):
         cache_salt=often("", st.just("another")),
         checkpoint_at=often((), st.lists(st.integers(0, config.max_model_len), max_size=2)),
         num_speculative_tokens=often(None, st.integers(0, K)),
+        priority=often(0, st.integers(-1, 1)),
     )
     ask = st.builds(
         Ask,
