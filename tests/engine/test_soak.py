@@ -84,8 +84,8 @@ def wrapped(monkeypatch, owner, name, instead):
     monkeypatch.setattr(owner, name, lambda *args, **options: instead(method, *args, **options))
 
 
-def early(commit, cache, request, tokens):
-    commit(cache, request, tokens)
+def early(commit, cache, request, *args):
+    commit(cache, request, *args)
     cache.states.release(request)
 
 
