@@ -77,7 +77,8 @@ def rewrite(path, rename):
 
 
 def test_experts_of_their_own_and_together(tmp_path):
-    tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    config, _ = tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    assert config.pop("model_type") == "qwen3_5_moe_text"
     together = parameters(tmp_path)
 
     def apart(name, value):
@@ -93,6 +94,11 @@ def test_experts_of_their_own_and_together(tmp_path):
 
     rewrite(tmp_path, apart)
     assert all(map(np.array_equal, parameters(tmp_path), together))
+    # As the hub has it: the text model is nested.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
+    rewrite(tmp_path, lambda name, value: {name.replace("model.", "model.language_model.", 1): value})
+    assert all(map(np.array_equal, parameters(tmp_path), together))
+    rewrite(tmp_path, lambda name, value: {name.replace("language_model.", ""): value})
     short = "model.layers.1.mlp.experts.6.up_proj.weight"
     rewrite(tmp_path, lambda name, value: {} if name == short else {name: value})
     with pytest.raises(ValueError, match=f"tensor '{short}' is missing, 1 in all"):
