@@ -15,7 +15,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(TEST_ARGS)
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants.py

@@ -2,16 +2,17 @@
 
 Random weights in the shapes of Qwen3.5-4B, bfloat16. Every row reads its prompt through the engine; then one decode step of
 all rows is dispatched again and again over the same inputs, back to back, so that the host isn't counted: `step_us`.
-`engine_us` is the engine's own step, host and all, under asynchronous stepping. `agreement` is the share of tokens that are
-those of the first number of devices: bfloat16 rounds, and near-ties flip. So a small float32 model generates too, drafts and
-all, and there every token must be the same; one that isn't is judged by the float32 reference.
+`engine_us` is the engine's own step, host and all, under asynchronous stepping. With `--drafts` a random head drafts in
+both, and a step verifies as many. `agreement` is the share of tokens that are those of the first number of devices: bfloat16
+rounds, and near-ties flip. So a small float32 model generates too, with prompt lookup, and there every token must be the
+same; a sequence that isn't is judged by the float32 reference. Rows are written as they come.
 """
 
 import argparse
 import json
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from benchmarks import timing
 from benchmarks.serving import MODELS, free, random_model
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import Bucket, _step
+from mamba_align_jax.engine.runner import Bucket
+from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 
 Row = dict[str, Any]
@@ -54,7 +56,7 @@ def _prompts(rows: int, length: int, vocab: int) -> list[list[int]]:
     return np.random.default_rng(13).integers(1, vocab, (rows, length)).tolist()
 
 
-def _config(rows: int, length: int, drafts: int) -> EngineConfig:
+def _config(rows: int, length: int, drafts: int, speculation: str) -> EngineConfig:
     return EngineConfig(
         block_size=_CHUNK,
         max_num_batched_tokens=_CHUNK,
@@ -63,6 +65,7 @@ def _config(rows: int, length: int, drafts: int) -> EngineConfig:
         num_state_blocks=1 + rows * (drafts + 6),
         num_kv_pages=1 + rows * -(-length // 16),
         num_speculative_tokens=drafts,
+        speculation=speculation,
         async_stepping=True,
     )
 
@@ -75,7 +78,8 @@ def _bytes(tree: Any) -> int:
 def compile_all(engines: list[Engine]) -> None:
     """Compiles what the prompts here need, all engines at once; the rest would come when it is needed."""
     begin = time.perf_counter()
-    with ThreadPoolExecutor() as pool:
+    # XLA's compiler for CPUs has crashed in threads.
+    with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else None) as pool:
         compiling = [
             pool.submit(engine.runner.lower(bucket).compile)
             for engine in engines
@@ -83,26 +87,29 @@ def compile_all(engines: list[Engine]) -> None:
             if bucket.decode_rows in (0, engine.config.max_num_seqs)
             and (bucket.prefill_tokens == _CHUNK or not bucket.draws)
         ]
-        for program in compiling:
+        print(f"{len(compiling)} programs traced: {time.perf_counter() - begin:.1f} s", flush=True)
+        for number, program in enumerate(as_completed(compiling), 1):
             program.result()
-    print(f"{len(compiling)} programs compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+            print(f"{number} compiled: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 def _longest(options: argparse.Namespace) -> int:
     """So that every row goes on decoding until all have been timed."""
-    return options.context + 3 * (options.context // _CHUNK) * options.rows + 8 * options.steps
+    steps = 3 * (options.context // _CHUNK) * options.rows + 8 * options.steps
+    return options.context + (1 + options.drafts) * steps
 
 
 def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> tuple[Row, np.ndarray]:
     """Times, and the tokens [rows, steps] that were generated on the way."""
     rows, steps, mesh = options.rows, options.steps, _mesh(devices)
     params = SamplingParams(max_tokens=_longest(options) - options.context, ignore_eos=True)
+    print(f"{devices} devices: reads {rows} prompts of {options.context} tokens", flush=True)
     begin = time.perf_counter()
     for prompt in _prompts(rows, options.context, engine.model_config.vocab_size):
         engine.add_request(prompt, params)
     while engine.scheduler.waiting or any(len(r.tokens) == len(r.prompt) for r in engine.scheduler.running):
         engine.step()
-    print(f"  {devices} devices: read the prompts in {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"  read in {time.perf_counter() - begin:.1f} s; steps of the engine", flush=True)
     for _ in range(3):
         engine.step()
     times = []
@@ -111,18 +118,21 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         engine.step()
         times.append(time.perf_counter() - begin)
     generated = [request.tokens[options.context :][:steps] for request in engine.scheduler.running]
+    print("  steps back to back", flush=True)
     # The same inputs again: the device's own counts go on.
     runner, bucket = engine.runner, Bucket(rows, 0, 0, draws=False)
     places = engine._in_flight[-1][1].places
     assert len(places) == rows
     assert all(places)
     inputs = jax.device_put(runner._inputs(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
+    # The very program that the engine runs: a call of the jitted step would compile one for inputs that lie on devices.
+    program = runner.lower(bucket).compile()
     spans = []
     for _ in range(5):
         jax.block_until_ready(runner.device_state)
         begin = time.perf_counter()
         for _ in range(steps):
-            _, runner.device_state = _step(runner._params, inputs, runner.device_state, **runner._static(bucket))
+            _, runner.device_state = program(runner._params, inputs, runner.device_state)
         jax.block_until_ready(runner.device_state)
         spans.append((time.perf_counter() - begin) / steps)
     row = {
@@ -131,7 +141,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         "weight_bytes_per_device": _bytes(runner._params),
         "pool_bytes_per_device": _bytes(runner.device_state),
     }
-    print(f"  {devices} devices: {row}", flush=True)
+    print(f"  {row}", flush=True)
     free(engine)
     return row, np.array(generated)
 
@@ -140,7 +150,8 @@ def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) 
     """Greedy tokens of a small float32 model with drafts, prompts twice for the cache, on each number of devices."""
     prompts, tokens = _prompts(options.rows // 2, 2 * _CHUNK, _SMALL.vocab_size), options.tokens
     found, params = [], SamplingParams(max_tokens=tokens, ignore_eos=True)
-    for engine in engines:
+    for devices, engine in zip(options.devices, engines, strict=True):
+        print(f"{devices} devices: tokens of the small model", flush=True)
         outputs = engine.generate(prompts, params) + engine.generate(prompts, params)
         stats = engine.stats
         assert stats.null_reads == 0
@@ -171,6 +182,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=32, help="decode steps timed at once")
+    parser.add_argument("--drafts", type=int, default=0, help="by an MTP head, in the steps that are timed")
     parser.add_argument("--tokens", type=int, default=64, help="that the small model generates; 0 leaves it out")
     parser.add_argument("--cpu", type=int, metavar="DEVICES", help="simulate so many, to see whether the script runs")
     parser.add_argument("--json", help="append one JSON row per case to this file")
@@ -179,6 +191,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu)
+        jax.config.update("jax_disable_most_optimizations", True)
     facts = timing.environment(options.commit) if jax.default_backend() == "gpu" else {"gpu": "none"}
     print(facts, flush=True)
     results: list[Row] = []
@@ -189,27 +202,30 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             with open(options.json, "a") as file:
                 file.writelines(json.dumps(row | facts) + "\n" for row in rows)
 
-    engines: list[Engine] = []
-    small = random_model(_SMALL) if options.tokens else None
-    if small is not None:
-        config = _config(options.rows, 2 * _CHUNK + options.tokens + 8, 3)
-        engines += [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
-    model = random_model(replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers]))
-    timed = [
-        Engine(model, _config(options.rows, _longest(options), 0), mesh=_mesh(devices)) for devices in options.devices
-    ]
-    compile_all(engines + timed)
-    if small is not None:
-        keep(same_tokens(small, engines, options))
-    case = f"decode {options.model} {layers} layers {options.rows} rows {options.context} tokens"
+    if layers % (shape.layer_types.index(FULL) + 1):
+        parser.error(f"--layers must be a multiple of {shape.layer_types.index(FULL) + 1}, got {layers}")
+    shape = replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers])
+    model = random_model(replace(shape, mtp_num_hidden_layers=int(options.drafts > 0)))
+    config = _config(options.rows, _longest(options), options.drafts, "mtp")
+    timed = [Engine(model, config, mesh=_mesh(devices)) for devices in options.devices]
+    small, engines = random_model(_SMALL), []
+    if options.tokens:
+        # As many rows as prompts, so that there is one size of decode steps.
+        config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "ngram")
+        engines = [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
+    print(f"compiles for {len(timed + engines)} engines", flush=True)
+    compile_all(timed + engines)
+    case = f"decode {options.model} {layers} layers {options.rows} rows {options.context} tokens K{options.drafts}"
     first = None
     for devices, engine in zip(options.devices, timed, strict=True):
         row, generated = decode_steps(engine, devices, options)
         first = generated if first is None else first
         agreement = float(np.mean(generated == first))
         keep([{"case": case, "devices": devices, "layers": layers, **row, "agreement": agreement}])
+    if engines:
+        keep(same_tokens(small, engines, options))
     return results
 
 

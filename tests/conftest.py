@@ -23,12 +23,26 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """For programs that run a few steps on a CPU: compiling them well would take longer."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() != "gpu")
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    """How a module's programs are compiled, and that they go with it.
+
+    On a CPU compiling them well takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 is how users compile.
+    """
+    if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        jax.config.update("jax_disable_most_optimizations", True)
     yield
+    # A program holds some dozen memory maps, of which Linux gives a process 65,530: without any left XLA crashes.
+    jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def optimized_programs(programs):
+    """For a module that looks at what a compiler makes of a program, or runs for long."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

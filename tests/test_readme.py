@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 
 def run(*arguments):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment
     ).stdout

@@ -16,7 +16,6 @@ from benchmarks.load import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition, S
 from mamba_align_jax import RequestOutput
 from mamba_align_jax.cli import main
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)
 

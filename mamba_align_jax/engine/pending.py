@@ -1,6 +1,6 @@
 """What the device knows of each slot's tokens before the host does: the last sampled one, drafts, and all before them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -49,11 +49,18 @@ def enter(pending: Pending, slot: jax.Array, tokens: jax.Array) -> Pending:
     """Requests enter with `tokens` [additions, length]; `slot` is -1 for padding. Donate `pending`."""
     slot = jnp.where(slot >= 0, slot, pending.history.shape[0])
     history = pending.history.at[slot].set(tokens, mode="drop")
-    return Pending(tokens=pending.tokens, num_drafts=pending.num_drafts, history=history)
+    return replace(pending, history=history)
+
+
+def decode_places(batch: StepBatch, num_decode_rows: int, window: int) -> jax.Array:
+    """Where each decode row's tokens are packed, [rows, window]; a place behind the row's end repeats its last token."""
+    first, end = batch.query_start_loc[:num_decode_rows], batch.query_start_loc[1 : num_decode_rows + 1]
+    place = first[:, None] + jnp.arange(window, dtype=jnp.int32)
+    return jnp.minimum(place, jnp.maximum(end - 1, 0)[:, None])
 
 
 def resolve(
-    pending: Pending, batch: StepBatch, tokens: jax.Array, num_decode_rows: int
+    pending: Pending, batch: StepBatch, tokens: jax.Array, place: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Fills in what the host didn't know of a step's packed tokens.
 
@@ -61,7 +68,7 @@ def resolve(
         pending: What the last steps left.
         batch: The step's rows. A row whose drafts the host doesn't know has as many as it has room for.
         tokens: `UNKNOWN` where the host doesn't know. int32 [tokens].
-        num_decode_rows: How many rows, the first ones, are decode or verify rows (static).
+        place: Of the decode rows, which are the first ones, as `decode_places` says.
 
     Returns:
         The tokens; and of the decode rows the drafts [rows, K] and how many of them count [rows]. The rest were only run.
@@ -71,14 +78,11 @@ def resolve(
     most = pending.tokens.shape[1] - 1
     held = pending.tokens[slot[at.row], jnp.clip(at.offset, 0, most)]
     known = jnp.where(tokens == UNKNOWN, held, tokens)
-    # A place behind the row's end repeats its last token: it is no draft by its number.
-    last = jnp.maximum(batch.query_start_loc[1 : num_decode_rows + 1] - 1, 0)
-    place = batch.query_start_loc[:num_decode_rows, None] + jnp.arange(1, most + 1, dtype=jnp.int32)
-    place = jnp.minimum(place, last[:, None])
-    count = jnp.maximum(batch.num_drafts[:num_decode_rows], 0)
-    guessed = pending.num_drafts[slot[:num_decode_rows]]
-    count = jnp.where(tokens[place[:, :1]].ravel() == UNKNOWN, jnp.minimum(count, guessed), count) if most else count
-    return known, known[place], count
+    rows = place.shape[0]
+    count = jnp.maximum(batch.num_drafts[:rows], 0)
+    guessed = pending.num_drafts[slot[:rows]]
+    count = jnp.where(tokens[place[:, 1:2]].ravel() == UNKNOWN, jnp.minimum(count, guessed), count) if most else count
+    return known, known[place[:, 1:]], count
 
 
 def advance(pending: Pending, sampled: Sampled) -> Pending:
@@ -99,8 +103,8 @@ def advance(pending: Pending, sampled: Sampled) -> Pending:
 
 def propose(pending: Pending, slot: jax.Array, drafts: jax.Array, count: jax.Array) -> Pending:
     """Puts `count[r]` of the drafts [rows, K] behind the last token of each slot that is in range. Donate `pending`."""
-    return Pending(
+    return replace(
+        pending,
         tokens=pending.tokens.at[slot, 1:].set(drafts, mode="drop"),
         num_drafts=pending.num_drafts.at[slot].set(count, mode="drop"),
-        history=pending.history,
     )

@@ -20,7 +20,7 @@ from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrat
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.engine.device_drafting import DeviceDrafter, SampledStep
 from mamba_align_jax.engine.mtp_drafting import MTPDrafter
-from mamba_align_jax.engine.pending import Pending, Sampled, advance, enter, propose, resolve
+from mamba_align_jax.engine.pending import Pending, Sampled, advance, decode_places, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes
@@ -166,7 +166,8 @@ def _run_step(
     tables = update_block_tables(device_state.tables, inputs.updates)
     state = add_requests(device_state.state, inputs.additions)
     pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
-    tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, num_decode_rows)
+    verify = decode_places(batch, num_decode_rows, spec.window)
+    tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify)
     state, indices = begin_step(spec, state, batch, tables)
     pool = migrate(spec, pool, indices)
     step = step_inputs(
@@ -181,11 +182,9 @@ def _run_step(
     )
     hidden, pool, kv = model(tokens, step, pool, kv)
     # A token is sampled behind every token of a decode or verify row, and behind the last one of a prefill row.
-    num_rows, window = batch.idx_mapping.shape[0], jnp.arange(spec.window, dtype=jnp.int32)
-    last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
-    verify, rest = jnp.split(last, [num_decode_rows])
-    verify = jnp.minimum(batch.query_start_loc[:num_decode_rows, None] + window, verify[:, None])
-    place = jnp.concatenate([verify.reshape(-1), rest])
+    num_rows = batch.idx_mapping.shape[0]
+    last = jnp.maximum(batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
+    place = jnp.concatenate([verify.reshape(-1), last])
     row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), spec.window), jnp.arange(num_decode_rows, num_rows)])
     logits = model.logits(hidden[place])
     if draws:

@@ -158,7 +158,14 @@ def _update(operands, activation, layout, implementation, config, interpret):
         pallas_triton.causal_conv1d_update, activation=activation, config=config, interpret=interpret
     )
     xla_update = functools.partial(xla.causal_conv1d_update, activation=activation, layout=layout)
-    return dispatch(implementation, operands, xla=xla_update, triton=triton, unsupported=_unsupported(layout))
+    return dispatch(
+        "causal_conv1d_update",
+        implementation,
+        operands,
+        xla=xla_update,
+        triton=triton,
+        unsupported=_unsupported(layout),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
@@ -167,4 +174,11 @@ def _prefill(operands, activation, layout, implementation, config, interpret):
         pallas_triton.causal_conv1d_prefill, activation=activation, config=config, interpret=interpret
     )
     xla_prefill = functools.partial(xla.causal_conv1d_prefill, activation=activation, layout=layout)
-    return dispatch(implementation, operands, xla=xla_prefill, triton=triton, unsupported=_unsupported(layout))
+    return dispatch(
+        "causal_conv1d_prefill",
+        implementation,
+        operands,
+        xla=xla_prefill,
+        triton=triton,
+        unsupported=_unsupported(layout),
+    )

@@ -280,6 +280,7 @@ _STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
 def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, implementation, config, interpret):
     options = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval, scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
+        "gated_delta_rule_update",
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
@@ -291,6 +292,7 @@ def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, imple
 def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
+        "gated_delta_rule_recurrent",
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_recurrent, **options),
@@ -304,6 +306,7 @@ def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret
 def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
+        "gated_delta_rule_prefill",
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),

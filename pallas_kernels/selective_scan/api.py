@@ -92,5 +92,9 @@ def _scan(operands, dt_softplus, implementation, config, interpret):
         pallas_triton.selective_scan, dt_softplus=dt_softplus, config=config, interpret=interpret
     )
     return dispatch(
-        implementation, operands, xla=functools.partial(xla.selective_scan, dt_softplus=dt_softplus), triton=triton
+        "selective_scan",
+        implementation,
+        operands,
+        xla=functools.partial(xla.selective_scan, dt_softplus=dt_softplus),
+        triton=triton,
     )

@@ -93,4 +93,4 @@ def _update(operands, dt_softplus, implementation, config, interpret):
         pallas_triton.selective_state_update, dt_softplus=dt_softplus, config=config, interpret=interpret
     )
     xla_update = functools.partial(xla.selective_state_update, dt_softplus=dt_softplus)
-    return dispatch(implementation, operands, xla=xla_update, triton=triton)
+    return dispatch("selective_state_update", implementation, operands, xla=xla_update, triton=triton)

@@ -109,6 +109,7 @@ def ssd(
 def _prefill(operands, dt_softplus, implementation, config, interpret):
     x, _, _, B, C, *_ = operands
     return dispatch(
+        "ssd",
         implementation,
         operands,
         xla=functools.partial(xla.ssd, dt_softplus=dt_softplus),

@@ -67,4 +67,6 @@ def state_copy(
 def _state_copy(pool, source, destination, row_offset, layout, implementation, config, interpret):
     operands = (pool, source, destination) + (() if row_offset is None else (row_offset,))
     triton = functools.partial(pallas_triton.state_copy, layout=layout, config=config, interpret=interpret)
-    return dispatch(implementation, operands, xla=functools.partial(xla.state_copy, layout=layout), triton=triton)
+    return dispatch(
+        "state_copy", implementation, operands, xla=functools.partial(xla.state_copy, layout=layout), triton=triton
+    )

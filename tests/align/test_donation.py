@@ -35,6 +35,7 @@ from pallas_kernels import (
     selective_state_update,
 )
 
+pytestmark = pytest.mark.usefixtures("optimized_programs")
 HEADS, DIM, WIDTH, ROWS = 2, 16, 4, 4
 CHANNELS = 3 * HEADS * DIM
 # Large against everything else in the program.

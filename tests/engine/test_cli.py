@@ -13,7 +13,6 @@ from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.models import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 DATA = Path(__file__).parents[1] / "data"
 TINY = str(DATA / "qwen3_5_text")
 

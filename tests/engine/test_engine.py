@@ -13,7 +13,6 @@ from mamba_align_jax.engine.runner import _step
 from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that the programs of a mode are compiled once for all tests.
 SIZES = dict(block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=160)

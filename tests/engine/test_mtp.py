@@ -24,7 +24,6 @@ from mamba_align_jax.models import load_model
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.spec import AlignConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K, PAGE = 3, 8
 SIZES = dict(block_size=8, kv_page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)

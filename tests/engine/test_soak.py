@@ -26,7 +26,6 @@ from mamba_align_jax.engine.drafting import NGramDrafter
 from mamba_align_jax.engine.runner import Bucket, StepRunner
 from mamba_align_jax.models import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Few programs: budgets and the room in the pools are drawn without changing what is compiled.
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, prompt_lookup_min=1)
 PAGES, LONGEST_ANSWER = 36, 12

@@ -17,7 +17,6 @@ from mamba_align_jax.engine.runner import _step
 from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.models import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that each policy is compiled once: windows as wide as blocks, and pools that run out.
 K = 7

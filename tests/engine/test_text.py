@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 
-import jax
 import pytest
 from models.driver import DATA
 
@@ -93,10 +92,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content):
 
 @pytest.fixture(scope="module")
 def engine(directory):
-    # Programs that run a few steps: compiling them well would take longer.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield Engine.from_pretrained(directory, EngineConfig(**SIZES))
-    jax.config.update("jax_disable_most_optimizations", False)
+    return Engine.from_pretrained(directory, EngineConfig(**SIZES))
 
 
 def test_the_engine_takes_text_and_gives_text_back(directory, engine, monkeypatch):

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.models import checkpoint, load_model, olmo_hybrid, qwen3_next
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 REFERENCES = {"olmo_hybrid": delta_nets.olmo, "qwen3_5_text": delta_nets.qwen, "qwen3_next": delta_nets.qwen}
 # One of them under the policy that copies: the references have the other.
 OTHERS = {

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 
 from mamba_align_jax.models import bailing_hybrid, kimi_linear, load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CHECKPOINT = DATA / "kimi_linear"
 
 

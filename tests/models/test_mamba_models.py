@@ -21,8 +21,6 @@ from mamba_align_jax.kv import KVPages
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import CausalLM
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Case(NamedTuple):
     """A model, two token sequences, and what is right for each."""

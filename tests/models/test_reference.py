@@ -11,7 +11,6 @@ from models.driver import ATOL, DATA, PAGE_SIZE, Driver
 
 from mamba_align_jax.models import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODELS = ("kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
 # transformers keeps these states as [heads, key_dim, value_dim].
 TRANSPOSED = ("gdn", "kda")

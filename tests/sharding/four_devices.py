@@ -1,5 +1,6 @@
 """Four simulated devices against one: `test_sharding.py` runs this file by itself, since JAX counts its devices once."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,14 +10,13 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from models.driver import Driver, compiled, run_step
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.runner import Bucket, StepRunner, _step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
@@ -46,13 +46,28 @@ def mesh():
     return Mesh(np.array(jax.devices()), (AXIS,))
 
 
-def randomised(model):
-    """Norms, biases and rates that differ from channel to channel, as initial ones don't."""
-    graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
+@pytest.fixture(autouse=True, scope="module")
+def one_program():
+    """One program for all steps of an engine, whatever rows they have: compiling takes longer than padding."""
+    with pytest.MonkeyPatch.context() as patch:
+        every = lambda runner: [
+            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
+        ]
+        patch.setattr(StepRunner, "buckets", property(every))
+        yield
+
+
+def randomised(make):
+    """What `make` makes of an `nnx.Rngs`, norms, biases and rates differing from channel to channel; in host memory."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     rng = np.random.default_rng(2)
-    leaves = [leaf + jnp.asarray(0.2 * rng.normal(size=leaf.shape), leaf.dtype) for leaf in leaves]
-    return nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+
+    def draw(place, variable):
+        base = float(place[-1] == "weight" and variable.ndim == 1)
+        return variable.replace((base + 0.25 * rng.normal(size=variable.shape)).astype(variable.dtype))
+
+    drawn = [(place, draw(place, variable)) for place, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(drawn))
 
 
 @pytest.fixture(scope="module")
@@ -62,36 +77,13 @@ def model():
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
         layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
-        max_position_embeddings=256,
+        max_position_embeddings=256, mtp_num_hidden_layers=1,
     )  # fmt: skip
-    return randomised(qwen3_5.Model(config, nnx.Rngs(0)))
-
-
-class Sharded(Driver):
-    """The driver, its program on every device."""
-
-    def __init__(self, model, mesh, **options):
-        placed, layout = shard_model(model, mesh)
-        super().__init__(share(placed), **options)
-        self.graph, self.params = nnx.split(placed)
-        own = self.pool, self.kv
-        create = lambda: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), own)
-        self.pool, self.kv = jax.jit(layout.run(create, (), (layout.pool, layout.kv)))()
-        params = jax.tree.unflatten(jax.tree.structure(self.params), layout.params)
-
-        def program(*arrays, **static):
-            specs = (params, *[EVERY] * 6, layout.pool, layout.kv)
-            run = layout.run(functools.partial(run_step, **static), specs, (EVERY, EVERY, layout.pool, layout.kv))
-            return run(*arrays)
-
-        jitted = compiled(program)
-
-        def checked(*arrays, **static):
-            logits, state, pool, kv = jitted(*arrays, **static)
-            assert_same_everywhere((logits, state))
-            return logits, state, pool, kv
-
-        self.program = checked
+    model = randomised(functools.partial(qwen3_5.Model, config))
+    # A likely token on each device: a random draft head then guesses some.
+    kernel = model.lm_head.kernel
+    kernel.set_value(kernel[...] * jnp.where(jnp.arange(64) % 16 == 5, 1, 0.1))
+    return model
 
 
 def assert_same_everywhere(tree):
@@ -101,68 +93,95 @@ def assert_same_everywhere(tree):
         assert all(np.array_equal(first, other, equal_nan=True) for other in others)
 
 
-def drive(driver, rng):
-    """Chunks of prompts, single tokens, drafts that cross boundaries, and a prefix that is used again."""
-    tokens = lambda number: rng.integers(0, 64, number)
-    driver.add(0)
-    driver.add(1)
-    shared = tokens(64)
-    yield driver.step(prefill={0: shared[:40], 1: tokens(61)})
-    yield driver.step(decode={1: tokens(1)}, prefill={0: shared[40:]})
-    yield driver.step(decode={0: tokens(3), 1: tokens(3)}, accepted={0: 2, 1: 3})
-    yield driver.step(decode={0: tokens(3), 1: tokens(3)}, accepted={0: 1, 1: 2})
-    driver.add(2, computed=64, like=0)
-    yield driver.step(decode={0: tokens(1), 1: tokens(3)}, prefill={2: tokens(9)}, accepted={1: 3})
-    yield driver.step(decode={2: tokens(3)}, accepted={2: 3})
-    yield driver.step(decode={2: tokens(1), 0: tokens(2)})
-
-
-def test_steps_of_four_devices_are_those_of_one(model, mesh):
-    one, four = Driver(model, one_program=True), Sharded(model, mesh, one_program=True)
-    repeated = 2 * 2 * 8  # channels of queries and keys, in windows of five rows
-    assert four.spec.bytes_per_block * 4 == one.spec.bytes_per_block + 4 * 5 * repeated
-    for wanted, got in zip(*(drive(d, np.random.default_rng(0)) for d in (one, four)), strict=True):
-        assert wanted.keys() == got.keys()
-        for slot, logits in wanted.items():
-            np.testing.assert_allclose(got[slot], logits, atol=ATOL, rtol=0)
-    # Blocks whose bytes mean something, by what one device holds of them.
-    written = np.unique(np.asarray(one.tables.blocks))[1:]
-    (conv, recurrent), got = ([np.asarray(state)[:, written] for state in d.pool.states[0]] for d in (one, four))
-    key, value = Part(2, 8, 2), Part(8, 16)
-    np.testing.assert_allclose(got[0], conv[..., columns([key, key, value], 4)], atol=ATOL, rtol=0)
-    np.testing.assert_allclose(got[1], recurrent, atol=ATOL, rtol=0)
-    heads = columns([Part(2, 1, 2)], 4)
-    for wanted, got in zip(jax.tree.leaves(one.kv), jax.tree.leaves(four.kv), strict=True):
-        assert got.shape[3] == 4
-        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted)[:, :, :, heads], atol=ATOL, rtol=0)
-
-
-def test_the_engine_on_four_devices(model, mesh):
-    """Prefix hits, chunked prompts, drafts, states that move, and tokens that the host doesn't know yet."""
-    config = EngineConfig(
-        block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
-        num_speculative_tokens=2, async_stepping=True, num_state_blocks=40, num_kv_pages=64, checked=True,
-        prompt_lookup_min=1, policy="pre_copy",
-    )  # fmt: skip
-    before = jax.tree.map(np.asarray, nnx.state(model))
-    engine, reference = Engine(model, config, mesh=mesh), Reference(model)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 64, 50).tolist()
-    prompts = [shared + rng.integers(0, 64, n).tolist() for n in (3, 9, 20)]
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    outputs = engine.generate(prompts, params) + engine.generate(prompts, params)
-    verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
-    assert all(verdict.right for verdict in verdicts), verdicts
-    assert sum(verdict.ties for verdict in verdicts) == 0
-    stats = engine.stats
-    assert stats.hit_requests >= 3
-    assert stats.null_reads == 0
-    assert stats.state_bytes_copied > 0
-    assert sum(stats.draft_tokens) > 0
+def poisoned(engine):
+    """The engine, its pools filled with what must never be read."""
     state = engine.runner.device_state
+    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
+    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
+    return engine
+
+
+def run(engines, each_step=lambda: None):
+    """Outputs of all requests by their ids: in every step, the same of each engine."""
+    rng, found = np.random.default_rng(0), {}
+    shared = rng.integers(0, 64, 50).tolist()
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    drawn = (
+        dataclasses.replace(greedy, temperature=0.8, top_k=20, seed=3),
+        dataclasses.replace(greedy, temperature=1.2, top_p=0.9, seed=4, num_speculative_tokens=1),
+        dataclasses.replace(greedy, temperature=1.0, seed=5),
+    )
+    for length, params in zip((3, 9, 20), drawn, strict=True):
+        prompt = shared + rng.integers(0, 64, length).tolist()
+        assert len({engine.add_request(prompt, p) for p in (params, greedy) for engine in engines}) == 2
+    while engines[0].has_unfinished:
+        first, *others = [{output.request_id: output.token_ids for output in engine.step()} for engine in engines]
+        assert all(other == first for other in others)
+        found |= first
+        each_step()
+    assert not any(engine.has_unfinished for engine in engines)
+    assert len(found) == 6
+    return found
+
+
+def test_engines_on_four_devices_do_what_one_does(model, mesh):
+    """Chunked prompts, hits, drafts of the model's head, greedy and drawn tokens; prompt lookup, states that move."""
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    sizes = dict(
+        block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
+        num_speculative_tokens=2, num_state_blocks=40, num_kv_pages=64,
+    )  # fmt: skip
+    programs = _step._cache_size()
+    for stepping in (False, True):
+        config = EngineConfig(**sizes, speculation="mtp", async_stepping=stepping)
+        one, four = (poisoned(Engine(model, config, mesh=where)) for where in (None, mesh))
+
+        def compare(one=one.runner, four=four.runner):
+            """Counts, tables, drafts and all tokens of every slot."""
+            books = lambda state: (state.state, state.tables, state.pending)
+            assert_same_everywhere(books(four.device_state))
+            jax.tree.map(np.testing.assert_array_equal, books(four.device_state), books(one.device_state))
+
+        # Asynchronous steps overlap as long as nobody looks.
+        wanted = run([one, four], (lambda: None) if stepping else compare)
+        compare()
+        counts = [dataclasses.replace(engine.stats, state_bytes_copied=0) for engine in (one, four)]
+        assert counts[0] == counts[1]
+        assert counts[0].hit_requests >= 3
+        assert counts[0].null_reads == 0
+        assert all(0 < a < d for a, d in zip(counts[0].accepted_tokens, counts[0].draft_tokens, strict=True))
+        # States, and keys and values, those of the head's layer included, which come from the last hidden states.
+        repeated = 2 * 2 * 8  # channels of queries and keys, in windows of five rows
+        assert four.spec.bytes_per_block * 4 == one.spec.bytes_per_block + 4 * 5 * repeated
+        assert four.sizes.kv_page_bytes * 4 == one.sizes.kv_page_bytes * 2
+        (conv, recurrent), got = (engine.runner.device_state.pool.states[0] for engine in (one, four))
+        assert got[1].sharding.shard_shape(got[1].shape)[2] == 2
+        key, value = Part(2, 8, 2), Part(8, 16)
+        np.testing.assert_allclose(got[0], conv[..., columns([key, key, value], 4)], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(got[1], recurrent, atol=ATOL, rtol=0)
+        heads = columns([Part(2, 1, 2)], 4)
+        pages = [jax.tree.leaves(engine.runner.device_state.kv) for engine in (one, four)]
+        for first, got in zip(*pages, strict=True):
+            assert got.shape[0] == 2
+            # Guesses are written to page 0, by several rows.
+            np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
+    assert _step._cache_size() == programs + 2
+    config = EngineConfig(**sizes, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
+    lookup = poisoned(Engine(model, config, mesh=mesh))
+    assert run([lookup]) == wanted
+    assert lookup.stats.state_bytes_copied > 0
+    assert sum(lookup.stats.accepted_tokens) > 0
+    state = lookup.runner.device_state
     assert_same_everywhere((state.state, state.tables, state.pending))
-    assert state.pool.states[0][1].sharding.shard_shape(state.pool.states[0][1].shape)[2] == 2
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
+
+
+def test_the_draft_head_lies_as_the_layers_do(model, mesh):
+    placed, _ = shard_model(model, mesh)
+    lies = lambda module: jax.tree.map(lambda x: x.sharding.spec, nnx.state(module))
+    assert lies(placed.mtp.layers[0]) == lies(placed.layers[1])
+    assert share(placed).mtp.layers[0].mlp.down_proj.kernel.shape == (12, 32)
+    assert placed.mtp.fc.kernel[...].sharding.spec == EVERY
 
 
 def test_windows_split_flat_are_wrong(model, mesh, monkeypatch):
@@ -178,7 +197,7 @@ def test_windows_split_flat_are_wrong(model, mesh, monkeypatch):
     assert not np.array_equal(kernel, right)
 
 
-def zoo(latent):
+def zoo(latent, rngs):
     """A layer of every kind that keeps states, and of every kind of feed-forward."""
     hidden = 32
     config = mamba.Config(
@@ -189,7 +208,7 @@ def zoo(latent):
         time_step_rank=4,
         dtype="float32",
     )
-    rngs, dtype = nnx.Rngs(0), "float32"
+    dtype = "float32"
     norm = lambda size: RMSNorm(size, 1e-6)
     if latent:
         mixers = [
@@ -205,7 +224,7 @@ def zoo(latent):
             Mamba2Mixer(hidden, 8, 8, 6, 2, 4, dtype, rngs, in_bias=True, out_bias=True, multipliers=(1, 2, 3, 2, 1)),
             nemotron_h.MLP(hidden, 24, True, dtype, rngs),
         ]
-    return randomised(mamba.Backbone(config, mixers, rngs))
+    return mamba.Backbone(config, mixers, rngs)
 
 
 def prompt(spec, model, tokens):
@@ -228,7 +247,10 @@ def prompt(spec, model, tokens):
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_every_kind_of_layer(mesh, latent):
-    model, tokens = zoo(latent), np.random.default_rng(0).integers(0, 64, 50).astype(np.int32)
+    model, tokens = (
+        randomised(functools.partial(zoo, latent)),
+        np.random.default_rng(0).integers(0, 64, 50).astype(np.int32),
+    )
     placed, layout = shard_model(model, mesh)
     spec_of = lambda model: AlignConfig(
         groups=model.state_groups(), block_size=64, max_num_reqs=1, max_model_len=64, mode="none"

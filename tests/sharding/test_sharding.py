@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mamba_align_jax.sharding import Part, columns, repeats
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 600  # seconds, about ten times what it takes
 
 
 @given(st.data(), st.sampled_from([1, 2, 3, 4, 8]))
@@ -56,11 +57,15 @@ def test_heads_that_do_not_divide_are_refused():
 def test_on_four_devices():
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # XLA's threads on a CPU: a triangular solve waits in one for others, and with as many devices as threads all may wait.
-    environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16"}
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=9", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("four_devices.py"))], cwd=ROOT, env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+    environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "pytest", "-v", "--durations=9", "-p", "no:cacheprovider"]
+    # Where Python is when nothing moves, and then an end: whatever waits for ever must not stop the whole suite.
+    command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name("four_devices.py"))]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"four devices took more than {LIMIT} s, so far:\n{(late.stdout or b'').decode()}")
+    assert done.returncode == 0, done.stdout.decode()
+    print(done.stdout.decode())
