@@ -14,7 +14,6 @@ from mamba_align_jax.engine.runner import Bucket, StepRunner
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPT, LENGTH = 37, 69
 CONFIG = EngineConfig(
     block_size=16, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=96, num_state_blocks=24,

@@ -16,7 +16,6 @@ from mamba_align_jax.layers.norm import RMSNorm, UnitRMSNorm
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from pallas_kernels import chunk_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 HIDDEN, ROWS, WINDOW, BLOCKS, DECODE_TOKENS, PREFILL_TOKENS = 24, 3, 3, 12, 8, 90
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mamba_align_jax.layers import moe
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 37, 3, 6, 10, 7
 
 

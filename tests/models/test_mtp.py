@@ -21,7 +21,6 @@ from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model
 from mamba_align_jax.spec import AlignConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
 # One program for all tests: two rows of each kind.

@@ -17,7 +17,6 @@ from mamba_align_jax.engine.drafting import NGramDrafter
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = DATA / "qwen3_5_text"
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 pytest.importorskip("optax")
 
 
