@@ -32,7 +32,7 @@ def programs():
     if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         jax.config.update("jax_disable_most_optimizations", True)
     yield
-    # A program holds some dozen memory maps, of which Linux gives a process 65,530: without any left XLA crashes.
+    # A program holds memory maps, of which Linux gives a process 65,530: those of the whole suite are more, and XLA crashes.
     jax.clear_caches()
 
 

@@ -2,6 +2,7 @@
 
 Every token of every request is judged: of a stub that spells out its state exactly, and of the bundled model by its float32
 reference. After every step both pools must account for all their blocks, and whenever nothing runs, nothing may be left.
+Nobody may be overtaken by one that came later or matters less, nor be refused while there is room.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.sampling import sample
+from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
 STUTTER = 2
@@ -32,7 +34,7 @@ DRAFTS = dict(num_speculative_tokens=4)
 STUB_CONFIGS = {
     "copy_free": dict(),
     "copy_free, drafts": DRAFTS,
-    "pre_copy, drafts": dict(policy="pre_copy", **DRAFTS),
+    "pre_copy, drafts, a short queue": dict(policy="pre_copy", max_waiting=3, **DRAFTS),
     "windows as wide as blocks": dict(num_speculative_tokens=7, num_state_blocks=90),
     "chunks inside blocks": dict(
         block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=40, num_kv_pages=50, **DRAFTS
@@ -41,7 +43,11 @@ STUB_CONFIGS = {
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
 MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1)
-MODEL_CONFIGS = {"copy_free, drafts": DRAFTS, "pre_copy": dict(policy="pre_copy")}
+MODEL_CONFIGS = {
+    "copy_free, drafts": DRAFTS,
+    "pre_copy": dict(policy="pre_copy"),
+    "its own drafts": dict(speculation="mtp", **DRAFTS),
+}
 STEPPING = {"": dict(), ", asynchronous": dict(async_stepping=True)}
 
 
@@ -92,6 +98,7 @@ class Workload:
             stop_token_ids=self.some(2) if rng.random() < 0.15 else (),
             checkpoint_at=rng.integers(0, most, 2).tolist() if rng.random() < 0.2 else (),
             num_speculative_tokens=self.pick(None, None, *range(drafts + 1)),
+            priority=self.pick(0, 0, 0, -1, 1),
         )
         if rng.random() < 0.3:
             params = dataclasses.replace(
@@ -210,7 +217,10 @@ class Watch:
     """An engine whose every step is accounted for."""
 
     def __init__(self, engine):
-        self.engine, self.live, self.leaked, self.wrong, self.aborted = engine, {}, 0, [], 0
+        self.engine, self.live, self.leaked, self.wrong = engine, {}, 0, []
+        self.aborted = self.refused = self.stalled = 0
+        # Those who have never run.
+        self.new = set()
         # Who had each beginning, by salt, 0 for several: only what another request had can have been cached.
         self.known = {}
         # Everything has happened once.
@@ -228,11 +238,25 @@ class Watch:
         """They are others after a step that raised."""
         return self.engine.cache.states.pool, self.engine.cache.kv.pool
 
+    @property
+    def waiting(self):
+        return [request.id for request in self.engine.scheduler.waiting]
+
     def add(self, prompt, params):
-        """Sends a request."""
-        number = self.engine.add_request(prompt, params)
-        self.live[number] = params
-        self.remember(number, params, prompt)
+        """Sends a request; None if it is refused, as it has to be exactly if as many new ones wait as may."""
+        before, number = self.waiting, None
+        try:
+            number = self.engine.add_request(prompt, params)
+        except QueueFullError:
+            self.refused += 1
+        else:
+            self.live[number] = params
+            self.new.add(number)
+            self.remember(number, params, prompt)
+        most = self.engine.config.max_waiting
+        full = most is not None and len(self.new.intersection(before)) >= most
+        if full != (number is None) or [other for other in self.waiting if other != number] != before:
+            self.wrong.append(f"{before} waited, {number} came, {self.waiting} wait")
         return number
 
     def abort(self, number):
@@ -253,10 +277,23 @@ class Watch:
 
     def step(self):
         """What finished in a step, as (params, output)."""
+        rank = {number: (params.priority, number) for number, params in self.live.items()}
+        before = set(self.waiting)
         served = self.took(self.engine.step())
+        self.in_turn(rank, before, set(self.waiting))
         for pool in self.pools:
             self.leaked += abs(len(pool._free) + pool.num_cached + pool.num_held - (pool.num_blocks - 1))
+        self.stalled = 0 if served or not rank else self.stalled + 1
+        assert self.stalled < 1000, "nobody finishes"
         return served
+
+    def in_turn(self, rank, before, waiting):
+        """Nobody enters ahead of one that waits, and whoever gives way ranks behind all that go on."""
+        self.new &= waiting
+        last = lambda numbers: max((rank[number] for number in numbers), default=(-np.inf,))
+        first = lambda numbers: min((rank[number] for number in numbers), default=(np.inf,))
+        if last(before - waiting) > first(waiting) or last(rank.keys() - waiting) > first(waiting - before):
+            self.wrong.append(f"out of turn: {before} waited, {waiting} wait, of {rank}")
 
     def took(self, outputs):
         """What a caller can tell of a request without knowing the model."""
@@ -311,10 +348,10 @@ def soak(engine, workload, judge, count, report=lambda line: None):
     """Serves `count` requests in bursts and lulls, some aborted, the cache reset now and then.
 
     Returns:
-        Wrong requests, how many tokens are ties, how much is leaked, and the engine's counters.
+        What is wrong, how many tokens are ties, how much is leaked, and how many requests were aborted and refused.
     """
     rng, watch, slots = workload.rng, Watch(engine), engine.config.max_num_seqs
-    wrong, ties, added, judged, served = [], 0, 0, 0, []
+    wrong, ties, added, judged, served, again = [], 0, 0, 0, [], None
     begin = said = time.perf_counter()
     # At most so many at once. In a crowd requests take each other's blocks; when few run, what others left is found.
     crowd = slots
@@ -323,7 +360,11 @@ def soak(engine, workload, judge, count, report=lambda line: None):
             watch.rest()
             crowd = workload.pick(1, 3, slots, slots, 2 * slots, 2 * slots)
         while added < count and len(watch.live) < crowd and rng.random() < 0.7:
-            watch.add(*workload.request())
+            asked, again = again or workload.request(), None
+            if watch.add(*asked) is None:
+                # Sent again, or given up.
+                again = workload.pick(asked, None)
+                break
             added += 1
             # A lull: all of them finish.
             crowd = 0 if rng.random() < 0.02 else crowd
@@ -350,7 +391,7 @@ def soak(engine, workload, judge, count, report=lambda line: None):
             report(f"{judged}/{count} requests, {engine.stats.steps} steps, {said - begin:.0f} s")
     watch.rest()
     assert judged == count, f"{judged} of {count} requests came back"
-    return wrong + watch.wrong, ties, watch.leaked, watch.aborted
+    return wrong + watch.wrong, ties, watch.leaked, watch.aborted, watch.refused
 
 
 def poison(engine):
@@ -402,12 +443,12 @@ def main(arguments=None):
         poison(engine)
         engine.warmup()
         say = lambda line, name=name: print(f"{name}: {line}", flush=True)
-        bad, tied, lost, aborted = soak(engine, workload, judge, count, say)
+        bad, tied, lost, aborted, refused = soak(engine, workload, judge, count, say)
         stats = engine.stats
         say(
             f"{count} requests in {time.perf_counter() - begin:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "
             f"{lost} leaked; {stats.cached_tokens / stats.prompt_tokens:.0%} cached, {stats.preemptions} preemptions, "
-            f"{stats.evicted_state_blocks} evictions, {aborted} aborts, {stats.failed_requests} failed, "
+            f"{stats.evicted_state_blocks} evictions, {aborted} aborts, {refused} refused, {stats.failed_requests} failed, "
             f"drafts {stats.draft_tokens} accepted {stats.accepted_tokens}, {stats.null_reads} lost states"
         )
         for output in bad[:3]:

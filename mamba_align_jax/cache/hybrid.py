@@ -178,16 +178,16 @@ class HybridCache:
         self.states.release(request)
         published = Published()
         if tokens is not None and self.states.mode != "none":
-            pages = self.kv.publish(request, tokens)
+            pages = self.kv.publish(request, tokens, len(tokens))
             published = Published(self.states.publish(request, tokens), pages)
         self._changed()
         return published
 
-    def commit(self, request: Hashable, tokens: Sequence[int]) -> int:
-        """Takes in a step's result: `tokens` are computed now, and kept. Returns the boundary that is published by it."""
-        boundary = self.states.commit(request, tokens)
+    def commit(self, request: Hashable, tokens: Sequence[int], computed: int) -> int:
+        """Takes in a step's result: `tokens[:computed]` count now. Returns the boundary that is published by it."""
+        boundary = self.states.commit(request, tokens, computed)
         if self.states.mode != "none":
-            self.kv.publish(request, tokens)
+            self.kv.publish(request, tokens, computed)
         self._changed()
         return boundary
 

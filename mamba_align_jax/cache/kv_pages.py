@@ -74,11 +74,11 @@ class KVPageManager:
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))
 
-    def publish(self, request: Hashable, tokens: Sequence[int]) -> dict[bytes, int]:
-        """Makes the full pages of `tokens` findable; returns the keys that are new, and their pages."""
+    def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> dict[bytes, int]:
+        """Makes the full pages of `tokens[:end]` findable; returns the keys that are new, and their pages."""
         record = self._requests[request]
         new = {}
-        for number in range(record.num_published, len(tokens) // self.page_size if record.shares else 0):
+        for number in range(record.num_published, end // self.page_size if record.shares else 0):
             key = record.chain.at(tokens, (number + 1) * self.page_size)
             if self.pool.publish(record.pages[number], key):
                 new[key] = record.pages[number]

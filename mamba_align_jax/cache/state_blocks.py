@@ -181,13 +181,14 @@ class StateBlockManager:
         _, new = self._offer(request, record, tokens, len(tokens))
         return new
 
-    def commit(self, request: Hashable, tokens: Sequence[int]) -> int:
+    def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
         """Takes in the result of the request's oldest step in flight, and publishes a boundary that it kept.
 
         Args:
             request: One that has a step in flight.
-            tokens: Its tokens whose states count now. A stop token inside the accepted drafts shortens them: boundaries
-                behind it are not published.
+            tokens: Its tokens.
+            computed: How many of them have states that count now; None for all. A stop token inside the accepted drafts is
+                the last that counts: boundaries behind it are not published.
 
         Returns:
             The boundary that is published now, in tokens; 0 for none.
@@ -199,11 +200,12 @@ class StateBlockManager:
         if not record.in_flight:
             raise ValueError(f"commit: request {request!r} has no step in flight")
         step = record.in_flight[0]
-        certain, computed = record.committed + step.num_tokens - step.drafts, len(tokens)
-        if not certain <= computed <= certain + step.drafts:
+        computed = len(tokens) if computed is None else computed
+        certain = record.committed + step.num_tokens - step.drafts
+        if not certain <= computed <= min(certain + step.drafts, len(tokens)):
             raise ValueError(
                 f"commit: request {request!r} must have {certain} to {certain + step.drafts} computed tokens, "
-                f"got {computed}"
+                f"got {computed} of {len(tokens)}"
             )
         record.in_flight.popleft()
         record.committed = computed

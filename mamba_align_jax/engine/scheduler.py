@@ -143,7 +143,7 @@ class Scheduler:
         request.num_computed += row.certain + max(len(tokens) - 1, 0)
         request.num_ahead -= row.certain
         request.num_unsure -= len(row.drafts)
-        row.published = self.cache.commit(request.id, request.tokens[: request.num_computed]) or row.published
+        row.published = self.cache.commit(request.id, request.tokens, request.num_computed) or row.published
 
     def remove(self, request: Request) -> None:
         """A request finished or was aborted: frees exactly its blocks."""

@@ -27,7 +27,7 @@ def prefill(cache, name, tokens, budget=1000, salt=b""):
             cache.free(name)
             return None
         cache.dispatched(name, tokens[:end])
-        cache.commit(name, tokens[:end])
+        cache.commit(name, tokens, end)
         start, here = end, None
     return hit.length
 
@@ -37,7 +37,7 @@ def decode(cache, name, tokens, start):
     for computed in range(start, len(tokens)):
         assert cache.allocate(name, computed, computed, 1) is not None
         cache.dispatched(name)
-        cache.commit(name, tokens[: computed + 1])
+        cache.commit(name, tokens, computed + 1)
 
 
 def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():

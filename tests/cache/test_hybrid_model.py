@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         q, drafts, accepted = r.pending
         decoding, certain = r.computed >= r.prefill_end, r.computed + q - drafts
         r.computed = certain + accepted - 1
-        self.cache.commit(name, r.tokens[: r.computed])
+        self.cache.commit(name, r.tokens, r.computed)
         self.keep_pages(r, r.computed, set())
         if decoding and r.computed // BLOCK * BLOCK >= certain:
             self.keep_state(name, r, r.computed // BLOCK * BLOCK, set())

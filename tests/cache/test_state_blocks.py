@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
                 request.accepted = 1
         self.manager.release(name)
         request.computed = new
-        published = self.manager.commit(name, request.tokens[:new])
+        published = self.manager.commit(name, request.tokens, new)
         assert published in (0, boundary)
         return True
 
@@ -225,6 +225,8 @@ def test_bad_arguments_are_named():
     manager.allocate("a", 0, 0, 3)
     with pytest.raises(ValueError, match="'a' must have 3 to 3 computed tokens, got 2"):
         manager.commit("a", [0, 1])
+    with pytest.raises(ValueError, match="got 3 of 2"):
+        manager.commit("a", [0, 1], 3)
     manager.commit("a", [0, 1, 2])
     with pytest.raises(ValueError, match="no step in flight"):
         manager.commit("a", [0, 1, 2])

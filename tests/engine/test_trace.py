@@ -47,8 +47,8 @@ class Listener:
                 self.heard.append((request, len(tokens)))
             return new
 
-        def committed(request, tokens):
-            boundary = commit(request, tokens)
+        def committed(request, tokens, computed):
+            boundary = commit(request, tokens, computed)
             if boundary:
                 self.heard.append((request, boundary))
             return boundary
