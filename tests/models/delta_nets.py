@@ -40,6 +40,23 @@ def attend(q, k, v):
     return np.einsum("hij,jhd->ihd", weights, v).reshape(len(q), -1)
 
 
+def feed_forward(config, w, x):
+    """Qwen's, dense or sparse, of tokens [tokens, hidden]."""
+    if "gate.weight" not in w:
+        return gated_mlp(w, x)
+
+    def expert(e, x):
+        if "experts.gate_up_proj" not in w:
+            return gated_mlp(under(w, f"experts.{e}"), x)
+        gate, up = np.split(x @ w["experts.gate_up_proj"][e].T, 2, axis=1)
+        return (silu(gate) * up) @ w["experts.down_proj"][e].T
+
+    renormalise = config.get("norm_topk_prob", True)
+    scores = softmax(project(w, "gate", x))
+    out = mixture(x, scores, config["num_experts_per_tok"], expert, normalise=renormalise)
+    return out + sigmoid(project(w, "shared_expert_gate", x)) * gated_mlp(under(w, "shared_expert"), x)
+
+
 def qwen(config, tensors, tokens):
     """Qwen3.5 and Qwen3-Next, dense or sparse."""
     # Norms are stored as offsets from one, but for those of the delta nets.
@@ -68,25 +85,10 @@ def qwen(config, tensors, tokens):
         turn = lambda y: np.concatenate([rotate(y[..., :dims], rope["rope_theta"]), y[..., dims:]], axis=-1)
         return project(w, "o_proj", attend(turn(q), turn(k), heads("v_proj")) * sigmoid(gate.reshape(len(x), -1)))
 
-    def feed_forward(w, x):
-        if "gate.weight" not in w:
-            return gated_mlp(w, x)
-
-        def expert(e, x):
-            if "experts.gate_up_proj" not in w:
-                return gated_mlp(under(w, f"experts.{e}"), x)
-            gate, up = np.split(x @ w["experts.gate_up_proj"][e].T, 2, axis=1)
-            return (silu(gate) * up) @ w["experts.down_proj"][e].T
-
-        renormalise = config.get("norm_topk_prob", True)
-        scores = softmax(project(w, "gate", x))
-        out = mixture(x, scores, config["num_experts_per_tok"], expert, normalise=renormalise)
-        return out + sigmoid(project(w, "shared_expert_gate", x)) * gated_mlp(under(w, "shared_expert"), x)
-
     def layer(_, w, x):
         mixer = (linear, "linear_attn") if "linear_attn.A_log" in w else (full, "self_attn")
         x = x + mixer[0](under(w, mixer[1]), rms(x, epsilon) * w["input_layernorm.weight"])
-        return x + feed_forward(under(w, "mlp"), rms(x, epsilon) * w["post_attention_layernorm.weight"])
+        return x + feed_forward(config, under(w, "mlp"), rms(x, epsilon) * w["post_attention_layernorm.weight"])
 
     return causal_lm(config, tensors, tokens, layer)
 

@@ -196,6 +196,14 @@ def read(path):
     return json.loads((path / "config.json").read_text()), {name: t.astype(np.float64) for name, t in tensors.items()}
 
 
+def greedy(decode, prompt, length):
+    """The prompt, and what `decode`'s logits say behind it, up to a length."""
+    tokens = [*prompt]
+    while len(tokens) < length:
+        tokens.append(decode(tokens)[-1].argmax())
+    return np.array(tokens)
+
+
 def without_clamp(path, arrays):
     """A reference of Nemotron-H in place of the one of transformers, of the same prompts but for keys and values."""
     decode, trace = functools.partial(nemotron_h, *read(path)), []
@@ -207,10 +215,16 @@ def without_clamp(path, arrays):
     states = {}
     for layer, (inputs, after) in zip(layers, trace, strict=True):
         states |= {f"{layer}conv0": inputs[-4:].T[None], f"{layer}rec0": after[-1][None]}
-    while len(tokens) < 69:
-        tokens.append(int(decode(tokens)[-1].argmax()))
-    new = {"tokens": np.array([tokens]), "logits": decode(tokens), "long_last_logits": decode(long)[-16:]}
+    tokens = greedy(decode, tokens, 69)
+    new = {"tokens": tokens[None], "logits": decode(tokens), "long_last_logits": decode(long)[-16:]}
     return arrays | states | new
+
+
+@functools.cache
+def reference(path):
+    """What a checkpoint's reference holds. transformers clamps the steps of Nemotron-H's prompts, as nobody else does."""
+    arrays = dict(np.load(path / "reference.npz"))
+    return without_clamp(path, arrays) if path.name == "nemotron_h" else arrays
 
 
 def jamba(config, tensors, tokens):

@@ -148,7 +148,8 @@ def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
 
 
 def test_nested_configuration_shares_the_outer_fields(tensors, write):
-    path = write({"eos_token_id": None, "tie_word_embeddings": None}, {"lm_head.weight": None}, nest=True)
+    moved = dict.fromkeys(("model_type", "eos_token_id", "tie_word_embeddings"))
+    path = write(moved, {"lm_head.weight": None}, nest=True)
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True, "eos_token_id": [9, 10]}))
     tied = load_model(path)

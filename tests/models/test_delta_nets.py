@@ -17,11 +17,12 @@ from safetensors.numpy import load_file, save_file
 from mamba_align_jax.models import checkpoint, load_model, olmo_hybrid, qwen3_next
 
 REFERENCES = {"olmo_hybrid": delta_nets.olmo, "qwen3_5_text": delta_nets.qwen, "qwen3_next": delta_nets.qwen}
+# One of them under the policy that copies: the references have the other.
 OTHERS = {
-    delta_nets.olmo_hybrid: delta_nets.olmo,
-    delta_nets.qwen3_5: delta_nets.qwen,
-    delta_nets.qwen3_5_moe: delta_nets.qwen,
-    delta_nets.qwen3_next: delta_nets.qwen,
+    delta_nets.olmo_hybrid: (delta_nets.olmo, "copy_free"),
+    delta_nets.qwen3_5: (delta_nets.qwen, "pre_copy"),
+    delta_nets.qwen3_5_moe: (delta_nets.qwen, "copy_free"),
+    delta_nets.qwen3_next: (delta_nets.qwen, "copy_free"),
 }
 
 
@@ -42,9 +43,10 @@ def test_float64_is_transformers(name):
 def test_logits(make, tmp_path):
     config, tensors = tiny.write(tmp_path, make)
     tokens = np.random.default_rng(7).integers(0, tiny.VOCAB, 69, dtype=np.int32)
-    wanted = OTHERS[make](config, exact(tensors), tokens)
+    oracle, policy = OTHERS[make]
+    wanted = oracle(config, exact(tensors), tokens)
     assert 0.3 < np.std(wanted) < 30
-    driver = Driver(load_model(tmp_path), one_program=True)
+    driver = Driver(load_model(tmp_path), policy, one_program=True)
     atol = ATOL * max(1.0, float(np.std(wanted)))
     close = lambda got, begin: np.testing.assert_allclose(got, wanted[begin : begin + len(got)], atol=atol, rtol=0)
     out = driver.step(prefill={0: tokens[:43], 1: tokens[:64]})
@@ -81,7 +83,8 @@ def rewrite(path, rename):
 
 
 def test_experts_of_their_own_and_together(tmp_path):
-    tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    config, _ = tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    assert config.pop("model_type") == "qwen3_5_moe_text"
     together = parameters(tmp_path)
 
     def apart(name, value):
@@ -97,6 +100,11 @@ def test_experts_of_their_own_and_together(tmp_path):
 
     rewrite(tmp_path, apart)
     assert all(map(np.array_equal, parameters(tmp_path), together))
+    # As the hub has it: the text model is nested.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
+    rewrite(tmp_path, lambda name, value: {name.replace("model.", "model.language_model.", 1): value})
+    assert all(map(np.array_equal, parameters(tmp_path), together))
+    rewrite(tmp_path, lambda name, value: {name.replace("language_model.", ""): value})
     short = "model.layers.1.mlp.experts.6.up_proj.weight"
     rewrite(tmp_path, lambda name, value: {} if name == short else {name: value})
     with pytest.raises(ValueError, match=f"tensor '{short}' is missing, 1 in all"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from models.driver import ATOL, DATA
-from models.head import NumpyHead, head_tensors, write_with_head
-from safetensors.numpy import load_file, save_file
+from models.head import NumpyHead, write_with_head
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.state import AlignState
@@ -21,10 +19,8 @@ from mamba_align_jax.engine.mtp_drafting import draft_with_head
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model
-from mamba_align_jax.models.checkpoint import read_config
 from mamba_align_jax.spec import AlignConfig
 
-CHECKPOINT = DATA / "qwen3_5_text"
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
 # One program for all tests: two rows of each kind.
@@ -109,9 +105,12 @@ class Sequences:
         return drafts
 
 
-@pytest.fixture(scope="module")
-def sequences(tmp_path_factory):
-    return Sequences(write_with_head(CHECKPOINT, tmp_path_factory.mktemp("head")))
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next"])
+def sequences(request, tmp_path_factory):
+    """Of a dense head, and of one of experts: where the model's layers are sparse the head's is too."""
+    sequences = Sequences(write_with_head(DATA / request.param, tmp_path_factory.mktemp("head")))
+    assert hasattr(sequences.model.mtp.layers[0].mlp, "shared_expert") == (request.param == "qwen3_next")
+    return sequences
 
 
 @pytest.mark.parametrize("cuts", [(64,), (32, 32), (37, 27), (58, 1, 3, 2)])
@@ -161,18 +160,3 @@ def test_guesses_behind_the_pages_touch_nobody(sequences):
     _, drafts, kv = sequences.step(sequences.pages(), prefill=[(1, 0, TOKENS)])
     assert drafts[1][0] == sequences.drafts(1, TOKENS - 1)[0]
     assert written(kv).tolist() == full[1].tolist()
-
-
-def test_a_head_of_experts(tmp_path):
-    """Where the model's layers are sparse the head's is too, by the same names, interleaved or not."""
-    source = DATA / "qwen3_next"
-    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(source / "model.safetensors")
-    last = max(int(name.split(".")[2]) for name in tensors if ".self_attn." in name)
-    layer = {name: array for name, array in tensors.items() if name.startswith(f"model.layers.{last}.")}
-    head = {name.replace(f"model.layers.{last}", "mtp.layers.0"): array for name, array in layer.items()}
-    rest = {name: array for name, array in head_tensors(read_config(source)).items() if ".layers." not in name}
-    save_file(tensors | head | rest, tmp_path / "model.safetensors")
-    model = load_model(tmp_path)
-    assert hasattr(model.mtp.layers[0].mlp, "shared_expert")
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model.mtp.layers[0]), nnx.state(model.layers[last]))

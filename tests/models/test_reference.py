@@ -6,10 +6,9 @@ A model under test is a directory of tests/data with a `reference.npz`.
 import jax
 import numpy as np
 import pytest
+from models import float64
 from models.driver import ATOL, DATA, PAGE_SIZE, Driver
-from models.float64 import without_clamp
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.models import load_model
 
 MODELS = ("kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
@@ -29,9 +28,7 @@ def model(name):
 
 @pytest.fixture(scope="module")
 def reference(name):
-    arrays = dict(np.load(DATA / name / "reference.npz"))
-    # transformers clamps the step sizes of Nemotron-H's prompts, as no other implementation does.
-    return without_clamp(DATA / name, arrays) if name == "nemotron_h" else arrays
+    return float64.reference(DATA / name)
 
 
 def close(got, wanted):
@@ -65,11 +62,11 @@ def check_states(driver, model, slot, reference):
     assert passed
 
 
-def check_logits(model, reference, **options):
+def check_logits(model, reference, implementation):
     """Whole and chunked prompts, decode and verify rows, a slot that is used again, and one that resumes from a block."""
     tokens, logits = reference["tokens"][0].astype(np.int32), reference["logits"]
     long = reference["long_tokens"][0].astype(np.int32)
-    driver = Driver(model, one_program=True, **options)
+    driver = Driver(model, one_program=True, implementation=implementation)
     wrong = (tokens + 1) % model.config.vocab_size
 
     out = driver.step(prefill={0: tokens[:37], 1: tokens[:11]})
@@ -110,43 +107,11 @@ def test_logits_and_states_of_kernels(model, reference):
         check_logits(model, reference, implementation=None)
 
 
-def test_engine(model, reference):
-    """Greedy tokens of a chunked prompt, and of prompts that resume from its states and its continuation's."""
-    prompt, tokens = reference["prompt"][0].tolist(), tuple(reference["tokens"][0].tolist())
-    config = EngineConfig(
-        block_size=32,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        max_model_len=128,
-        num_state_blocks=12,
-        num_kv_pages=24,
-    )
-    engine = Engine(model, config)
-    (output,) = engine.generate(prompt, SamplingParams(max_tokens=32, ignore_eos=True))
-    assert output.token_ids == tokens[37:]
-    for length, cached in ((37, 32), (66, 64)):
-        before = engine.stats.cached_tokens
-        (output,) = engine.generate(tokens[:length], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert output.token_ids == tokens[length : length + 3]
-        assert engine.stats.cached_tokens - before == cached
-    assert engine.stats.null_reads == 0
-
-
-@pytest.fixture(scope="module")
-def dense():
+def test_bfloat16():
     path = DATA / "qwen3_5_text"
-    return path, dict(np.load(path / "reference.npz"))
-
-
-def test_policy_that_copies(dense):
-    check_logits(load_model(dense[0]), dense[1], policy="pre_copy")
-
-
-def test_bfloat16(dense):
-    path, reference = dense
-    model = load_model(path, dtype="bfloat16")
+    model, reference = load_model(path, dtype="bfloat16"), float64.reference(path)
     assert model.dtype == "bfloat16"
-    logits = Driver(model, one_program=True).step(prefill={0: reference["tokens"][0].astype(np.int32)})[0]
+    logits = Driver(model).step(prefill={0: reference["tokens"][0].astype(np.int32)})[0]
     assert logits.dtype == np.float32
     # transformers' own bfloat16 logits differ from these by 0.02 (rms).
     assert np.sqrt(np.mean((logits - reference["logits"]) ** 2)) < 0.04
