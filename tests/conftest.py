@@ -10,6 +10,12 @@ from hypothesis import Phase, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# On a CPU compiling programs well takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
+QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+if QUICK and jax.__version_info__ < (0, 11):
+    # A third less to do for this compiler; later ones don't know the flag.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+
 # For --hypothesis-profile: whether something fails, not the smallest example of it.
 settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate], database=None)
 
@@ -26,20 +32,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    """How a module's programs are compiled, and that they go with it.
-
-    On a CPU compiling them well takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 is how users compile.
-    """
-    if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    """How a module's programs are compiled, and that they go with it."""
+    if QUICK and jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
     yield
     # A program holds memory maps, of which Linux gives a process 65,530: those of the whole suite are more, and XLA crashes.
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def optimized_programs(programs):
-    """For a module that looks at what a compiler makes of a program, or runs for long."""
+@pytest.fixture
+def optimized_programs():
+    """For tests that look at what a compiler makes of a program, or run for long."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield

@@ -84,7 +84,7 @@ def test_prefill_agrees_with_float64_and_keeps_every_turn(op, case, monkeypatch)
     assert sets == 2
     after, *outputs = workload.run_sets(1, workload.inputs, implementation="xla")
     assert len(outputs) == sets
-    np.testing.assert_array_equal(outputs[0], out)
+    assert workload.rms_error(outputs[0]) < 1e-5
     written = workload.given["write"][0]
     np.testing.assert_array_equal(after[0, written], pool[0, written])
     assert workload.given["query_start_loc"].tolist() == [0, 1, 71, 201]

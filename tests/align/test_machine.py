@@ -60,7 +60,11 @@ def heads(x):
     return (x[:, None, DIM * i : DIM * (i + 1)] for i in range(3))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+# Without it (tests/conftest.py) XLA rounds a policy's layers otherwise when it fuses them with that policy's copies.
+EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=EMITTERS)
 def run_kernels(spec, pool, released, batch, indices, plan, tokens):
     """The step of one layer of each group. What was let go is NaN from now on."""
     for group, blocks in enumerate(released):

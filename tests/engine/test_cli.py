@@ -15,11 +15,12 @@ from mamba_align_jax.models import load_model
 
 DATA = Path(__file__).parents[1] / "data"
 TINY = str(DATA / "qwen3_5_text")
+QUICK = str(DATA / "mamba")  # to compile
 
 
 def test_demo_serves_checks_and_compares(tmp_path, capsys):
     file = tmp_path / "demo.json"
-    assert main(["demo", "--model", TINY, "--json", str(file)]) == 0
+    assert main(["demo", "--model", QUICK, "--json", str(file)]) == 0
     runs = {run["mode"]: run for run in json.loads(file.read_text())["runs"]}
     assert list(runs) == ["none", "align/pre_copy", "align/copy_free"]
     assert all(run["identical"] is True for run in runs.values())
@@ -33,7 +34,7 @@ def test_demo_serves_checks_and_compares(tmp_path, capsys):
 
 def test_demo_fails_on_a_wrong_token(monkeypatch):
     monkeypatch.setattr(Reference, "tau", lambda self, logits: -1e9)
-    assert main(["demo", "--model", TINY]) == 1
+    assert main(["demo", "--model", QUICK]) == 1
 
 
 def test_generate_continues_a_text(capsys):
@@ -72,6 +73,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("optimized_programs")
 def test_the_bundled_model_predicts_held_out_documentation():
     """At most 2.2 bits per byte on sections of the language reference that it was not trained on."""
     model = load_model(BYTE_MODEL, "float32")
