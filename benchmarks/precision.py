@@ -34,21 +34,7 @@ from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
-from mamba_align_jax.models import (
-    bailing_hybrid,
-    falcon_h1,
-    falcon_mamba,
-    granitemoehybrid,
-    jamba,
-    kimi_linear,
-    load_model,
-    mamba,
-    mamba2,
-    nemotron_h,
-    olmo_hybrid,
-    qwen3_5,
-    qwen3_next,
-)
+from mamba_align_jax.models import ARCHITECTURES, load_model
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.spec import AlignConfig
 
@@ -71,34 +57,33 @@ _NEMOTRON = dict(
 )
 _NEMOTRON |= dict(n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=512)
 _GRANITE = dict(layer_types=["mamba"] * 3 + ["attention"], mamba_d_state=128, attention_multiplier=1 / 128)
-# By `model_type`: the architecture, and its fields of config.json.
-MODELS: dict[str, tuple[Any, Row]] = {
-    "qwen3_5_text": (qwen3_5, _DELTA),
-    "qwen3_5_moe_text": (qwen3_5, _DELTA | _EXPERTS),
-    "qwen3_next": (qwen3_next, _DELTA | _EXPERTS),
-    "olmo_hybrid": (olmo_hybrid, _DELTA | dict(head_dim=128, linear_key_head_dim=96, linear_value_head_dim=192)),
-    "kimi_linear": (kimi_linear, _LATENT),
-    "bailing_hybrid": (bailing_hybrid, _LATENT | dict(num_expert_group=4, topk_group=2)),
-    "mamba": (mamba, {}),
-    "falcon_mamba": (falcon_mamba, {}),
-    "mamba2": (mamba2, dict(num_heads=32, n_groups=1)),
-    "nemotron_h": (nemotron_h, _ATTENTION | _NEMOTRON | dict(moe_shared_expert_intermediate_size=1024)),
-    "jamba": (jamba, _ATTENTION | dict(attn_layer_period=4, attn_layer_offset=2, num_experts=8)),
-    "granitemoehybrid": (granitemoehybrid, _ATTENTION | _MAMBA2 | _GRANITE),
-    "falcon_h1": (falcon_h1, _ATTENTION | _MAMBA2 | dict(mamba_d_ssm=2048, mamba_d_state=256)),
+# Fields of config.json by `model_type`.
+MODELS: dict[str, Row] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen3_next": _DELTA | _EXPERTS,
+    "olmo_hybrid": _DELTA | dict(head_dim=128, linear_key_head_dim=96, linear_value_head_dim=192),
+    "kimi_linear": _LATENT,
+    "bailing_hybrid": _LATENT | dict(num_expert_group=4, topk_group=2),
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": dict(num_heads=32, n_groups=1),
+    "nemotron_h": _ATTENTION | _NEMOTRON | dict(moe_shared_expert_intermediate_size=1024),
+    "jamba": _ATTENTION | dict(attn_layer_period=4, attn_layer_offset=2, num_experts=8),
+    "granitemoehybrid": _ATTENTION | _MAMBA2 | _GRANITE,
+    "falcon_h1": _ATTENTION | _MAMBA2 | dict(mamba_d_ssm=2048, mamba_d_state=256),
 }
 _SIZES = dict(vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)
 
 
 def configuration(name: str, dtype: str = "bfloat16") -> Any:
     """Of one of `MODELS`."""
-    architecture, fields = MODELS[name]
-    return architecture.Config.from_dict(_SIZES | fields | {"model_type": name}, dtype)
+    return ARCHITECTURES[name].Config.from_dict(_SIZES | MODELS[name] | {"model_type": name}, dtype)
 
 
 def _random_weights(name: str, seed: int) -> Any:
     """The model's state in bfloat16. Steps are as long as published models' are at first: states last for many tokens."""
-    architecture, config = MODELS[name][0], configuration(name)
+    architecture, config = ARCHITECTURES[name], configuration(name)
     key = jax.random.key(seed, impl="rbg")
     state = jax.jit(lambda key: nnx.state(architecture.Model(config, nnx.Rngs(key))))(key)
     rng, weights = np.random.default_rng(seed), []
@@ -113,11 +98,10 @@ def _random_weights(name: str, seed: int) -> Any:
 def models(name: str, seed: int) -> dict[str, Any]:
     """The model in bfloat16, and in float32 with the same weights."""
     if name == TRAINED:
-        architecture = qwen3_5
         model = load_model(BYTE_MODEL, "bfloat16")
-        config, state = model.config, nnx.state(model)
+        architecture, config, state = ARCHITECTURES["qwen3_5_text"], model.config, nnx.state(model)
     else:
-        architecture, config, state = MODELS[name][0], configuration(name), _random_weights(name, seed)
+        architecture, config, state = ARCHITECTURES[name], configuration(name), _random_weights(name, seed)
     found = {}
     for dtype in ("bfloat16", "float32"):
         of = replace(config, dtype=dtype)

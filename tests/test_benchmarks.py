@@ -21,7 +21,6 @@ from benchmarks import kernels, pipeline, plot, precision, prefill, reference, t
 from benchmarks.kernels import OPS
 from benchmarks.report import table
 from mamba_align_jax import models
-from mamba_align_jax.models import mamba2
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.state_copy.config import Config as CopyConfig
@@ -334,19 +333,17 @@ class TestPipeline:
 
 
 def test_precision_has_every_architecture():
-    assert {architecture for architecture, _ in precision.MODELS.values()} == set(models._ARCHITECTURES.values())
-    for name, (architecture, _) in precision.MODELS.items():
+    assert {models.ARCHITECTURES[name] for name in precision.MODELS} == set(models.ARCHITECTURES.values())
+    for name in precision.MODELS:
         model = nnx.eval_shape(
-            lambda name=name, make=architecture.Model: make(precision.configuration(name), nnx.Rngs(0))
+            lambda name=name, make=models.ARCHITECTURES[name].Model: make(precision.configuration(name), nnx.Rngs(0))
         )
         assert model.state_groups()
 
 
 def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
     """Rounding is seen and nothing else, and so is what a kernel can't take. Decode steps go on from prompts."""
-    monkeypatch.setitem(
-        precision.MODELS, "mamba2", (mamba2, dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))
-    )
+    monkeypatch.setitem(precision.MODELS, "mamba2", dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))
     monkeypatch.setattr(precision, "_SIZES", dict(vocab_size=64, hidden_size=32, num_hidden_layers=1))
     compiled, compile_ = [], precision.Pass.compile
     monkeypatch.setattr(precision.Pass, "compile", lambda run: (compiled.append(run), compile_(run))[1])

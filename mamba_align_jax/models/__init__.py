@@ -21,7 +21,7 @@ from mamba_align_jax.models import (
 from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "bailing_hybrid": bailing_hybrid,
     "falcon_h1": falcon_h1,
     "falcon_mamba": falcon_mamba,
@@ -58,9 +58,9 @@ def load_model(
     """
     config = read_config(path)
     kind = config.get("model_type")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(f"model_type must be one of {sorted(_ARCHITECTURES)}, got {kind!r} in {path}")
-    architecture = _ARCHITECTURES[kind]
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"model_type must be one of {sorted(ARCHITECTURES)}, got {kind!r} in {path}")
+    architecture = ARCHITECTURES[kind]
     # Not every configuration names its head, and fine-tuned copies name one that their files have lost.
     head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
     return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), advance)
