@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu)
         jax.config.update("jax_disable_most_optimizations", True)
-    facts = timing.environment(options.commit) if jax.default_backend() == "gpu" else {"gpu": "none"}
+    facts = timing.facts(options.commit)
     print(facts, flush=True)
     results: list[Row] = []
 
@@ -210,8 +210,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     model = random_model(replace(shape, mtp_num_hidden_layers=int(options.drafts > 0)))
     config = _config(options.rows, _longest(options), options.drafts, "mtp")
     timed = [Engine(model, config, mesh=_mesh(devices)) for devices in options.devices]
-    small, engines = random_model(_SMALL), []
+    small, engines = None, []
     if options.tokens:
+        small = random_model(_SMALL)
         # As many rows as prompts, so that there is one size of decode steps.
         config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "ngram")
         engines = [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
