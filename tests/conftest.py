@@ -49,6 +49,19 @@ def optimized_programs():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(scope="module")
+def one_program():
+    """One program for all steps of an engine, whatever rows they have: compiling takes longer than padding."""
+    from mamba_align_jax.engine.runner import Bucket, StepRunner
+
+    with pytest.MonkeyPatch.context() as patch:
+        every = lambda runner: [
+            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
+        ]
+        patch.setattr(StepRunner, "buckets", property(every))
+        yield
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)

@@ -23,10 +23,10 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting import NGramDrafter
-from mamba_align_jax.engine.runner import Bucket, StepRunner
 from mamba_align_jax.engine.waiting import WaitingQueue
 from mamba_align_jax.models import load_model
 
+pytestmark = pytest.mark.usefixtures("one_program")
 # Few programs: budgets and the room in the pools are drawn without changing what is compiled.
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, prompt_lookup_min=1)
 PAGES, LONGEST_ANSWER = 36, 12
@@ -41,17 +41,6 @@ CONFIGS = {
 }
 MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
 SPELLER = Speller(soak.STUTTER)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_bucket():
-    """One program for all steps of an engine, most rows of which are padding: compiling takes longer than running."""
-    with pytest.MonkeyPatch.context() as patch:
-        every = lambda runner: [
-            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
-        ]
-        patch.setattr(StepRunner, "buckets", property(every))
-        yield
 
 
 def configured(**options):

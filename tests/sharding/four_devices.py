@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from soak import poison
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.runner import Bucket, StepRunner, _step
+from mamba_align_jax.engine.runner import _step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
@@ -37,6 +38,7 @@ from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # nothing here runs for long
 
+pytestmark = pytest.mark.usefixtures("one_program")
 ATOL = 1e-4
 EVERY = P()
 
@@ -44,17 +46,6 @@ EVERY = P()
 @pytest.fixture(scope="module")
 def mesh():
     return Mesh(np.array(jax.devices()), (AXIS,))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_program():
-    """One program for all steps of an engine, whatever rows they have: compiling takes longer than padding."""
-    with pytest.MonkeyPatch.context() as patch:
-        every = lambda runner: [
-            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
-        ]
-        patch.setattr(StepRunner, "buckets", property(every))
-        yield
 
 
 def randomised(make):
@@ -93,14 +84,6 @@ def assert_same_everywhere(tree):
         assert all(np.array_equal(first, other, equal_nan=True) for other in others)
 
 
-def poisoned(engine):
-    """The engine, its pools filled with what must never be read."""
-    state = engine.runner.device_state
-    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
-    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
-    return engine
-
-
 def run(engines, each_step=lambda: None):
     """Outputs of all requests by their ids: in every step, the same of each engine."""
     rng, found = np.random.default_rng(0), {}
@@ -134,7 +117,9 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
     programs = _step._cache_size()
     for stepping in (False, True):
         config = EngineConfig(**sizes, speculation="mtp", async_stepping=stepping)
-        one, four = (poisoned(Engine(model, config, mesh=where)) for where in (None, mesh))
+        one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
+        poison(one)
+        poison(four)
 
         def compare(one=one.runner, four=four.runner):
             """Counts, tables, drafts and all tokens of every slot."""
@@ -167,7 +152,8 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
             np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
     assert _step._cache_size() == programs + 2
     config = EngineConfig(**sizes, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
-    lookup = poisoned(Engine(model, config, mesh=mesh))
+    lookup = Engine(model, config, mesh=mesh)
+    poison(lookup)
     assert run([lookup]) == wanted
     assert lookup.stats.state_bytes_copied > 0
     assert sum(lookup.stats.accepted_tokens) > 0
