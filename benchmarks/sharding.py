@@ -204,8 +204,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
-    if layers % (shape.layer_types.index(FULL) + 1):
-        parser.error(f"--layers must be a multiple of {shape.layer_types.index(FULL) + 1}, got {layers}")
+    period = shape.layer_types.index(FULL) + 1
+    if layers % period or not 0 < layers <= shape.num_hidden_layers:
+        parser.error(f"--layers must be a multiple of {period}, at most {shape.num_hidden_layers}, got {layers}")
     shape = replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers])
     model = random_model(replace(shape, mtp_num_hidden_layers=int(options.drafts > 0)))
     config = _config(options.rows, _longest(options), options.drafts, "mtp")
