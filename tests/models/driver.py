@@ -148,3 +148,14 @@ class Driver:
             if slot >= 0:
                 self.computed[slot] += len(tokens) - max(n, 0) + accepted.get(slot, 1) - 1
         return {slot: logits[a:b] for (slot, _), a, b in zip(rows, loc, loc[1:], strict=False) if slot >= 0}
+
+
+def every_split(model, tokens, implementation=None):
+    """`tokens` in two chunks, cut at every place: of each the driver, the slot that ran them, and the logits."""
+    for cut in range(1, len(tokens), PREFILL_ROWS):
+        cuts = dict(enumerate(range(cut, min(cut + PREFILL_ROWS, len(tokens)))))
+        driver = Driver(model, one_program=True, implementation=implementation)
+        heads = driver.step(prefill={slot: tokens[:cut] for slot, cut in cuts.items()})
+        tails = driver.step(prefill={slot: tokens[cut:] for slot, cut in cuts.items()})
+        for slot in cuts:
+            yield driver, slot, np.concatenate([heads[slot], tails[slot]])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from models import float64, tiny
-from models.driver import DATA, Driver
+from models.driver import DATA, Driver, every_split
 from models.test_reference import close
 from safetensors.numpy import load_file, save_file
 
@@ -67,6 +67,12 @@ def test_prompt_in_chunks(case, sizes):
     close(logits, case.logits)
     assert 0.3 < np.std(case.logits) < 30
     assert logits.argmax(1).tolist() == case.logits.argmax(1).tolist()
+
+
+def test_every_split_of_a_prompt(case):
+    for driver, slot, logits in every_split(case.model, case.tokens[:37]):
+        close(logits, case.logits[:37])
+        close(driver.step(decode={slot: case.tokens[37:40]})[slot], case.logits[37:40])
 
 
 @pytest.mark.parametrize("sizes", [(150,), (90, 60)])

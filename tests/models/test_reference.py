@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from models import float64
-from models.driver import ATOL, DATA, PAGE_SIZE, Driver
+from models.driver import ATOL, DATA, PAGE_SIZE, Driver, every_split
 
 from mamba_align_jax.models import load_model
 
@@ -99,6 +99,15 @@ def check_logits(model, reference, implementation):
 
 def test_logits_and_states(model, reference):
     check_logits(model, reference, implementation="xla")
+
+
+def test_every_split_of_the_prompt(model, reference):
+    prompt, splits = reference["tokens"][0, :37].astype(np.int32), 0
+    for driver, slot, logits in every_split(model, prompt, implementation="xla"):
+        close(logits, reference["logits"][:37])
+        check_states(driver, model, slot, reference)
+        splits += 1
+    assert splits == 36
 
 
 @pytest.mark.gpu
