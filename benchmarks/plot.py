@@ -26,13 +26,14 @@ def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """A panel per quantity, a group of bars per load, a bar per mode; thin lines reach to the 99th percentile."""
+    """A panel per quantity, in each a group of bars per load, a bar per mode; thin lines reach to the 99th percentile."""
     from matplotlib.figure import Figure
 
     loads = bars(rows)
     modes = list(dict.fromkeys(mode for each in loads.values() for mode in each))
-    figure = Figure(figsize=(4 + 1.2 * len(PANELS) * len(loads), 3.6), layout="constrained")
-    for panel, (title, names) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    figure = Figure(figsize=(2 + 1.4 * len(loads), 2.2 * len(PANELS)), layout="constrained")
+    panels = figure.subplots(len(PANELS), 1, sharex=True)
+    for panel, (title, names) in zip(panels, PANELS.items(), strict=True):
         for place, mode in enumerate(modes):
             found = [(n, each[mode]) for n, each in enumerate(loads.values()) if mode in each]
             x = [n + (place - (len(modes) - 1) / 2) / (len(modes) + 1) for n, _ in found]
@@ -41,9 +42,9 @@ def draw(rows: list[Row], file: Path) -> None:
             if len(names) > 1:
                 panel.vlines(x, values, [row[names[1]] for _, row in found], color="black", linewidth=0.8)
         panel.set_title(title, fontsize=10)
-        panel.set_xticks(range(len(loads)), list(loads), fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    panels[-1].set_xticks(range(len(loads)), list(loads), fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(file)
 
 

@@ -132,11 +132,41 @@ def _precision(rows: list[Row]) -> list[str]:
     return _markdown(header, *map(line, rows))
 
 
+def _devices(rows: list[Row]) -> list[str]:
+    header = (
+        "case",
+        "devices",
+        "step",
+        "the engine's step",
+        "weights of a device",
+        "states and keys",
+        "tokens of one device's",
+    )
+    lines = (
+        (
+            row["case"], str(row["devices"]), f"{row['step_us']:.0f} us", f"{row['engine_us']:.0f} us",
+            f"{row['weight_bytes_per_device'] / 1e9:.1f} GB", f"{row['pool_bytes_per_device'] / 1e9:.1f} GB",
+            f"{100 * row['agreement']:.1f} %",
+        )
+        for row in rows
+    )  # fmt: skip
+    return _markdown(header, *lines)
+
+
+def _sequences(rows: list[Row]) -> list[str]:
+    names = "case", "devices", "sequences", "tokens_each", "sequences_that_differ", "of_these_wrong"
+    return _markdown([name.replace("_", " ") for name in names], *([str(row[name]) for name in names] for row in rows))
+
+
 def table(file: Path) -> str:
     """Markdown of the newest row of each case, a table per kind of row."""
-    newest = {(row["case"], row.get("crossing")): row for row in map(json.loads, file.read_text().splitlines())}
+    newest = {
+        (row["case"], row.get("crossing"), row.get("devices")): row
+        for row in map(json.loads, file.read_text().splitlines())
+    }
     kinds = {"bandwidth_fraction": _kernels, "groups": _bookkeeping, "crossing": _steps}
     kinds |= {"hit_rate_of_attainable": _serving, "idle_share": _idle, "top1_agreement": _precision}
+    kinds |= {"engine_us": _devices, "sequences": _sequences}
     found = [(show, [row for row in newest.values() if mark in row]) for mark, show in kinds.items()]
     return "\n\n".join("\n".join(show(rows)) for show, rows in found if rows)
 
