@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,4 +118,10 @@ class Layout:
 
     def run(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
         """`function` on every device, over its shares of the arguments; what has P() must come to the same on all."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+        def run(*arguments: Any) -> Any:
+            # XLA's compiler in JAX 0.11 crashes if arguments without elements, as pages without attention, are used.
+            fresh = lambda x: x if x.size else jnp.zeros(x.shape, x.dtype)
+            return function(*jax.tree.map(fresh, arguments))
+
+        return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -19,19 +19,18 @@ class Pending:
     Attributes:
         tokens: The token sampled last, then drafts; places without a draft hold some token. int32 [slots, 1 + K].
         num_drafts: How many of the drafts count. int32 [slots].
-        history: All tokens of the request, int32 [slots, length]; None where nobody drafts on the device.
+        history: All tokens of the request, for drafting; of length 0 where nobody drafts here. int32 [slots, length].
     """
 
     tokens: jax.Array
     num_drafts: jax.Array
-    history: jax.Array | None
+    history: jax.Array
 
     @classmethod
-    def create(cls, slots: int, window: int, length: int | None) -> "Pending":
+    def create(cls, slots: int, window: int, length: int) -> "Pending":
         """Nothing pending."""
         zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-        history = None if length is None else zeros(slots, length)
-        return cls(tokens=zeros(slots, window), num_drafts=zeros(slots), history=history)
+        return cls(tokens=zeros(slots, window), num_drafts=zeros(slots), history=zeros(slots, length))
 
 
 class Sampled(NamedTuple):
@@ -47,8 +46,7 @@ class Sampled(NamedTuple):
 
 
 def enter(pending: Pending, slot: jax.Array, tokens: jax.Array) -> Pending:
-    """Requests enter a history, with `tokens` [additions, length]; `slot` is -1 for padding. Donate `pending`."""
-    assert pending.history is not None
+    """Requests enter with `tokens` [additions, length]; `slot` is -1 for padding. Donate `pending`."""
     slot = jnp.where(slot >= 0, slot, pending.history.shape[0])
     history = pending.history.at[slot].set(tokens, mode="drop")
     return replace(pending, history=history)
@@ -91,11 +89,10 @@ def advance(pending: Pending, sampled: Sampled) -> Pending:
     """Takes in what a step sampled; drafts of the step before count no more. Donate `pending`."""
     row = jnp.arange(sampled.counts.shape[0])
     last = sampled.tokens[row, jnp.maximum(sampled.counts - 1, 0)]
-    history = pending.history
-    if history is not None:
-        place = jnp.arange(sampled.tokens.shape[1], dtype=jnp.int32)
-        behind = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, history.shape[1])
-        history = history.at[sampled.slot[:, None], behind].set(sampled.tokens, mode="drop")
+    window, length = sampled.tokens.shape[1], pending.history.shape[1]
+    place = jnp.arange(window, dtype=jnp.int32)
+    behind = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, length)
+    history = pending.history.at[sampled.slot[:, None], behind].set(sampled.tokens, mode="drop")
     put = lambda array, values: array.at[sampled.slot].set(values, mode="drop")
     return Pending(
         tokens=put(pending.tokens, jnp.broadcast_to(last[:, None], sampled.tokens.shape)),

@@ -36,12 +36,11 @@ from mamba_align_jax.spec import AlignConfig, ConvState
 class Inputs:
     """What the host sends per step. Row arrays are [rows], `tokens` [tokens], `page_tables` [slots, pages].
 
-    `entering` [additions, length] are the tokens of requests that enter, as `Pending.history` keeps them. None where
-    none can: XLA's compiler in JAX 0.11 crashes over arguments without elements, under `shard_map`.
+    `entering` [additions, length] are the tokens of requests that enter, as `Pending.history` keeps them.
     """
 
     tokens: jax.Array
-    entering: jax.Array | None
+    entering: jax.Array
     batch: StepBatch
     updates: TableUpdates
     additions: Additions
@@ -166,9 +165,7 @@ def _run_step(
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
     tables = update_block_tables(device_state.tables, inputs.updates)
     state = add_requests(device_state.state, inputs.additions)
-    pending = device_state.pending
-    if inputs.entering is not None:
-        pending = enter(pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
+    pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
     verify = decode_places(batch, num_decode_rows, spec.window)
     tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify)
     state, indices = begin_step(spec, state, batch, tables)
@@ -209,7 +206,6 @@ def _run_step(
     )
     pending = advance(pending, sampled)
     if drafter is not None:
-        assert pending.history is not None
         finished = SampledStep(model, hidden, step, kv, batch, pending.history, sampled)
         guesses, num_guesses, kv = drafter.draft(finished, spec.num_speculative_tokens)
         pending = propose(pending, sampled.slot, guesses, num_guesses)
@@ -244,7 +240,7 @@ def _sizes(most: int, least: int) -> list[int]:
     return sizes
 
 
-def _stay(array: np.ndarray | None) -> Any:
+def _stay(array: np.ndarray) -> Any:
     """Leaves an array on the host: the jitted step takes it along, which is far quicker than one put after another."""
     return array
 
@@ -294,7 +290,7 @@ class StepRunner:
 
     def _start(self) -> None:
         spec, sizes = self.spec, self._sizes
-        history = spec.max_model_len if self._drafter else None
+        history = spec.max_model_len if self._drafter else 0
         create = lambda: DeviceState(
             pool=StatePool.create(spec, sizes.state_blocks),
             kv=KVPages.create(self._kv_spec, sizes.kv_pages, self._page_size),
@@ -403,11 +399,9 @@ class StepRunner:
         for row in rows:
             for number, page in row.allocation.pages:
                 self._page_tables[row.request.slot, number] = page
-        history = None
-        if self._drafter and bucket.prefill_rows:
-            history = np.zeros((bucket.prefill_rows, self.spec.max_model_len), np.int32)
-            for place, row in enumerate(entering):
-                history[place, : len(row.request.tokens)] = row.request.tokens
+        history = np.zeros((bucket.prefill_rows, self.device_state.pending.history.shape[1]), np.int32)
+        for place, row in enumerate(entering if self._drafter else ()):
+            history[place, : len(row.request.tokens)] = row.request.tokens
         column_entries = [
             (group, row.request.slot, column, block)
             for group in range(len(self.spec.groups))

@@ -311,15 +311,6 @@ def test_greedy_decode_steps_decide_nothing_on_the_device(model):
         assert decisions(runner.trace(bucket)) == bucket.draws
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_no_program_has_an_argument_without_elements(model, drafts):
-    """XLA's compiler in JAX 0.11 crashes over them when a model is split over devices."""
-    runner = make(model, "async", num_speculative_tokens=drafts).runner
-    for bucket in runner.buckets:
-        arguments, _ = runner.trace(bucket).args_info
-        assert all(0 not in argument.shape for argument in jax.tree.leaves(arguments)), bucket
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

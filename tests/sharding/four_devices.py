@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import step_inputs
-from mamba_align_jax.models import mamba, nemotron_h, qwen3_5
+from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 from mamba_align_jax.pool import StatePool
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
@@ -39,6 +40,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # nothing here runs for long
 
 pytestmark = pytest.mark.usefixtures("one_program")
+DATA = Path(__file__).parents[1] / "data"
 ATOL = 1e-4
 EVERY = P()
 
@@ -160,6 +162,18 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
     state = lookup.runner.device_state
     assert_same_everywhere((state.state, state.tables, state.pending))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+def test_pages_without_elements_are_not_used(mesh, name):
+    """No keys without attention, no values beside latents: XLA's compiler in JAX 0.11 crashes over them."""
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, num_state_blocks=8, num_kv_pages=8)
+    engine = Engine(load_model(DATA / name), config, mesh=Mesh(mesh.devices[:2], (AXIS,)))
+    assert any(0 in array.shape for array in jax.tree.leaves(engine.runner.device_state.kv))
+    step = engine.runner.trace(engine.runner.buckets[0]).jaxpr.jaxpr
+    (split,) = (eqn.params["jaxpr"] for eqn in step.eqns if eqn.primitive.name == "shard_map")
+    used = {id(variable) for eqn in split.eqns for variable in eqn.invars} | set(map(id, split.outvars))
+    assert not any(0 in variable.aval.shape and id(variable) in used for variable in split.invars)
 
 
 def test_the_draft_head_lies_as_the_layers_do(model, mesh):
