@@ -1,5 +1,6 @@
-# Everything runs in .venv, made by the first target that needs it; PYTHON may name another interpreter.
+# Everything runs in .venv, made by the first target that needs it; PYTHON may name another interpreter, JAX a bound as "<0.12".
 PYTHON ?= python3
+JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" "jax$(JAX)"
 	touch $@
 
 demo: $(VENV)/ready

@@ -114,15 +114,8 @@ def _idle(rows: list[Row]) -> list[str]:
 
 def _precision(rows: list[Row]) -> list[str]:
     header = (
-        "model",
-        "tokens",
-        "same token first",
-        "rms error",
-        "of prompts",
-        "of decode steps",
-        "largest loss",
-        "XLA runs",
-    )
+        "model", "tokens", "same token first", "rms error", "of prompts", "of decode steps", "largest loss", "XLA runs",
+    )  # fmt: skip
 
     def line(row: Row) -> tuple[str, ...]:
         xla = [f"{op} ({dtype})" for dtype in ("bfloat16", "float32") for op in row[f"xla_ops_{dtype}"]]
@@ -134,14 +127,9 @@ def _precision(rows: list[Row]) -> list[str]:
 
 def _devices(rows: list[Row]) -> list[str]:
     header = (
-        "case",
-        "devices",
-        "step",
-        "the engine's step",
-        "weights of a device",
-        "states and keys",
+        "case", "devices", "step", "the engine's step", "weights of a device", "states and keys",
         "tokens of one device's",
-    )
+    )  # fmt: skip
     lines = (
         (
             row["case"], str(row["devices"]), f"{row['step_us']:.0f} us", f"{row['engine_us']:.0f} us",

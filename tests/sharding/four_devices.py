@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from models.driver import DATA
 from soak import poison
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -40,7 +40,6 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # nothing here runs for long
 
 pytestmark = pytest.mark.usefixtures("one_program")
-DATA = Path(__file__).parents[1] / "data"
 ATOL = 1e-4
 EVERY = P()
 
