@@ -91,12 +91,12 @@ class Case:
         spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
         sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
         how = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
-        return dataclasses.replace(spec, max_num_reqs=sets * self.rows, **how)
+        return dataclasses.replace(spec, max_num_seqs=sets * self.rows, **how)
 
     @property
     def pool_bytes(self) -> int:
         """Of all slots' blocks."""
-        return self.spec.max_num_reqs * self.spec.num_columns * self.spec.bytes_per_block
+        return self.spec.max_num_seqs * self.spec.num_columns * self.spec.bytes_per_block
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
@@ -124,10 +124,10 @@ class Buffers(NamedTuple):
 def make_buffers(case: Case) -> Buffers:
     """Every column of every slot has a block, with something in it."""
     spec = case.spec
-    blocks = 1 + jnp.arange(spec.max_num_reqs * spec.num_columns, dtype=jnp.int32)
+    blocks = 1 + jnp.arange(spec.max_num_seqs * spec.num_columns, dtype=jnp.int32)
     shapes = jax.eval_shape(lambda: StatePool.create(spec, 1 + blocks.size))
     pool = jax.jit(lambda: jax.tree.map(lambda array: random_pool(array.shape, array.dtype), shapes))()
-    tables = BlockTables(blocks=blocks.reshape(1, spec.max_num_reqs, spec.num_columns))
+    tables = BlockTables(blocks=blocks.reshape(1, spec.max_num_seqs, spec.num_columns))
     return Buffers(pool, AlignState.create(spec), tables)
 
 
@@ -144,7 +144,7 @@ def make_tokens(case: Case) -> dict[str, jax.Array]:
 def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
     """Of the step-th step; `crosses` says of each row whether it does."""
     spec, window = case.spec, 1 + case.drafts
-    slots = step * case.rows % spec.max_num_reqs + np.arange(case.rows)
+    slots = step * case.rows % spec.max_num_seqs + np.arange(case.rows)
     # A crossing row's running column changes, and its window's end gets a block; the first half of a verify row's tokens
     # are before the boundary.
     computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
@@ -156,7 +156,7 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
         additions=Additions(
             slot=jnp.asarray(slots, jnp.int32),
             num_computed_tokens=jnp.asarray(computed),
-            state_idx=jnp.asarray(column_of(computed, spec.state_block_size)),
+            running_column=jnp.asarray(column_of(computed, spec.state_block_size)),
         ),
         batch=StepBatch.from_host(
             spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows, [False] * case.rows
@@ -168,10 +168,10 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
 def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
     """The shortest run of steps of whose rows `share` cross, evenly spread, and that takes every slot."""
     steps = share.denominator // math.gcd(share.denominator, case.rows)
-    steps *= math.ceil(case.spec.max_num_reqs / (case.rows * steps))
+    steps *= math.ceil(case.spec.max_num_seqs / (case.rows * steps))
     crossings = np.arange(steps * case.rows + 1) * share.numerator // share.denominator
     crosses = np.diff(crossings).astype(bool).reshape(steps, case.rows)
-    sets = case.spec.max_num_reqs // case.rows
+    sets = case.spec.max_num_seqs // case.rows
     made: dict[tuple[int, bytes], Inputs] = {}
     for step, row in enumerate(crosses):
         key = step % sets, row.tobytes()
@@ -202,7 +202,7 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
         for layer in range(case.layers):
             places = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
             qkv, conv = causal_conv1d_update(
-                tokens["x"], conv, layer, tokens["weight"], None, read_row=rows.conv_row, **places, **how
+                tokens["x"], conv, layer, tokens["weight"], None, window_row=rows.window_row, **places, **how
             )
             places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
             out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
@@ -326,7 +326,7 @@ class Bookkeeping:
         state = AlignState(
             num_computed_tokens=computed,
             num_accepted_tokens=jnp.ones(n, jnp.int32),
-            state_idx=column_of(computed, self.spec.state_block_size),
+            running_column=column_of(computed, self.spec.state_block_size),
         )
         slots, locations = rng.permutation(n).tolist(), (np.arange(n + 1) * window).tolist()
         batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n, [False] * n)

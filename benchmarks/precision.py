@@ -28,6 +28,8 @@ from flax import nnx
 
 from benchmarks import timing
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step, finish_step
 from mamba_align_jax.align.tables import BlockTables
@@ -35,8 +37,6 @@ from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import ARCHITECTURES, load_model
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig
 
 Row = dict[str, Any]
 
@@ -134,7 +134,7 @@ class Pass:
         self.tokens, self.prompt = tokens, prompt
         length = -(-tokens.shape[1] // PAGE_SIZE) * PAGE_SIZE
         graph, self.params = nnx.split(model)
-        self.spec = AlignConfig(model.state_groups(), length, max_num_reqs=ROWS, max_model_len=length, mode="none")
+        self.spec = AlignConfig(model.state_groups(), length, max_num_seqs=ROWS, max_model_len=length, mode="none")
         blocks = np.tile(np.arange(1, 1 + ROWS, dtype=np.int32)[:, None], (len(self.spec.groups), 1, 1))
         pages = np.arange(1, 1 + ROWS * length // PAGE_SIZE, dtype=np.int32).reshape(ROWS, -1)
         self.fixed = BlockTables(blocks=jnp.asarray(blocks)), jnp.asarray(pages)

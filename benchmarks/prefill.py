@@ -80,7 +80,7 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
 
     def step(turn, carry, **arguments):
         block = blocks[turn % len(blocks)]
-        rows_of = dict(layer=0, read_block=block, read_row=jnp.zeros(rows, jnp.int32), write_block=block)
+        rows_of = dict(layer=0, read_block=block, window_row=jnp.zeros(rows, jnp.int32), write_block=block)
         y, pool = causal_conv1d_prefill(pool=carry[0], bias=None, **rows_of, **arguments)
         return pool, y
 

@@ -28,7 +28,7 @@ from flax import nnx
 from benchmarks import idle, timing
 from benchmarks.load import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition, Run, Workload, serve, summary
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.demo import MODES
+from mamba_align_jax.demo import MODES
 from mamba_align_jax.engine.sizing import align_config
 from mamba_align_jax.models.qwen3_5 import FULL, LINEAR, Config, Model
 
@@ -68,7 +68,7 @@ _TINY = replace(
 )
 MODELS = {"qwen3.5-4b": _QWEN3_5_4B, "tiny": _TINY}
 # By the rows' names, the engine's.
-SPECULATIONS = {"prompt_lookup": "ngram", "mtp": "mtp"}
+SPECULATIONS = {"prompt_lookup": "prompt_lookup", "mtp": "mtp"}
 # Guesses for the large model on an H200, so that nobody starts hours of work unawares: a decode step of 16 rows for a token
 # of each, what a prompt token adds, and compiling an engine's programs.
 _STEP_S = {"none": 6.2e-3, "prompt_lookup": 3.5e-3, "mtp": 1e-2}
@@ -149,7 +149,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
         max_num_seqs=options.concurrency,
         max_num_batched_tokens=options.max_num_batched_tokens,
         num_speculative_tokens=cell.drafts,
-        speculation=SPECULATIONS.get(cell.speculation, "ngram"),
+        speculation=SPECULATIONS.get(cell.speculation, "prompt_lookup"),
         num_kv_pages=1 + 3 * options.concurrency * math.ceil(longest / options.kv_page_size),
     )  # fmt: skip
     config = EngineConfig(**fields)

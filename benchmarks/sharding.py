@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if options.tokens:
         small = random_model(_SMALL)
         # As many rows as prompts, so that there is one size of decode steps.
-        config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "ngram")
+        config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "prompt_lookup")
         engines = [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
     print(f"compiles for {len(timed + engines)} engines", flush=True)
     compile_all(timed + engines)

@@ -196,11 +196,11 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
     blocks, num_blocks = rotate(rows, 1, 2 * rows * window * case.channels * itemsize(case.dtype))
     draw = _draw(case.dtype)
     x, weight = draw(tokens, case.channels), draw(case.width, case.channels)
-    loc, read_row = locations(case.lengths), jnp.zeros(rows, jnp.int32)
+    loc, window_row = locations(case.lengths), jnp.zeros(rows, jnp.int32)
 
     def step(turn, carry, **options):
         block = blocks[turn % len(blocks), :, 0]
-        y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, loc, block, read_row, block, **options)
+        y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, loc, block, window_row, block, **options)
         return pool, y
 
     return Workload(

@@ -15,14 +15,14 @@ import pallas_kernels as pk
 
 HEADS, DIM, WIDTH, BLOCK, K = 2, 16, 4, 16, 2
 STATES = (ma.ConvState(WIDTH, 3 * HEADS * DIM, "float32"), ma.RecurrentState((HEADS, DIM, DIM)))
-SPEC = ma.AlignConfig((ma.GroupSpec("gdn", 1, STATES),), BLOCK, K, max_num_reqs=3, max_model_len=96)
+SPEC = ma.AlignConfig((ma.GroupSpec("gdn", 1, STATES),), BLOCK, K, max_num_seqs=3, max_model_len=96)
 
 
 def decode(weights, rows, x, conv, recurrent):
     """Decode and verify rows: token by token, a state kept after each."""
     loc, write = rows.query_start_loc, rows.write[0]
     qkv, conv = pk.causal_conv1d_update(
-        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]
+        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.window_row, write[:, 0]
     )
     gates = x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"]
     out, recurrent = pk.gated_delta_rule_update(qkv, *gates, recurrent, 0, loc, rows.recurrent_read[0], write)
@@ -33,7 +33,7 @@ def prefill(weights, rows, x, conv, recurrent):
     """Prompt chunks: chunked on the grid of absolute positions, one state kept at the end."""
     loc, write = rows.query_start_loc, rows.write[0, :, 0]
     qkv, conv = pk.causal_conv1d_prefill(
-        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.conv_row, write
+        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.window_row, write
     )
     q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
     g, beta = pk.gated_delta_rule_gates(x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"])
@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, weights):
         self.weights = weights
-        self.pool = ma.StatePool.create(SPEC, 1 + SPEC.max_num_reqs * SPEC.num_columns)
+        self.pool = ma.StatePool.create(SPEC, 1 + SPEC.max_num_seqs * SPEC.num_columns)
         self.state, self.tables = ma.AlignState.create(SPEC), ma.BlockTables.create(SPEC)
 
     def block(self, slot, column):

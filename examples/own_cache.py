@@ -83,7 +83,7 @@ def own_generate(model, prompt, count):
 
 BLOCK, CHUNK = 16, 32
 KINDS = ma.ConvState(WIDTH, CHANNELS, "float32"), ma.RecurrentState((HEADS, DIM, STATES))
-SPEC = ma.AlignConfig((ma.GroupSpec("mamba2", LAYERS, KINDS),), BLOCK, max_num_reqs=2, max_model_len=128)
+SPEC = ma.AlignConfig((ma.GroupSpec("mamba2", LAYERS, KINDS),), BLOCK, max_num_seqs=2, max_model_len=128)
 
 
 def parts(xBC):
@@ -104,7 +104,7 @@ def step(model, tokens, batch, updates, additions, pool, state, tables, decode_r
         def decode(rows, xBC, dt, conv, recurrent):
             loc, write = rows.query_start_loc, rows.write[0]
             xBC, conv = pk.causal_conv1d_update(
-                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]
+                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.window_row, write[:, 0]
             )
             x, B, C = parts(xBC)
             y, recurrent = pk.selective_state_update(
@@ -116,7 +116,7 @@ def step(model, tokens, batch, updates, additions, pool, state, tables, decode_r
         def prefill(rows, xBC, dt, conv, recurrent):
             loc, write = rows.query_start_loc, rows.write[0, :, 0]
             xBC, conv = pk.causal_conv1d_prefill(
-                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.conv_row, write
+                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.window_row, write
             )
             x, B, C = parts(xBC)
             chunks = pk.chunk_rows(loc, rows.num_computed_tokens, x.shape[0])

@@ -33,7 +33,7 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.layers.attention import attend
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import load_model, qwen3_5
-from mamba_align_jax.models.checkpoint import save_checkpoint
+from mamba_align_jax.models.weights import save_weights
 from pallas_kernels import chunk_rows
 
 CONFIG = qwen3_5.Config(
@@ -122,7 +122,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     length = tokens.shape[1]
     none, one = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
     rows = lambda loc, row: Rows(
-        query_start_loc=loc, num_computed_tokens=row, recurrent_read=row[None], conv_read=row[None], conv_row=row,
+        query_start_loc=loc, num_computed_tokens=row, recurrent_read=row[None], conv_read=row[None], window_row=row,
         write=row[None, :, None],
     )  # fmt: skip
     prefill = rows(jnp.array([0, length], jnp.int32), one)
@@ -346,7 +346,7 @@ def main() -> None:
     if options.mtp_minutes:
         model = train_head(corpus, model, options)
     if options.out:
-        save_checkpoint(model, qwen3_5, options.out)
+        save_weights(model, qwen3_5, options.out)
         (options.out / "LICENSE").write_text(LICENSE)
         print(f"saved to {options.out}")
 

@@ -7,11 +7,11 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "AlignConfig": "spec",
-    "ConvState": "spec",
-    "GroupSpec": "spec",
-    "RecurrentState": "spec",
-    "StatePool": "pool",
+    "AlignConfig": "align.config",
+    "ConvState": "align.config",
+    "GroupSpec": "align.config",
+    "RecurrentState": "align.config",
+    "StatePool": "align.pool",
     "Additions": "align.state",
     "AlignState": "align.state",
     "add_requests": "align.state",

@@ -26,7 +26,7 @@ def _loading() -> Iterator[Callable[[int, int], None]]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from mamba_align_jax.engine import demo
+    from mamba_align_jax import demo
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 

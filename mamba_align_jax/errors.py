@@ -1,6 +1,6 @@
 """Exceptions of the package: ValueError says that an argument is wrong, these say what else can stop a request."""
 
-from pallas_kernels._dispatch import UnsupportedError as UnsupportedError
+from pallas_kernels.dispatch import UnsupportedError as UnsupportedError
 
 
 class OutOfBlocksError(RuntimeError):

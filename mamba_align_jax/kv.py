@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.spec import dtype_name
+from mamba_align_jax.align.config import dtype_name
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mamba_align_jax.align.config import ConvState, GroupSpec, RecurrentState
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import ConvState, GroupSpec, RecurrentState
 
 AXIS = "tensor"
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK
 
 Lanes = tuple[jax.Array, jax.Array]  # indices, and which of them exist
 

@@ -56,7 +56,7 @@ def one_program():
 
     with pytest.MonkeyPatch.context() as patch:
         every = lambda runner: [
-            Bucket(runner.spec.max_num_reqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
+            Bucket(runner.spec.max_num_seqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
         ]
         patch.setattr(StepRunner, "buckets", property(every))
         yield

@@ -20,7 +20,7 @@ COPIED = ("mamba_align_jax", "pallas_kernels", "tests", "pyproject.toml")
 # Not those that compile kernels, or ask what a compiled step looks like.
 FAST = (
     "tests/align/test_worked_examples.py",
-    "tests/align/test_host.py",
+    "tests/vllm_compat/test_mamba_utils.py",
     "tests/align/test_step.py",
     "tests/align/test_machine.py::test_every_step_reads_its_own_past",
 )

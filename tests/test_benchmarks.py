@@ -247,7 +247,7 @@ class TestPipeline:
         computed, blocks = np.where(CROSSES, 16 - (1 + drafts) // 2, 8) + 1 + drafts, before.tables.blocks[0]
         running = (policy != "none") * (computed - 1) // 16
         assert after.state.num_computed_tokens[:3].tolist() == computed.tolist()
-        assert after.state.state_idx[:3].tolist() == running.tolist()
+        assert after.state.running_column[:3].tolist() == running.tolist()
         # With drafts the boundary that a row has crossed is saved to the column before it.
         window = {int(blocks[row, column]) for row, column in enumerate(running)}
         window |= {int(blocks[row, column - 1]) for row, column in enumerate(running) if drafts and column}
@@ -266,7 +266,7 @@ class TestPipeline:
     @pytest.mark.parametrize("policy", pipeline.POLICIES)
     def test_the_wanted_share_crosses_and_all_that_moves_is_counted(self, policy, drafts):
         case = step_case(policy, drafts)
-        buffers, slots = pipeline.make_buffers(case), case.spec.max_num_reqs
+        buffers, slots = pipeline.make_buffers(case), case.spec.max_num_seqs
         state, window_row = 2 * 16 * 16 * 4, 6 * 16 * 2
         assert slots // 3 * case.spec.bytes_per_block * 3 >= 1 << 17
         assert case.shares == ((0,) if policy == "none" else (0, Fraction(1, 16), 1))

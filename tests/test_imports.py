@@ -26,9 +26,9 @@ EXTRAS = {"flax", "safetensors", "tokenizers", "rich"}
 HOST = [
     "mamba_align_jax.cache",
     "mamba_align_jax.align.columns",
-    "mamba_align_jax.align.host",
+    "mamba_align_jax.vllm_compat.mamba_utils",
     "mamba_align_jax.align.policy",
-    "mamba_align_jax.spec",
+    "mamba_align_jax.align.config",
 ]
 CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "pallas_kernels"]
 
@@ -54,7 +54,7 @@ def test_the_core_imports_without_the_extras_and_starts_no_backend():
     program = (
         BLOCK.format(blocked=EXTRAS)
         + quiet
-        + "import mamba_align_jax.pool, mamba_align_jax.sharding\n"
+        + "import mamba_align_jax.align.pool, mamba_align_jax.sharding\n"
         + "".join(map(ALL_OF.format, CORE))
     )
     started = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"

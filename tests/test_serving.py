@@ -14,8 +14,8 @@ from benchmarks import idle, load, report, serving
 from benchmarks.load import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition, Served, attainable, serve, summary
 from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.cli import main
+from mamba_align_jax.demo import MODES
 from mamba_align_jax.engine import runner
-from mamba_align_jax.engine.demo import MODES
 
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)

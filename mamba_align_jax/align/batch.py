@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_align_jax.spec import AlignConfig
+from mamba_align_jax.align.config import AlignConfig
 
 # What `from_host` does with its arrays.
 Put = Callable[[np.ndarray], jax.Array]
@@ -61,8 +61,8 @@ class StepBatch:
             zip(idx_mapping, query_start_loc[:-1], query_start_loc[1:], num_drafts, is_prefilling, strict=True)
         ):
             problem = None
-            if not -1 <= slot < spec.max_num_reqs:
-                problem = f"idx_mapping must be in [-1, {spec.max_num_reqs}), got {slot}"
+            if not -1 <= slot < spec.max_num_seqs:
+                problem = f"idx_mapping must be in [-1, {spec.max_num_seqs}), got {slot}"
             elif slot >= 0 and slot in seen:
                 problem = f"idx_mapping repeats slot {slot} of row {seen[slot]}"
             elif end < start:

@@ -14,10 +14,10 @@ from mamba_align_jax.align.columns import (
     running_column,
     tokens_after,
 )
+from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState
 from mamba_align_jax.align.policy import POLICIES, ReadPlaces
 from mamba_align_jax.align.state import Additions, AlignState
 from mamba_align_jax.align.tables import TableUpdates
-from mamba_align_jax.spec import AlignConfig, ConvState, RecurrentState
 from pallas_kernels import NULL_BLOCK
 
 _KINDS = {RecurrentState: "recurrent state", ConvState: "conv window"}
@@ -48,7 +48,7 @@ class StepChecker:
         Raises:
             ValueError: there are not as many numbers as groups.
         """
-        groups, slots = len(spec.groups), spec.max_num_reqs
+        groups, slots = len(spec.groups), spec.max_num_seqs
         counts = [num_blocks] * groups if isinstance(num_blocks, int) else list(num_blocks)
         if len(counts) != groups:
             raise ValueError(f"StepChecker: num_blocks must be one number or {groups}, got {len(counts)}")
@@ -58,7 +58,7 @@ class StepChecker:
         self._slots = {
             "num_computed_tokens": np.zeros(slots, np.int32),
             "num_accepted_tokens": np.ones(slots, np.int32),
-            "state_idx": np.full(slots, -1, np.int32),
+            "running_column": np.full(slots, -1, np.int32),
         }
         self._written = [
             {kind: np.zeros(count, np.bool_) for kind in _KINDS if any(isinstance(s, kind) for s in group.states)}

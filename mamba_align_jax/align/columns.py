@@ -5,6 +5,9 @@ Column c of a request holds the state after exactly (c + 1) * block_size tokens,
 
 from typing import Any, NamedTuple
 
+# `pallas_kernels.NULL_BLOCK` is the same number. Host modules use this one, because `pallas_kernels` imports JAX.
+NULL_BLOCK = 0
+
 
 def choose(condition: Any, yes: Any, no: Any) -> Any:
     """`yes` where `condition`, else `no`, for integers of any kind."""

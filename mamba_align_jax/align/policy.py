@@ -17,7 +17,7 @@ class Migration(NamedTuple):
 
     recurrent_source: Any
     conv_source: Any
-    conv_row: Any
+    window_row: Any
     destination: Any
     needed: Any
 
@@ -27,7 +27,7 @@ class ReadPlaces(NamedTuple):
 
     recurrent_column: Any
     conv_column: Any
-    conv_row: Any
+    window_row: Any
     migration: Migration | None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
-from mamba_align_jax.spec import AlignConfig
+from mamba_align_jax.align.config import AlignConfig
 
 
 @jax.tree_util.register_dataclass
@@ -20,18 +20,18 @@ class AlignState:
     Attributes:
         num_computed_tokens: Tokens whose states exist, rejected drafts not counted.
         num_accepted_tokens: Tokens accepted in the slot's last step, the bonus token included: at least 1.
-        state_idx: Running column, the first of the last step's window; negative before the first token.
+        running_column: Running column, the first of the last step's window; negative before the first token.
     """
 
     num_computed_tokens: jax.Array
     num_accepted_tokens: jax.Array
-    state_idx: jax.Array
+    running_column: jax.Array
 
     @classmethod
     def create(cls, spec: AlignConfig) -> "AlignState":
         """Every slot as for a request without tokens."""
-        fill = lambda value: jnp.full((spec.max_num_reqs,), value, jnp.int32)
-        return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), state_idx=fill(-1))
+        fill = lambda value: jnp.full((spec.max_num_seqs,), value, jnp.int32)
+        return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,7 @@ class Additions:
 
     slot: jax.Array
     num_computed_tokens: jax.Array
-    state_idx: jax.Array
+    running_column: jax.Array
 
     @classmethod
     def from_host(
@@ -72,8 +72,8 @@ class Additions:
         if len(set(slots)) != len(slots):
             raise ValueError(f"Additions: slots must be distinct, got {list(slots)}")
         for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
-            if not 0 <= slot < spec.max_num_reqs:
-                raise ValueError(f"Additions: slot of entry {entry} must be in [0, {spec.max_num_reqs}), got {slot}")
+            if not 0 <= slot < spec.max_num_seqs:
+                raise ValueError(f"Additions: slot of entry {entry} must be in [0, {spec.max_num_seqs}), got {slot}")
             if not 0 <= computed < spec.max_model_len or computed % spec.state_block_size:
                 raise ValueError(
                     f"Additions: num_computed_tokens of entry {entry} must be a multiple of {spec.state_block_size} "
@@ -83,16 +83,16 @@ class Additions:
         computed = np.asarray(num_computed_tokens, np.int32)
         padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)
         slot, computed, column = map(put, padded)
-        return cls(slot=slot, num_computed_tokens=computed, state_idx=column)
+        return cls(slot=slot, num_computed_tokens=computed, running_column=column)
 
 
 def add_requests(state: AlignState, additions: Additions) -> AlignState:
     """Seeds the slots that requests enter. Donate `state`; other slots stay as they are."""
     # A negative index would wrap to the last slot, so padding goes out of range instead.
-    slot = jnp.where(additions.slot >= 0, additions.slot, state.state_idx.shape[0])
+    slot = jnp.where(additions.slot >= 0, additions.slot, state.running_column.shape[0])
     put = lambda array, values: array.at[slot].set(values, mode="drop")
     return AlignState(
         num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),
         num_accepted_tokens=put(state.num_accepted_tokens, 1),
-        state_idx=put(state.state_idx, additions.state_idx),
+        running_column=put(state.running_column, additions.running_column),
     )

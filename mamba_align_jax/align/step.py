@@ -13,29 +13,29 @@ from mamba_align_jax.align.columns import (
     running_column,
     tokens_after,
 )
+from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.policy import POLICIES
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig, ConvState
 from pallas_kernels import NULL_BLOCK, Implementation, state_copy
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """Copies between blocks: int32 [groups, rows], but `conv_row` [rows]. Destination NULL_BLOCK: no copy."""
+    """Copies between blocks: int32 [groups, rows], but `window_row` [rows]. Destination NULL_BLOCK: no copy."""
 
     recurrent_source: jax.Array
     conv_source: jax.Array
-    conv_row: jax.Array
+    window_row: jax.Array
     destination: jax.Array
 
     def num_copies(self) -> tuple[jax.Array, jax.Array]:
         """Blocks that move, int32 [groups] each: recurrent states, conv windows. A copy onto itself moves nothing."""
         real = self.destination != NULL_BLOCK
         recurrent = real & (self.recurrent_source != self.destination)
-        conv = real & ((self.conv_source != self.destination) | (self.conv_row > 0))
+        conv = real & ((self.conv_source != self.destination) | (self.window_row > 0))
         return jnp.sum(recurrent, axis=1, dtype=jnp.int32), jnp.sum(conv, axis=1, dtype=jnp.int32)
 
 
@@ -47,22 +47,22 @@ class StepIndices:
     Attributes:
         recurrent_read: Block of the state before the row's first token; NULL_BLOCK if fresh. int32 [groups, rows].
         conv_read: Block of the conv window before it, likewise.
-        conv_row: First window row to read. int32 [rows].
+        window_row: First window row to read. int32 [rows].
         write: Block of the window's columns: after token t of a verify row the state goes to `write[..., t]`, after the
             last token of any other row to `write[..., 0]`; the conv window to `write[..., 0]`. int32 [groups, rows, 1+K].
         num_computed_tokens: Position of the row's first token. int32 [rows].
         has_initial_state: Whether the row has any. bool [rows].
-        column: Running column of the step. int32 [rows].
+        running_column: Running column of the step. int32 [rows].
         migration: Copies that `migrate` makes before the model runs; None where the policy has none.
     """
 
     recurrent_read: jax.Array
     conv_read: jax.Array
-    conv_row: jax.Array
+    window_row: jax.Array
     write: jax.Array
     num_computed_tokens: jax.Array
     has_initial_state: jax.Array
-    column: jax.Array
+    running_column: jax.Array
     migration: CopyPlan | None
 
     def num_null_reads(self) -> jax.Array:
@@ -96,7 +96,7 @@ def begin_step(
         tables: Must hold a block in every column that the step may read or write.
 
     Returns:
-        The state with `state_idx` advanced, and the indices, which carry what the step read.
+        The state with `running_column` advanced, and the indices, which carry what the step read.
 
     Raises:
         ValueError: the tables are not those of `spec`, or too narrow for its windows.
@@ -106,7 +106,7 @@ def begin_step(
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
     accepted = state.num_accepted_tokens[slot]
-    old = jnp.where(live, state.state_idx[slot], -1)
+    old = jnp.where(live, state.running_column[slot], -1)
     current = running_column(computed, batch.num_tokens, size)
 
     places = POLICIES[spec.policy](old, accepted, current)
@@ -120,27 +120,26 @@ def begin_step(
         migration = CopyPlan(
             recurrent_source=lookup(moves.recurrent_source, needed),
             conv_source=lookup(moves.conv_source, needed),
-            conv_row=jnp.where(needed, moves.conv_row, 0),
+            window_row=jnp.where(needed, moves.window_row, 0),
             destination=lookup(moves.destination, needed),
         )
     indices = StepIndices(
         recurrent_read=lookup(places.recurrent_column, started),
         conv_read=lookup(places.conv_column, started),
-        conv_row=jnp.where(started, places.conv_row, 0),
+        window_row=jnp.where(started, places.window_row, 0),
         write=jnp.where(live[:, None], tables.lookup(slot[:, None], window), NULL_BLOCK),
         num_computed_tokens=computed,
         has_initial_state=started,
-        column=current,
+        running_column=current,
         migration=migration,
     )
     # What overwrites the state, here or in `finish_step`, waits for all that is read of it: else XLA may copy it first.
-    read = computed, current, indices.recurrent_read, indices.conv_read, indices.conv_row
+    read = computed, current, indices.recurrent_read, indices.conv_read, indices.window_row
     state, _ = jax.lax.optimization_barrier((state, read))
-    state_idx = _scatter(state.state_idx, batch, live, current)
     return AlignState(
         num_computed_tokens=state.num_computed_tokens,
         num_accepted_tokens=state.num_accepted_tokens,
-        state_idx=state_idx,
+        running_column=_scatter(state.running_column, batch, live, current),
     ), indices
 
 
@@ -153,7 +152,7 @@ def copy_states(
     for g, group in enumerate(spec.groups):
         arrays = [
             state_copy(
-                *(array, plan.conv_source[g], plan.destination[g], plan.conv_row),
+                *(array, plan.conv_source[g], plan.destination[g], plan.window_row),
                 layout=kind.layout,
                 implementation=implementation,
             )
@@ -188,7 +187,7 @@ def plan_saves(
     plan = CopyPlan(
         recurrent_source=lookup(column + save.offset),
         conv_source=lookup(column),
-        conv_row=jnp.where(passed, save.offset, 0),
+        window_row=jnp.where(passed, save.offset, 0),
         destination=lookup(save.target),
     )
     return plan, accepted_after_save(accepted, passed, save.target, column)
@@ -211,11 +210,11 @@ def plan_finish(
     plan, computed = None, tokens_after(certain, accepted)
     # Without drafts every step ends in its running column: a boundary is where it belongs already.
     if spec.mode != "none" and spec.num_speculative_tokens > 0 and num_sampled is not None:
-        plan, accepted = plan_saves(spec, tables, slot, live, indices.column, certain, accepted)
+        plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
     return AlignState(
         num_computed_tokens=_scatter(state.num_computed_tokens, batch, live, computed),
         num_accepted_tokens=_scatter(state.num_accepted_tokens, batch, live, accepted),
-        state_idx=state.state_idx,
+        running_column=state.running_column,
     ), plan
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.align.batch import Put
-from mamba_align_jax.spec import AlignConfig
+from mamba_align_jax.align.config import AlignConfig
 from pallas_kernels import NULL_BLOCK
 
 
@@ -22,12 +22,12 @@ class BlockTables:
     @classmethod
     def create(cls, spec: AlignConfig) -> "BlockTables":
         """Tables without blocks."""
-        shape = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+        shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
         return cls(blocks=jnp.full(shape, NULL_BLOCK, jnp.int32))
 
     def check(self, spec: AlignConfig) -> None:
         """Raises ValueError unless the tables have the configuration's groups and slots, and columns for every window."""
-        least = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+        least = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
         if self.blocks.ndim != 3 or self.blocks.shape[:2] != least[:2] or self.blocks.shape[2] < least[2]:
             raise ValueError(
                 f"BlockTables: blocks must be [groups, slots, columns] = {list(least)}, or more columns, "
@@ -67,7 +67,7 @@ class TableUpdates:
         """
         if len(entries) > bucket:
             raise ValueError(f"TableUpdates: at most {bucket} entries, got {len(entries)}")
-        limits = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+        limits = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
         for number, (*place, block) in enumerate(entries):
             if any(not 0 <= x < limit for x, limit in zip(place, limits, strict=True)) or block < 0:
                 raise ValueError(

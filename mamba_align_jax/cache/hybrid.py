@@ -141,8 +141,8 @@ class HybridCache:
     def allocate(
         self,
         request: Hashable,
-        nc_lo: int,
-        nc_hi: int,
+        min_computed: int,
+        max_computed: int,
         q: int,
         drafts: int = 0,
         *,
@@ -155,13 +155,13 @@ class HybridCache:
         `keep` (None: all that its steps end on or pass). Nothing is published here.
         """
         hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
-        if not self.kv.fits(request, nc_hi + q, hit.pages) or not self.states.fits(
-            request, nc_lo, nc_hi, q, drafts, hit=hit.state
+        if not self.kv.fits(request, max_computed + q, hit.pages) or not self.states.fits(
+            request, min_computed, max_computed, q, drafts, hit=hit.state
         ):
             return None
         # Pages first: what they evict may be the pages of states, which are then free.
-        pages = self.kv.allocate(request, nc_hi + q, hit=hit.pages, chain=hit.state.chain)
-        columns = self.states.allocate(request, nc_lo, nc_hi, q, drafts, hit=hit.state, keep=keep)
+        pages = self.kv.allocate(request, max_computed + q, hit=hit.pages, chain=hit.state.chain)
+        columns = self.states.allocate(request, min_computed, max_computed, q, drafts, hit=hit.state, keep=keep)
         assert pages is not None
         assert columns is not None
         self._changed()

@@ -115,17 +115,24 @@ class StateBlockManager:
         return Hit(0, (), chain)
 
     def fits(
-        self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int = 0, *, hit: Hit | None = None
+        self,
+        request: Hashable,
+        min_computed: int,
+        max_computed: int,
+        q: int,
+        drafts: int = 0,
+        *,
+        hit: Hit | None = None,
     ) -> bool:
         """Whether `allocate` would give the blocks."""
         held = self._held(request, hit)
-        return self.pool.fits(len(self._missing(request, nc_lo, nc_hi, q, drafts, held)), held.values())
+        return self.pool.fits(len(self._missing(request, min_computed, max_computed, q, drafts, held)), held.values())
 
     def allocate(
         self,
         request: Hashable,
-        nc_lo: int,
-        nc_hi: int,
+        min_computed: int,
+        max_computed: int,
         q: int,
         drafts: int = 0,
         *,
@@ -136,8 +143,8 @@ class StateBlockManager:
 
         Args:
             request: Any name; unknown ones enter.
-            nc_lo: Fewest computed tokens before the step that the host can't exclude.
-            nc_hi: Most of them; equal to `nc_lo` once the last result is read.
+            min_computed: Fewest computed tokens before the step that the host can't exclude.
+            max_computed: Most of them; equal to `min_computed` once the last result is read.
             q: Tokens of the step, drafts included.
             drafts: Draft tokens among them.
             hit: What `lookup` found for an entering request, in this same scheduling pass.
@@ -147,12 +154,12 @@ class StateBlockManager:
             The (column, block) entries that are new in the request's row; None, and nothing changed, if the pool can't
             give them.
         """
-        if not self.fits(request, nc_lo, nc_hi, q, drafts, hit=hit):
+        if not self.fits(request, min_computed, max_computed, q, drafts, hit=hit):
             return None
         held = self._held(request, hit)
         for block in held.values():
             self.pool.hold(block)
-        missing = self._missing(request, nc_lo, nc_hi, q, drafts, held)
+        missing = self._missing(request, min_computed, max_computed, q, drafts, held)
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
@@ -271,14 +278,14 @@ class StateBlockManager:
         return {} if hit is None or request in self._requests else dict(hit.blocks)
 
     def _missing(
-        self, request: Hashable, nc_lo: int, nc_hi: int, q: int, drafts: int, held: dict[int, int]
+        self, request: Hashable, min_computed: int, max_computed: int, q: int, drafts: int, held: dict[int, int]
     ) -> list[int]:
         if self.mode == "none":
             wanted = range(1 + self.num_speculative_tokens)
         else:
             # A verify row may save any boundary that it passes; other rows write their running column alone.
-            first = nc_lo // self.block_size if drafts else column_of(nc_lo + q, self.block_size)
-            last = column_of(nc_hi + q, self.block_size) + (self.num_speculative_tokens if drafts else 0)
+            first = min_computed // self.block_size if drafts else column_of(min_computed + q, self.block_size)
+            last = column_of(max_computed + q, self.block_size) + (self.num_speculative_tokens if drafts else 0)
             wanted = range(first, last + 1)
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]

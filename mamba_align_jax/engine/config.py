@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mamba_align_jax.align.policy import POLICIES
 
 MODES = ("none", "align")
-SPECULATIONS = ("ngram", "mtp")
+SPECULATIONS = ("prompt_lookup", "mtp")
 
 
 def _require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -30,7 +30,8 @@ class EngineConfig:
             hold four times `max_num_seqs` sequences of `max_model_len`.
         num_speculative_tokens: Draft tokens per request and step at most, K; 0 drafts nothing. A running request holds about
             K state blocks more, and `block_size` must be at least K + 1.
-        speculation: Who drafts: "ngram" is prompt lookup, "mtp" the model's own head, whose keys take a layer more of pages.
+        speculation: "prompt_lookup" drafts by prompt lookup, "mtp" by the model's own head, whose keys take one more layer of
+            pages.
         async_stepping: Whether a step is dispatched before the last one's tokens are read, so that the device never waits
             for the host. Drafts are then made on the device; a running request holds a state block more, or a few.
         prompt_lookup_max: Longest n-gram that is looked up for drafts.
@@ -52,7 +53,7 @@ class EngineConfig:
     num_kv_pages: int | None = None
     memory_fraction: float = 0.8
     num_speculative_tokens: int = 0
-    speculation: str = "ngram"
+    speculation: str = "prompt_lookup"
     async_stepping: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2

@@ -17,9 +17,9 @@ from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.block_size import BlockSizeWatch
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.device_drafting import NGramLookup
-from mamba_align_jax.engine.drafting import Drafter, NGramDrafter
-from mamba_align_jax.engine.mtp_drafting import MTPDrafter
+from mamba_align_jax.engine.drafting.mtp import MTPDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup import Drafter, PromptLookupDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup
 from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Plan, Row, Scheduler
@@ -117,8 +117,8 @@ class Engine:
         self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices)
         K = config.num_speculative_tokens
         lookup = config.prompt_lookup_max, config.prompt_lookup_min
-        self._drafter = (drafter or NGramDrafter(*lookup)) if K and not config.drafts_on_device else None
-        on_device = MTPDrafter() if config.drafts_with_head else NGramLookup(*lookup)
+        self._drafter = (drafter or PromptLookupDrafter(*lookup)) if K and not config.drafts_on_device else None
+        on_device = MTPDrafter() if config.drafts_with_head else DevicePromptLookup(*lookup)
         self._make_cache()
         self.runner = StepRunner(
             model,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine.drafting import UNKNOWN
-from pallas_kernels._rows import token_rows
+from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN
+from pallas_kernels.rows import token_rows
 
 
 @jax.tree_util.register_dataclass

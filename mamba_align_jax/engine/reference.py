@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig
 
 _PAGE = 64
 
@@ -77,7 +77,7 @@ class Reference:
         """float32 [tokens, vocab]: row i is what the model says after token i."""
         # Few lengths to compile; a power of two holds whole pages.
         size = max(256, 1 << (len(tokens) - 1).bit_length())
-        spec = AlignConfig(groups=self._groups, block_size=size, max_num_reqs=1, max_model_len=size, mode="none")
+        spec = AlignConfig(groups=self._groups, block_size=size, max_num_seqs=1, max_model_len=size, mode="none")
         batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1], [True])
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens

@@ -15,20 +15,20 @@ from jax.sharding import PartitionSpec
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.columns import certain_tokens
+from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.device_drafting import DeviceDrafter, SampledStep
-from mamba_align_jax.engine.mtp_drafting import MTPDrafter
+from mamba_align_jax.engine.drafting.mtp import MTPDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup_device import DeviceDrafter, SampledStep
 from mamba_align_jax.engine.pending import Pending, Sampled, advance, decode_places, enter, propose, resolve
 from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
-from mamba_align_jax.pool import StatePool
 from mamba_align_jax.sharding import Layout
-from mamba_align_jax.spec import AlignConfig, ConvState
 
 
 @jax.tree_util.register_dataclass
@@ -199,7 +199,7 @@ def _run_step(
     state, plan = plan_finish(spec, state, batch, indices, counts, tables)
     pool = copy_states(spec, pool, plan)
     sampled = Sampled(
-        slot=jnp.where(inputs.samples, batch.idx_mapping, spec.max_num_reqs),
+        slot=jnp.where(inputs.samples, batch.idx_mapping, spec.max_num_seqs),
         tokens=jnp.concatenate([verified, jnp.broadcast_to(rest[:, None], (rest.shape[0], spec.window))]),
         counts=counts,
         known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
@@ -296,13 +296,13 @@ class StepRunner:
             kv=KVPages.create(self._kv_spec, sizes.kv_pages, self._page_size),
             state=AlignState.create(spec),
             tables=BlockTables.create(spec),
-            pending=Pending.create(spec.max_num_reqs, spec.window, history),
+            pending=Pending.create(spec.max_num_seqs, spec.window, history),
         )
         if self._layout is not None:
             create = jax.jit(self._layout.run(create, (), _device_specs(self._layout)))
         self.device_state = create()
         self._checker = StepChecker(spec, sizes.state_blocks)
-        self._page_tables = np.zeros((spec.max_num_reqs, -(-spec.max_model_len // self._page_size)), np.int32)
+        self._page_tables = np.zeros((spec.max_num_seqs, -(-spec.max_model_len // self._page_size)), np.int32)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -311,9 +311,9 @@ class StepRunner:
         prefill = [
             Bucket(rows, self.max_prefill_rows, tokens)
             for tokens in _sizes(self.max_num_batched_tokens, 128)
-            for rows in (0, self.spec.max_num_reqs)
+            for rows in (0, self.spec.max_num_seqs)
         ]
-        decode = _sizes(self.spec.max_num_reqs, 4)
+        decode = _sizes(self.spec.max_num_seqs, 4)
         return prefill + [Bucket(rows, 0, 0, draws) for rows in decode for draws in (False, True)]
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
-from mamba_align_jax.engine.drafting import UNKNOWN, Drafter
+from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN, Drafter
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.engine.config import EngineConfig
-from mamba_align_jax.spec import AlignConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def align_config(config: EngineConfig, model: Any) -> AlignConfig:
         groups=model.state_groups(config.state_dtype),
         block_size=config.block_size,
         num_speculative_tokens=config.num_speculative_tokens,
-        max_num_reqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         mode=config.prefix_cache,
         policy=config.policy,

@@ -11,8 +11,8 @@ from jax.lax import Precision
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.metadata.rows import Rows
-from pallas_kernels._chunks import Span, chunk_of_token, spans
-from pallas_kernels._rows import token_rows
+from pallas_kernels.chunks import Span, chunk_of_token, spans
+from pallas_kernels.rows import token_rows
 
 # Gathered keys, values and scores of the chunks that run at once: 1 GiB of float32.
 _ELEMENTS = 1 << 28

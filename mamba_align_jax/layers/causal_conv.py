@@ -4,9 +4,9 @@ import functools
 
 import jax
 
+from mamba_align_jax.align.config import ConvState
 from mamba_align_jax.layers.linear import ConvTaps
 from mamba_align_jax.metadata.rows import Rows, RowSplit
-from mamba_align_jax.spec import ConvState
 from pallas_kernels import Implementation, causal_conv1d_prefill, causal_conv1d_update
 
 
@@ -47,7 +47,7 @@ class CausalConv1d(ConvTaps):
 
         def run(op, rows: Rows, x, pool):
             loc, read, write = rows.query_start_loc, rows.conv_read[group], rows.write[group, :, 0]
-            return op(x, pool, layer, weight, bias, loc, read, rows.conv_row, write, implementation=implementation)
+            return op(x, pool, layer, weight, bias, loc, read, rows.window_row, write, implementation=implementation)
 
         decode, prefill = (functools.partial(run, op) for op in (causal_conv1d_update, causal_conv1d_prefill))
         out, pool = split.apply(decode, prefill, (x,), (pool,), num_decode_tokens)

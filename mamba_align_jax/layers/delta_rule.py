@@ -64,7 +64,7 @@ def convolved_delta_rule(
     def decode(rows: Rows, qkv, a, b, conv, recurrent):
         loc, write = rows.query_start_loc, rows.write[group]
         qkv, conv = causal_conv1d_update(
-            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.conv_row, write[:, 0],
+            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.window_row, write[:, 0],
             implementation=implementation,
         )  # fmt: skip
         out, recurrent = gated_delta_rule_update(
@@ -76,7 +76,7 @@ def convolved_delta_rule(
     def prefill(rows: Rows, qkv, a, b, conv, recurrent):
         loc, write = rows.query_start_loc, rows.write[group, :, 0]
         qkv, conv = causal_conv1d_prefill(
-            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.conv_row, write,
+            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.window_row, write,
             implementation=implementation,
         )  # fmt: skip
         heads = lambda x, dim: x.reshape(x.shape[0], -1, dim)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.metadata.rows import RowSplit
-from mamba_align_jax.spec import ConvState, RecurrentState
 from pallas_kernels import Chunks, Implementation
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.metadata.rows import Rows, RowSplit
-from mamba_align_jax.spec import ConvState, RecurrentState
 from pallas_kernels import Chunks, Implementation, selective_scan, selective_state_update
 
 

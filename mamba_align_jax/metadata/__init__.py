@@ -1,1 +1,1 @@
-"""What kernels and attention need per batch, from the packed rows: row split, positions, gather indices."""
+"""Per-batch values that layers need: rows by kind, positions, and the inputs of a step."""

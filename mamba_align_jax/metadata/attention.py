@@ -101,7 +101,7 @@ def single_token_inputs(
         num_computed_tokens=position,
         recurrent_read=nowhere,
         conv_read=nowhere,
-        conv_row=nowhere[0],
+        window_row=nowhere[0],
         write=nowhere[..., None],
     )
     none = jax.tree.map(lambda x: x[..., :0], rows)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.align.columns import choose
-from pallas_kernels._rows import token_rows
+from pallas_kernels.rows import token_rows
 
 
 class TokenPositions(NamedTuple):

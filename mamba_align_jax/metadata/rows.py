@@ -20,7 +20,7 @@ class Rows:
         num_computed_tokens: Position of each row's first token. [rows]
         recurrent_read: [groups, rows]
         conv_read: [groups, rows]
-        conv_row: [rows]
+        window_row: [rows]
         write: [groups, rows, 1 + K]
     """
 
@@ -28,13 +28,13 @@ class Rows:
     num_computed_tokens: jax.Array
     recurrent_read: jax.Array
     conv_read: jax.Array
-    conv_row: jax.Array
+    window_row: jax.Array
     write: jax.Array
 
     @property
     def num_rows(self) -> int:
         """Rows, padding included."""
-        return self.conv_row.shape[0]
+        return self.window_row.shape[0]
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +95,7 @@ def split_rows(batch: StepBatch, indices: StepIndices, num_decode_rows: int) -> 
             num_computed_tokens=indices.num_computed_tokens[begin:end],
             recurrent_read=indices.recurrent_read[:, begin:end],
             conv_read=indices.conv_read[:, begin:end],
-            conv_row=indices.conv_row[begin:end],
+            window_row=indices.window_row[begin:end],
             write=indices.write[:, begin:end],
         )
 

@@ -18,7 +18,7 @@ from mamba_align_jax.models import (
     qwen3_5,
     qwen3_next,
 )
-from mamba_align_jax.models.checkpoint import has_draft_head, read_config, read_weights
+from mamba_align_jax.models.weights import has_draft_head, read_config, read_weights
 
 # Modules with `Config`, `Model` and `sources`.
 ARCHITECTURES = {

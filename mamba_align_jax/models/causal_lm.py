@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.align.config import GroupSpec
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import linear, precision
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.config import ModelConfig
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import GroupSpec
 from pallas_kernels import Implementation
 
 ATTENTION = "attention"

@@ -12,8 +12,8 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, named
 from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.weights import Source, named
 
 
 @dataclass(frozen=True, kw_only=True)

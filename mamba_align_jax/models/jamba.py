@@ -16,8 +16,8 @@ from mamba_align_jax.layers.moe import Experts, softmax_router
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, experts, named
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.weights import Source, experts, named
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}

@@ -15,8 +15,8 @@ from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, experts, joined, mapped, named, product, taps, tensor
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.weights import Source, experts, joined, mapped, named, product, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"

@@ -13,8 +13,8 @@ from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.moe import Experts, SigmoidGate
 from mamba_align_jax.models import mamba
-from mamba_align_jax.models.checkpoint import Source, experts
 from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.weights import Source, experts
 
 MAMBA, ATTENTION, MLP_, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "attention": ATTENTION}

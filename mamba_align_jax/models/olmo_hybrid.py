@@ -13,8 +13,8 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, joined, named, product, taps
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.weights import Source, joined, named, product, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _OUTPUT_NORM_EPS = 1e-5  # of the delta nets, whatever rms_norm_eps is

@@ -14,9 +14,9 @@ from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.checkpoint import Source, experts, named
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.mtp import MTPHead
+from mamba_align_jax.models.weights import Source, experts, named
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from mamba_align_jax.models import qwen3_5
-from mamba_align_jax.models.checkpoint import Source, mapped, product
 from mamba_align_jax.models.qwen3_5 import Model as Model
+from mamba_align_jax.models.weights import Source, mapped, product
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_checkpoints, check_layout, checked, require
-from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels._pool import WindowLayout
+from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
+from pallas_kernels.dispatch import Implementation, dispatch
 
 Activation = Literal["silu"] | None
 Pool = Float[Array, "layers blocks window channels"]
@@ -37,7 +37,7 @@ def causal_conv1d_update(
     bias: Float[Array, " channels"] | None,
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
-    read_row: Int32[Array, " rows"],
+    window_row: Int32[Array, " rows"],
     write_block: Int32[Array, " rows"],
     *,
     activation: Activation = "silu",
@@ -49,8 +49,8 @@ def causal_conv1d_update(
     """Advances decode and verify rows, keeping every position that acceptance may fall back to.
 
     y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
-    window is rows read_row .. read_row + width-2 of the read block. The new block holds window rows 1 .. width-2 and then
-    all of the row's tokens, so that after accepting n of them the next read starts at row n - 1; the rows behind are
+    window is rows window_row .. window_row + width-2 of the read block. The new block holds window rows 1 .. width-2 and
+    then all of the row's tokens, so that after accepting n of them the next read starts at row n - 1; the rows behind are
     unspecified.
 
     Numerics: products and sums in float32, tap by tap. Source: Dao-AILab/causal-conv1d `causal_conv1d_update` for the
@@ -65,7 +65,7 @@ def causal_conv1d_update(
         bias: Added before the activation.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
         read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
-        read_row: First window row to read: accepted tokens of the last step, less one.
+        window_row: First window row to read: accepted tokens of the last step, less one.
         write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
         activation: "silu" or None.
         layout: Of the pool's windows: "SD" [window, channels], or "DS" [channels, window], which has XLA alone.
@@ -81,7 +81,7 @@ def causal_conv1d_update(
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
     _check("causal_conv1d_update", x, pool, weight.shape[0], activation, layout)
-    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
+    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
     return _update(operands, activation, layout, implementation, config, interpret)
@@ -96,7 +96,7 @@ def causal_conv1d_prefill(
     bias: Float[Array, " channels"] | None,
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
-    read_row: Int32[Array, " rows"],
+    window_row: Int32[Array, " rows"],
     write_block: Int32[Array, " rows"],
     checkpoint_offset: Int32[Array, "rows checkpoints"] | None = None,
     checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
@@ -120,7 +120,7 @@ def causal_conv1d_prefill(
         bias: Added before the activation.
         query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
         read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
-        read_row: First window row to read (a chunk may follow a verify step).
+        window_row: First window row to read (a chunk may follow a verify step).
         write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
         checkpoint_offset: Tokens of the row after which the window is kept as well, rising along a row.
         checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
@@ -139,7 +139,7 @@ def causal_conv1d_prefill(
     """
     _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation, layout)
     check_checkpoints("causal_conv1d_prefill", checkpoint_offset, checkpoint_block)
-    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, read_row, write_block)
+    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
     return _prefill(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig, default_config, default_prefill_config
 
 _WORD = 16  # tokens whose row starts fit one int32, with those of the width-2 tokens before them
@@ -46,14 +46,14 @@ def _update_kernel(refs, *, tile, activation):
     # All that addresses depend on is loaded here, ahead of any branch: one trip to memory instead of one after another.
     row = jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, read, read_row, write = refs.layer[...], refs.read_block[row], refs.read_row[row], refs.write_block[row]
+    layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
 
     taps, bias = _parameters(refs, channel, inside)
 
     @pt.when((program < rows) & (end > start))
     def _():
         # Everything is read before anything is written, and one channel stays in one thread: the blocks may be the same.
-        old = lambda j: refs.pool.at[layer, read, read_row + j, channel]
+        old = lambda j: refs.pool.at[layer, read, window_row + j, channel]
         history = [_load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
         new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
         inputs = history + new
@@ -78,7 +78,7 @@ def causal_conv1d_update(
     bias,
     query_start_loc,
     read_block,
-    read_row,
+    window_row,
     write_block,
     *,
     activation: str | None,
@@ -99,7 +99,7 @@ def causal_conv1d_update(
             bias=bias,
             query_start_loc=query_start_loc,
             read_block=read_block,
-            read_row=read_row,
+            window_row=window_row,
             write_block=write_block,
         ),
         outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
@@ -119,7 +119,7 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
     program = pt.program_id(1)
     is_row, row = program < rows, jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, read, read_row, write = refs.layer[...], refs.read_block[row], refs.read_row[row], refs.write_block[row]
+    layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
     first = jnp.where(is_row, start, (program - rows) * block)
 
     def is_behind():
@@ -137,7 +137,7 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
     @pt.when((program >= rows) | (end > start))
     def _():
         # One channel stays in one thread, which reads a row's block before it writes any: they may be the same.
-        old = lambda j: refs.pool.at[layer, read, read_row + j, channel]
+        old = lambda j: refs.pool.at[layer, read, window_row + j, channel]
         history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
         def keep(offset, block):
@@ -180,7 +180,7 @@ def causal_conv1d_prefill(
     bias,
     query_start_loc,
     read_block,
-    read_row,
+    window_row,
     write_block,
     checkpoint_offset=None,
     checkpoint_block=None,
@@ -203,7 +203,7 @@ def causal_conv1d_prefill(
             bias=bias,
             query_start_loc=query_start_loc,
             read_block=read_block,
-            read_row=read_row,
+            window_row=window_row,
             write_block=write_block,
             checkpoint_offset=checkpoint_offset,
             checkpoint_block=checkpoint_block,

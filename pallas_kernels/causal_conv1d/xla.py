@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
-from pallas_kernels._pool import NULL_BLOCK, WindowLayout, per_row, places_to_keep, write_blocks
-from pallas_kernels._rows import token_rows
+from pallas_kernels.blocks import NULL_BLOCK, WindowLayout, per_row, places_to_keep, write_blocks
+from pallas_kernels.rows import token_rows
 
 
 def _history(
-    pool: jax.Array, layer: jax.Array, read_block: jax.Array, read_row: jax.Array, width: int, layout: WindowLayout
+    pool: jax.Array, layer: jax.Array, read_block: jax.Array, window_row: jax.Array, width: int, layout: WindowLayout
 ) -> jax.Array:
     """The width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
-    window_row = read_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
+    window_row = window_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
     place = (window_row,) if layout == "SD" else (slice(None), window_row)
     history = pool.at[layer, read_block[:, None], *place].get(mode="clip")
     return jnp.where(per_row(read_block != NULL_BLOCK, history), history, jnp.zeros_like(history))
@@ -57,12 +57,12 @@ def _keep(pool: jax.Array, layer: jax.Array, block: jax.Array, windows: jax.Arra
 
 
 def causal_conv1d_update(
-    x, pool, layer, weight, bias, query_start_loc, read_block, read_row, write_block, *, activation, layout
+    x, pool, layer, weight, bias, query_start_loc, read_block, window_row, write_block, *, activation, layout
 ):
     """See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
-    history = _history(pool, layer, read_block, read_row, width, layout)
+    history = _history(pool, layer, read_block, window_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     at = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32) - (width - 2), (length.shape[0], window))
     kept = jnp.where((at < length[:, None])[..., None], _windows(x, history, start, at), 0)
@@ -77,7 +77,7 @@ def causal_conv1d_prefill(
     bias,
     query_start_loc,
     read_block,
-    read_row,
+    window_row,
     write_block,
     checkpoint_offset=None,
     checkpoint_block=None,
@@ -87,7 +87,7 @@ def causal_conv1d_prefill(
 ):
     """See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
-    history = _history(pool, layer, read_block, read_row, width, layout)
+    history = _history(pool, layer, read_block, window_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     for n in range(offset.shape[1]):

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels._chunks import Chunks, check_prefill
-from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.chunks import Chunks, check_prefill
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, pallas_triton_prefill, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
 

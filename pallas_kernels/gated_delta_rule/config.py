@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels._chunks import CHUNK_SIZE
 from pallas_kernels._pallas_triton import power_of_two
+from pallas_kernels.chunks import CHUNK_SIZE
 
 
 @dataclass(frozen=True)

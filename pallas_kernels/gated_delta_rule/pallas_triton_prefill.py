@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 

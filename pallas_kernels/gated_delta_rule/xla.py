@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._chunks import scan_chunks
 from pallas_kernels._math import softplus
-from pallas_kernels._pool import places_to_keep, read_blocks, write_blocks, write_kept
-from pallas_kernels._rows import token_rows
+from pallas_kernels.blocks import places_to_keep, read_blocks, write_blocks, write_kept
+from pallas_kernels.chunks import scan_chunks
+from pallas_kernels.rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 L2_EPSILON = 1e-6

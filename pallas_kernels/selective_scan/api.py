@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_checkpoints, checked, require
-from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.selective_scan import pallas_triton, xla
 from pallas_kernels.selective_scan.config import Config
 

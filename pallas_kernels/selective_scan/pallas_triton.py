@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import softplus
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.selective_scan.config import Config, default_config
 
 

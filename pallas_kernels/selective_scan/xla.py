@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import per_row, places_to_keep, read_blocks, write_kept
-from pallas_kernels._rows import token_rows
+from pallas_kernels.blocks import per_row, places_to_keep, read_blocks, write_kept
+from pallas_kernels.rows import token_rows
 
 
 def selective_scan(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.selective_state_update import pallas_triton, xla
 from pallas_kernels.selective_state_update.config import Config
 

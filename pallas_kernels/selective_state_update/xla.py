@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import read_blocks, write_blocks
-from pallas_kernels._rows import token_rows
+from pallas_kernels.blocks import read_blocks, write_blocks
+from pallas_kernels.rows import token_rows
 
 
 def selective_state_update(

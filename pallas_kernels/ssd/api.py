@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import checked, require
-from pallas_kernels._chunks import Chunks, check_prefill
-from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.chunks import Chunks, check_prefill
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.ssd import pallas_triton, xla
 from pallas_kernels.ssd.config import Config
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.ssd.config import Config, default_config
 
 # bfloat16 pieces of the float32 side of each product, where x, B and C are bfloat16.

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._chunks import scan_chunks
 from pallas_kernels._math import silu, softplus
-from pallas_kernels._pool import places_to_keep, read_blocks, write_kept
+from pallas_kernels.blocks import places_to_keep, read_blocks, write_kept
+from pallas_kernels.chunks import scan_chunks
 
 
 def _advance_chunk(state, x, dt, A, B, C):

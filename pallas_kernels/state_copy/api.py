@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, checked
-from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels._pool import WindowLayout
+from pallas_kernels.blocks import WindowLayout
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
@@ -17,7 +17,7 @@ def state_copy(
     pool: Float[Array, "layers blocks *state"],
     source: Int32[Array, " rows"],
     destination: Int32[Array, " rows"],
-    row_offset: Int32[Array, " rows"] | None = None,
+    window_row: Int32[Array, " rows"] | None = None,
     *,
     layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
@@ -26,8 +26,8 @@ def state_copy(
 ) -> Float[Array, "layers blocks *state"]:
     """Copies blocks of all layers inside one pool array, in one launch.
 
-    pool[:, destination[r]] = pool[:, source[r]], or with `row_offset`, for conv windows [window, channels]:
-    pool[:, destination[r], i] = pool[:, source[r], i + row_offset[r]] for i + row_offset[r] < window; the window's last
+    pool[:, destination[r]] = pool[:, source[r]], or with `window_row`, for conv windows [window, channels]:
+    pool[:, destination[r], i] = pool[:, source[r], i + window_row[r]] for i + window_row[r] < window; the window's last
     rows keep what they held. Windows [channels, window] shift along their last axis. Copies are exact to the bit. A shift
     within one block is memmove-safe.
 
@@ -38,8 +38,8 @@ def state_copy(
         source: Block that each row reads; NULL_BLOCK (0) gives zeros.
         destination: Block that each row writes; NULL_BLOCK skips the row, and so does a copy onto itself. No row may
             read or write a block that another row writes (unchecked).
-        row_offset: First window row that is read, in [0, window); None copies whole blocks.
-        layout: Of the windows that `row_offset` shifts: "SD" [window, channels] or "DS" [channels, window].
+        window_row: First window row that is read, in [0, window); None copies whole blocks.
+        layout: Of the windows that `window_row` shifts: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
         config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
         interpret: Runs the Triton kernel's body as plain JAX, on any platform.
@@ -48,24 +48,24 @@ def state_copy(
         The pool with only the destination blocks changed.
 
     Raises:
-        ValueError: a shape or dtype breaks the annotations, or `row_offset` comes with states that are no windows.
+        ValueError: a shape or dtype breaks the annotations, or `window_row` comes with states that are no windows.
         UnsupportedError: `implementation` was named and can't run these arguments.
     """
     check_layout("state_copy", layout)
-    if row_offset is not None and pool.ndim != 4:
+    if window_row is not None and pool.ndim != 4:
         raise ValueError(
-            f"state_copy: row_offset needs a pool [layers, blocks, window, channels] or transposed, got {list(pool.shape)}"
+            f"state_copy: window_row needs a pool [layers, blocks, window, channels] or transposed, got {list(pool.shape)}"
         )
     if pool.ndim < 4:
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")
     if source.shape[0] == 0:
         return pool
-    return _state_copy(pool, source, destination, row_offset, layout, implementation, config, interpret)
+    return _state_copy(pool, source, destination, window_row, layout, implementation, config, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "implementation", "config", "interpret"))
-def _state_copy(pool, source, destination, row_offset, layout, implementation, config, interpret):
-    operands = (pool, source, destination) + (() if row_offset is None else (row_offset,))
+def _state_copy(pool, source, destination, window_row, layout, implementation, config, interpret):
+    operands = (pool, source, destination) + (() if window_row is None else (window_row,))
     triton = functools.partial(pallas_triton.state_copy, layout=layout, config=config, interpret=interpret)
     return dispatch(
         "state_copy", implementation, operands, xla=functools.partial(xla.state_copy, layout=layout), triton=triton

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._pool import NULL_BLOCK, WindowLayout
+from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
 from pallas_kernels.state_copy.config import Config, default_config
 
 
@@ -43,7 +43,7 @@ def _shift_kernel(refs, *, tile_cols, layout):
     layers, _, *state = refs.pool.shape
     window, channels = state if layout == "SD" else reversed(state)
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
-    source, destination, offset = (ref[batch_row] for ref in (refs.source, refs.destination, refs.row_offset))
+    source, destination, offset = (ref[batch_row] for ref in (refs.source, refs.destination, refs.window_row))
 
     def shift(layer, tile):
         channel, inside = pt.lanes(tile, tile_cols, channels)
@@ -70,7 +70,7 @@ def state_copy(
     pool: jax.Array,
     source: jax.Array,
     destination: jax.Array,
-    row_offset: jax.Array | None = None,
+    window_row: jax.Array | None = None,
     *,
     layout: WindowLayout = "SD",
     config: Config | None = None,
@@ -85,7 +85,7 @@ def state_copy(
     view = pool.reshape(layers, blocks, rows, cols)
     config = config or default_config(pool.dtype.itemsize)
     tile_cols = pt.power_of_two(cols)
-    if row_offset is None:
+    if window_row is None:
         tile_rows = min(max(config.tile // tile_cols, 1), pt.power_of_two(rows))
         kernel = functools.partial(_copy_kernel, tile_rows=tile_rows, tile_cols=tile_cols)
         tiles, name = -(-rows // tile_rows), "state_copy"
@@ -99,7 +99,7 @@ def state_copy(
         kernel,
         name=name,
         grid=(max(min(config.programs // batch_rows, layers * tiles), 1), batch_rows),
-        inputs=dict(source=source, destination=destination, row_offset=row_offset),
+        inputs=dict(source=source, destination=destination, window_row=window_row),
         outputs={},
         updates=dict(pool=view),
         num_warps=config.num_warps,

@@ -3,19 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._pool import NULL_BLOCK, WindowLayout
+from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
 
 
 def state_copy(
     pool: jax.Array,
     source: jax.Array,
     destination: jax.Array,
-    row_offset: jax.Array | None = None,
+    window_row: jax.Array | None = None,
     *,
     layout: WindowLayout = "SD",
 ) -> jax.Array:
     """See api.py. Loops over the rows that do copy, so that an idle call costs nothing and no pool-sized temporary."""
-    copies = (destination != NULL_BLOCK) & ((source != destination) | (False if row_offset is None else row_offset > 0))
+    copies = (destination != NULL_BLOCK) & ((source != destination) | (False if window_row is None else window_row > 0))
     axis = 2 if layout == "SD" else 3
     copying_first = jnp.argsort(~copies, stable=True).astype(jnp.int32)
 
@@ -23,11 +23,11 @@ def state_copy(
         row = copying_first[i]
         block = jax.lax.dynamic_index_in_dim(pool, source[row], axis=1, keepdims=True)
         block = jnp.where(source[row] == NULL_BLOCK, jnp.zeros_like(block), block)
-        if row_offset is not None:
+        if window_row is not None:
             window = jax.lax.broadcasted_iota(jnp.int32, block.shape, axis)
             kept = jax.lax.dynamic_index_in_dim(pool, destination[row], axis=1, keepdims=True)
-            shifted = jnp.roll(block, -row_offset[row], axis=axis)
-            block = jnp.where(window + row_offset[row] < pool.shape[axis], shifted, kept)
+            shifted = jnp.roll(block, -window_row[row], axis=axis)
+            block = jnp.where(window + window_row[row] < pool.shape[axis], shifted, kept)
         return jax.lax.dynamic_update_slice_in_dim(pool, block, destination[row], axis=1)
 
     return jax.lax.fori_loop(0, jnp.sum(copies, dtype=jnp.int32), copy_row, pool)

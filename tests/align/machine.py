@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from align.host_path import HostPath
 from align.model import Pool, Row, check_idle, to_numpy
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from vllm_compat.host_path import HostPath
 
 from mamba_align_jax import (
     Additions,
@@ -33,9 +33,9 @@ from mamba_align_jax import (
     begin_step,
     update_block_tables,
 )
-from mamba_align_jax.align.staging import plan_postprocess
 from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.vllm_compat.staging import plan_postprocess
 
 SLOTS, UPDATES = 4, 128
 ROWS = 2 * SLOTS
@@ -50,7 +50,7 @@ def make_spec(width=4, **changes):
     """Two groups of different kinds of layers, a gated delta net's and a short convolution's."""
     conv = ConvState(width, CHANNELS, "float32")
     groups = GroupSpec("gdn", 1, (conv, RecurrentState((1, DIM, DIM)))), GroupSpec("short conv", 1, (conv,))
-    return AlignConfig(groups, max_num_reqs=SLOTS, **changes)
+    return AlignConfig(groups, max_num_seqs=SLOTS, **changes)
 
 
 WIDEST = make_spec(block_size=9, num_speculative_tokens=8, max_model_len=288)
@@ -346,7 +346,7 @@ class Machine(RuleBasedStateMachine):
             self.pools[policy].start(rows, holders, self.cached)
             self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
             self.pools[policy].check_finished(after[policy])
-            for name in ("num_computed_tokens", "num_accepted_tokens", "state_idx"):
+            for name in ("num_computed_tokens", "num_accepted_tokens", "running_column"):
                 now = getattr(after[policy], name)
                 assert (now == getattr(after["copy_free"], name)).all(), f"{name} depends on the policy"
                 assert (now[still] == getattr(was, name)[still]).all(), f"{name} of a slot without tokens has changed"
@@ -379,7 +379,7 @@ class Machine(RuleBasedStateMachine):
     def check_moves_nothing(self, plan):
         """So that the product may leave it out."""
         to = plan.destination
-        assert (((plan.recurrent_source == to) & (plan.conv_source == to) & (plan.conv_row == 0)) | (to == 0)).all()
+        assert (((plan.recurrent_source == to) & (plan.conv_source == to) & (plan.window_row == 0)) | (to == 0)).all()
 
     def count_events(self, rows, indices, plan, before, after):
         """What happened in a step, so that a test can ask whether the machine goes everywhere."""
@@ -388,12 +388,12 @@ class Machine(RuleBasedStateMachine):
             if not row.inputs:
                 events["no tokens"] += row.slot >= 0
                 continue
-            old, column, first = before.state_idx[row.slot], after.state_idx[row.slot], indices.conv_row[r]
+            old, column, first = before.running_column[row.slot], after.running_column[row.slot], indices.window_row[r]
             events["moves left"] += bool(row.drafts >= 0 and row.before != () and old > column)
             events["crosses after several were accepted"] += bool(old < column and first > 0)
             events["reads several columns back"] += bool(row.before and column > old + 1)
             events["chunk after verify"] += bool(row.drafts < 0 and len(row.inputs) > 1 and first > 0)
-            saved = plan.destination[0, r] and plan.conv_row[r]
+            saved = plan.destination[0, r] and plan.window_row[r]
             in_place = plan.conv_source[0, r] == plan.destination[0, r]
             events["boundary saved from the next column"] += bool(saved and not in_place)
             events["boundary saved in place"] += bool(saved and in_place)

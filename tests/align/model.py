@@ -89,7 +89,7 @@ class Pool:
         for r, destination in enumerate(destinations[: len(self.rows)]):
             if destination == 0:
                 continue
-            recurrent, conv, first = recurrent_source[r], conv_source[r], int(plan.conv_row[r])
+            recurrent, conv, first = recurrent_source[r], conv_source[r], int(plan.window_row[r])
             self._check_read(recurrent, r)
             self._check_read(conv, r)
             if recurrent != destination or conv != destination or first:
@@ -102,7 +102,7 @@ class Pool:
         for r, row in enumerate(self.rows):
             if not row.inputs:
                 continue
-            first, write = int(indices.conv_row[r]), indices.write[0, r].tolist()
+            first, write = int(indices.window_row[r]), indices.write[0, r].tolist()
             recurrent_read, conv_read = int(indices.recurrent_read[0, r]), int(indices.conv_read[0, r])
             state, window = (), [ZERO] * (self.width - 1)
             if recurrent_read:
@@ -130,7 +130,7 @@ class Pool:
             if not row.inputs:
                 continue
             after, boundary = row.after, row.boundary(self.block_size)
-            accepted, column = int(state.num_accepted_tokens[row.slot]), int(state.state_idx[row.slot])
+            accepted, column = int(state.num_accepted_tokens[row.slot]), int(state.running_column[row.slot])
             assert state.num_computed_tokens[row.slot] == len(after), row
             assert self.recurrent[row.held[column + accepted - 1]] == after, f"{row}: live recurrent state"
             live = self.conv[row.held[column]][accepted - 1 : accepted + self.width - 2]
@@ -155,10 +155,10 @@ class Pool:
 
 def check_idle(indices, plan, rows):
     """Rows without tokens and padding rows have NULL_BLOCK everywhere."""
-    idle = [r for r, row in enumerate(rows) if not row.inputs] + list(range(len(rows), len(indices.conv_row)))
+    idle = [r for r, row in enumerate(rows) if not row.inputs] + list(range(len(rows), len(indices.window_row)))
     for array in (indices.recurrent_read, indices.conv_read, indices.write):
         assert not array[:, idle].any()
-    assert not indices.conv_row[idle].any()
+    assert not indices.window_row[idle].any()
     for copies in (indices.migration, plan):
         assert copies is None or not copies.destination[:, idle].any()
 

@@ -54,7 +54,7 @@ HOW = [
 def make_spec(policy, K, dtype, num_layers=3):
     states = ConvState(WIDTH, CHANNELS, dtype), RecurrentState((HEADS, DIM, DIM), dtype)
     group = GroupSpec("gdn", num_layers, states)
-    return AlignConfig((group,), 64, K, max_num_reqs=ROWS, max_model_len=1024, policy=policy)
+    return AlignConfig((group,), 64, K, max_num_seqs=ROWS, max_model_len=1024, policy=policy)
 
 
 def make_step(spec, num_decode_rows, implementation):
@@ -67,7 +67,7 @@ def make_step(spec, num_decode_rows, implementation):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0]
         qkv, conv = causal_conv1d_update(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, write[:, 0]),
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]),
             implementation=implementation,
         )
         out, recurrent = gated_delta_rule_update(
@@ -80,7 +80,7 @@ def make_step(spec, num_decode_rows, implementation):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0, :, 0]
         qkv, conv = causal_conv1d_prefill(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, write),
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write),
             implementation=implementation,
         )
         q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)

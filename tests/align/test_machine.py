@@ -75,7 +75,7 @@ def run_kernels(spec, pool, released, batch, indices, plan, tokens):
     def layers(causal_conv1d, delta_rule, rows, x, g, beta, conv, recurrent, short):
         loc, write = rows.query_start_loc, rows.write[:, :, 0]
         run_conv = lambda pool, group: causal_conv1d(
-            *(x, pool, 0, jnp.asarray(TAPS), None, loc, rows.conv_read[group], rows.conv_row, write[group]),
+            *(x, pool, 0, jnp.asarray(TAPS), None, loc, rows.conv_read[group], rows.window_row, write[group]),
             implementation="xla",
         )
         short_out, short = run_conv(short, 1)

@@ -36,19 +36,19 @@ GROUPS = (GroupSpec("a", 3, (CONV, RECURRENT)), GroupSpec("b", 2, (RECURRENT,)))
 
 
 def make_spec(**changes):
-    fields = dict(groups=GROUPS, block_size=4, num_speculative_tokens=2, max_num_reqs=4, max_model_len=24)
+    fields = dict(groups=GROUPS, block_size=4, num_speculative_tokens=2, max_num_seqs=4, max_model_len=24)
     return AlignConfig(**fields | changes)
 
 
 def running(spec, num_blocks=64):
     """A state in the middle of things, and tables with a block of its own in every column."""
-    entries = lambda *values: jnp.array(values[: spec.max_num_reqs], jnp.int32)
+    entries = lambda *values: jnp.array(values[: spec.max_num_seqs], jnp.int32)
     state = AlignState(
         num_computed_tokens=entries(6, 7, 13, 0),
         num_accepted_tokens=entries(1, 2, 1 + spec.num_speculative_tokens, 1),
-        state_idx=entries(1, 1, 2, -1),
+        running_column=entries(1, 1, 2, -1),
     )
-    shape = (len(spec.groups), spec.max_num_reqs, spec.num_columns)
+    shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
     blocks = 1 + jnp.arange(np.prod(shape[1:]), dtype=jnp.int32).reshape(shape[1:])
     assert int(blocks.max()) < num_blocks
     return state, BlockTables(blocks=jnp.broadcast_to(blocks, shape))
@@ -100,7 +100,7 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
     after, moved = run(spec, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [6, 7, 16, 0])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
-    np.testing.assert_array_equal(after.state_idx, [1, 1, 3, -1])
+    np.testing.assert_array_equal(after.running_column, [1, 1, 3, -1])
     column = np.asarray(tables.blocks[0, 2])
     for before, now in zip(jax.tree.leaves(pool), jax.tree.leaves(moved), strict=True):
         changed = {b for b in range(64) if np.asarray(before[:, b]).tobytes() != np.asarray(now[:, b]).tobytes()}
@@ -184,7 +184,7 @@ def test_num_copies_counts_what_moves():
     plan = CopyPlan(
         recurrent_source=jnp.array([[3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]),
         conv_source=jnp.array([[3, 4, 5, 2, 7], [3, 4, 5, 6, 7]]),
-        conv_row=jnp.array([0, 1, 0, 2, 0]),
+        window_row=jnp.array([0, 1, 0, 2, 0]),
         # A copy onto itself, one that only shifts, two moves, a skip; all skipped but the last.
         destination=jnp.array([[3, 4, 6, 2, 0], [0, 0, 0, 0, 8]]),
     )
@@ -225,7 +225,7 @@ def test_add_requests_seeds_its_slots_and_skips_padding():
     after = add_requests(state, Additions.from_host(spec, 4, [2, 0], [8, 0]))
     np.testing.assert_array_equal(after.num_computed_tokens, [0, 7, 8, 0])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
-    np.testing.assert_array_equal(after.state_idx, [-1, 1, 1, -1])
+    np.testing.assert_array_equal(after.running_column, [-1, 1, 1, -1])
     assert bits(add_requests(state, Additions.from_host(spec, 4, [], []))) == bits(state)
 
 
@@ -312,7 +312,7 @@ BAD_SPECS = {
     "groups must not be empty": lambda: make_spec(groups=()),
     "block_size must be at least 1, got 0": lambda: make_spec(block_size=0, num_speculative_tokens=0),
     "num_speculative_tokens must be at least 0, got -1": lambda: make_spec(num_speculative_tokens=-1),
-    "max_num_reqs must be at least 1, got 0": lambda: make_spec(max_num_reqs=0),
+    "max_num_seqs must be at least 1, got 0": lambda: make_spec(max_num_seqs=0),
     "max_model_len must be at least 1, got 0": lambda: make_spec(max_model_len=0),
     "mode must be 'none', 'align' or 'all', got 'sometimes'": lambda: make_spec(mode="sometimes"),
     "policy must be one of ['copy_free', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),

@@ -20,9 +20,9 @@ from mamba_align_jax import (
     add_requests,
     begin_step,
 )
-from mamba_align_jax.align.host import gather_state_indices, postprocess_mamba, preprocess_mamba
 from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.vllm_compat.mamba_utils import gather_state_indices, postprocess_mamba, preprocess_mamba
 
 GROUP = GroupSpec("layers", 1, (ConvState(4, 1), RecurrentState((1, 1))))
 # The block of column c is FIRST + c, so that ids tell their column.
@@ -155,16 +155,16 @@ def the_copy(plan):
     if plan is None or plan.destination[0, 0] == 0:
         return None
     recurrent, conv, to = (int(x[0, 0]) - FIRST for x in (plan.recurrent_source, plan.conv_source, plan.destination))
-    row = int(plan.conv_row[0])
+    row = int(plan.window_row[0])
     return None if recurrent == conv == to and row == 0 else Copy(recurrent, conv, row, to)
 
 
 def slot_of(state, slot):
-    return tuple(int(x[slot]) for x in (state.num_computed_tokens, state.num_accepted_tokens, state.state_idx))
+    return tuple(int(x[slot]) for x in (state.num_computed_tokens, state.num_accepted_tokens, state.running_column))
 
 
 def walk(policy, K, steps):
-    spec = AlignConfig((GROUP,), 4, K, max_num_reqs=2, max_model_len=40, policy=policy)
+    spec = AlignConfig((GROUP,), 4, K, max_num_seqs=2, max_model_len=40, policy=policy)
     state = AlignState.create(spec)
     columns = jnp.arange(FIRST, FIRST + spec.num_columns, dtype=jnp.int32)
     tables = BlockTables(blocks=jnp.broadcast_to(columns, (1, 2, spec.num_columns)))
@@ -184,10 +184,10 @@ def walk(policy, K, steps):
         assert at.column[0] == step.column, where
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
         assert the_copy(at.migration) == (step.before if policy == "pre_copy" else None), where
-        read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.conv_row[0]))
+        read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.window_row[0]))
         if step.read is None:
             assert not at.has_initial_state[0], where
-            assert at.recurrent_read[0, 0] == at.conv_read[0, 0] == at.conv_row[0] == 0, where
+            assert at.recurrent_read[0, 0] == at.conv_read[0, 0] == at.window_row[0] == 0, where
         else:
             moved = policy == "pre_copy" and step.before is not None
             assert read == (Read(step.column, step.column, 0) if moved else step.read), where
@@ -208,7 +208,7 @@ def test_example_d_plain_decode(policy):
 
 
 def walk_on_the_host(K, steps):
-    spec = AlignConfig((GROUP,), 4, K, max_num_reqs=1, max_model_len=40, policy="pre_copy")
+    spec = AlignConfig((GROUP,), 4, K, max_num_seqs=1, max_model_len=40, policy="pre_copy")
     columns, state_idx, accepted, resumed = range(FIRST, FIRST + spec.num_columns), {}, [1], ()
     for number, step in enumerate(steps):
         where = f"step {number}"
@@ -230,7 +230,7 @@ def walk_on_the_host(K, steps):
         if step.read is None:
             assert not at.has_initial_state[0], where
         else:
-            read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.conv_row[0]))
+            read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.window_row[0]))
             assert read == (step.read if step.before is None else Read(step.column, step.column, 0)), where
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
         plan, accepted = postprocess_mamba(spec, batch, state_idx, [step.accepted])

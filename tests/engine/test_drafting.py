@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_align_jax.engine.device_drafting import NGramLookup
-from mamba_align_jax.engine.drafting import NGramDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup
 
-PROPOSE = jax.jit(NGramLookup.propose, static_argnums=(0, 3))
+PROPOSE = jax.jit(DevicePromptLookup.propose, static_argnums=(0, 3))
 
 
 def search(tokens, longest, shortest, most):
@@ -29,7 +29,7 @@ def test_drafts_are_those_of_a_search_from_scratch(data):
     """Requests in turn, each growing by any number of tokens between its calls, some forgotten and back."""
     shortest = data.draw(st.integers(1, 3))
     longest = data.draw(st.integers(shortest, 5))
-    drafter, requests = NGramDrafter(longest, shortest), {}
+    drafter, requests = PromptLookupDrafter(longest, shortest), {}
     for _ in range(data.draw(st.integers(1, 12))):
         request, most = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 6))
         if data.draw(st.integers(0, 9)) == 9:
@@ -41,8 +41,8 @@ def test_drafts_are_those_of_a_search_from_scratch(data):
 
 
 def test_what_lies_between_repeats_where_the_occurrence_is_near():
-    assert NGramDrafter(3, 1).draft("a", [7, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-    assert NGramDrafter(3, 2).draft("a", [1, 2, 3], 5) == []
+    assert PromptLookupDrafter(3, 1).draft("a", [7, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert PromptLookupDrafter(3, 2).draft("a", [1, 2, 3], 5) == []
 
 
 class Counted(list):
@@ -57,7 +57,7 @@ class Counted(list):
 
 
 def test_a_step_costs_what_it_brings():
-    drafter, tokens = NGramDrafter(4, 2), Counted(n * n % 9973 for n in range(20_000))
+    drafter, tokens = PromptLookupDrafter(4, 2), Counted(n * n % 9973 for n in range(20_000))
     drafter.draft(0, tokens, 4)
     tokens.read = 0
     tokens += [1, 4, 9]
@@ -68,7 +68,7 @@ def test_a_step_costs_what_it_brings():
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 2), (3, 0)])
 def test_bad_sizes_are_named(longest, shortest):
     with pytest.raises(ValueError, match=f"wanted 1 <= shortest <= longest, got {shortest} and {longest}"):
-        NGramDrafter(longest, shortest)
+        PromptLookupDrafter(longest, shortest)
 
 
 @settings(deadline=None)
@@ -76,7 +76,7 @@ def test_bad_sizes_are_named(longest, shortest):
 def test_the_device_finds_the_same_drafts(data):
     """Whatever stands behind a row's tokens; the number of drafts is all or none."""
     shortest = data.draw(st.integers(1, 2))
-    lookup = NGramLookup(shortest + data.draw(st.integers(0, 1)), shortest)
+    lookup = DevicePromptLookup(shortest + data.draw(st.integers(0, 1)), shortest)
     rows = [data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)) for _ in range(3)]
     history = np.array([[*row, *data.draw(st.lists(st.integers(0, 2), min_size=12, max_size=12))][:12] for row in rows])
     drafts, count = PROPOSE(lookup, history, np.array([len(row) for row in rows]), 5)

@@ -13,17 +13,17 @@ from models.head import write_small_with_head
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.mtp_drafting import draft_with_head
+from mamba_align_jax.engine.drafting.mtp import draft_with_head
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import Graph, _step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K, PAGE = 3, 8
@@ -59,7 +59,7 @@ def _whole(params, tokens, length, *, graph, spec):
 def fresh(model):
     """What the head says behind tokens that are run in one piece."""
     graph, params = Graph.split(model)
-    spec = AlignConfig(groups=model.state_groups(), block_size=96, max_num_reqs=1, max_model_len=96, mode="none")
+    spec = AlignConfig(groups=model.state_groups(), block_size=96, max_num_seqs=1, max_model_len=96, mode="none")
 
     def fresh(tokens):
         padded = np.zeros(96, np.int32)

@@ -12,7 +12,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.drafting import UNKNOWN
+from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
 from mamba_align_jax.errors import QueueFullError

@@ -22,7 +22,7 @@ from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.drafting import NGramDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.waiting import WaitingQueue
 from mamba_align_jax.models import load_model
 
@@ -117,7 +117,7 @@ BUGS = {
     "tenants share": (HashChain, "__init__", lambda make, chain, size, salt=b"": make(chain, size)),
     "some requests give nothing back": (HybridCache, "free", some(90)),
     "names are left behind": (HybridCache, "forget", some(1)),
-    "drafts are not forgotten": (NGramDrafter, "forget", some(10)),
+    "drafts are not forgotten": (PromptLookupDrafter, "forget", some(10)),
     "whoever came last is first": (WaitingQueue, "__init__", backwards),
     "all are equal": (WaitingQueue, "add", equals),
     "who gives way loses the place in the queue": (WaitingQueue, "put_back", late),

@@ -11,7 +11,7 @@ from engine.test_trace import Listener, replay
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.device_drafting import HistoryDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import _step
 from mamba_align_jax.engine.trace import read_trace

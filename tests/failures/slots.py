@@ -85,7 +85,7 @@ class Slots:
             self.step(Row(slot, left if left <= BLOCK else left // BLOCK * BLOCK))
 
     def column(self, slot):
-        return int(self.state.state_idx[slot])
+        return int(self.state.running_column[slot])
 
     def accepted(self, slot):
         return int(self.state.num_accepted_tokens[slot])
@@ -130,7 +130,7 @@ class Slots:
             self.rows[slot, : count // BLOCK] = self.others
 
     def _run(self, row, r, at):
-        past, first = self.past[row.slot], at.conv_row[r]
+        past, first = self.past[row.slot], at.window_row[r]
         state = self.recurrent.get(at.recurrent_read[0, r], STALE)
         window = self.windows.get(at.conv_read[0, r], [])[first : first + WIDTH - 1]
         assert (state, window) == self.expected(row.slot, len(past)), f"{row} after {len(past)} tokens"
@@ -150,7 +150,7 @@ class Slots:
         for r, to in enumerate(plan.destination[0]):
             if to:
                 assert to != self.others, f"row {r}: copies to another request's block"
-                first = plan.conv_row[r]
+                first = plan.window_row[r]
                 self.recurrent[to] = self.recurrent[plan.recurrent_source[0, r]]
                 self.windows[to] = self.windows[plan.conv_source[0, r]][first:] + [STALE] * first
 

@@ -10,8 +10,8 @@ from flax import nnx
 from mamba_align_jax import ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.kv import KVPages, KVSpec
 from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill, causal_conv1d_update
-from pallas_kernels._pool import read_blocks, write_blocks
-from pallas_kernels._rows import token_rows
+from pallas_kernels.blocks import read_blocks, write_blocks
+from pallas_kernels.rows import token_rows
 
 VOCAB, PRIME = 61, 8191
 TAPS = (1, 5, 25, 125)
@@ -86,7 +86,17 @@ class Speller(nnx.Module):
             def run(rows, x, conv, recurrent):
                 loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
                 window, conv = conv_op(
-                    *(x[:, None], conv, layer, taps, None, loc, rows.conv_read[0], rows.conv_row, rows.write[0, :, 0]),
+                    *(
+                        x[:, None],
+                        conv,
+                        layer,
+                        taps,
+                        None,
+                        loc,
+                        rows.conv_read[0],
+                        rows.window_row,
+                        rows.write[0, :, 0],
+                    ),
                     activation=None,
                 )
                 last = at.offset == jnp.diff(loc)[at.row] - 1

@@ -164,7 +164,7 @@ def test_columns_without_a_block_of_their_own_are_never_used(policy):
 def test_columns_are_counted_in_state_blocks_whatever_the_page_size():
     spec = AlignConfig((GroupSpec("layers", 1, STATES),), 2176, 3, 2, max_model_len=131072)
     additions = Additions.from_host(spec, 2, [0, 1], [46 * 2176, 2176])
-    assert additions.state_idx.tolist() == [45, 0]
+    assert additions.running_column.tolist() == [45, 0]
 
 
 def test_every_column_that_a_step_may_touch_is_in_the_table():

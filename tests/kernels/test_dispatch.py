@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels._dispatch import UnsupportedError, _say_once, dispatch
+from pallas_kernels.dispatch import UnsupportedError, _say_once, dispatch
 
 
 def run(implementation, unsupported="heads of 7 elements", op="op"):

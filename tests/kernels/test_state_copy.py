@@ -93,7 +93,7 @@ def test_bad_arguments_are_named(rng):
         state_copy(pool, row, jnp.array([1, 2]))
     with pytest.raises(ValueError, match="source must be Int32"):
         state_copy(pool, row.astype(jnp.float32), row)
-    with pytest.raises(ValueError, match="row_offset needs a pool"):
+    with pytest.raises(ValueError, match="window_row needs a pool"):
         state_copy(pool[..., None], row, row, row)
     with pytest.raises(ValueError, match="state_copy: layout must be 'SD' or 'DS', got 'ds'"):
         state_copy(pool, row, row, row, layout="ds")

@@ -49,11 +49,11 @@ def make():
     indices = StepIndices(
         recurrent_read=ints([[row.read for row in rows]]),
         conv_read=ints([[row.read for row in rows]]),
-        conv_row=ints([row.window_row for row in rows]),
+        window_row=ints([row.window_row for row in rows]),
         write=ints([[row.write for row in rows]]),
         num_computed_tokens=ints([row.computed for row in rows]),
         has_initial_state=jnp.asarray([row.computed > 0 for row in rows]),
-        column=ints([0] * len(rows)),
+        running_column=ints([0] * len(rows)),
         migration=None,
     )
     tables = np.zeros((len(rows), 5), np.int32)

@@ -10,13 +10,13 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import begin_step, finish_step, migrate
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig
 
 DATA = Path(__file__).parents[1] / "data"
 ATOL = 1e-4  # float32 against float32: transformers' own chunked and stepwise paths differ by 1e-5
@@ -79,7 +79,7 @@ class Driver:
             groups=model.state_groups(),
             block_size=32,
             num_speculative_tokens=num_speculative_tokens,
-            max_num_reqs=slots,
+            max_num_seqs=slots,
             max_model_len=256,
             policy=policy,
         )

@@ -10,7 +10,7 @@ from models.delta_nets import feed_forward
 from models.float64 import under
 from safetensors.numpy import load_file, save_file
 
-from mamba_align_jax.models.checkpoint import read_config
+from mamba_align_jax.models.weights import read_config
 
 
 def head_tensors(config):

@@ -65,7 +65,7 @@ def rows(*calls):
         num_computed_tokens=int32(before),
         recurrent_read=int32([recurrent]),
         conv_read=int32([conv]),
-        conv_row=int32(row),
+        window_row=int32(row),
         write=int32([[(*blocks, *[0] * (WINDOW - len(blocks))) for blocks in write]]),
     )
 

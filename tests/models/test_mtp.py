@@ -12,14 +12,14 @@ from models.driver import ATOL, DATA
 from models.head import NumpyHead, write_with_head
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.mtp_drafting import draft_with_head
+from mamba_align_jax.engine.drafting.mtp import draft_with_head
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model
-from mamba_align_jax.spec import AlignConfig
 
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
@@ -47,7 +47,7 @@ class Sequences:
         self.model = load_model(path)
         self.graph, self.params = nnx.split(self.model)
         self.spec = AlignConfig(
-            groups=self.model.state_groups(), block_size=128, num_speculative_tokens=WINDOW - 1, max_num_reqs=SLOTS,
+            groups=self.model.state_groups(), block_size=128, num_speculative_tokens=WINDOW - 1, max_num_seqs=SLOTS,
             max_model_len=128,
         )  # fmt: skip
         random = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from models.driver import ATOL, DATA
 from models.head import NumpyHead, write_with_head
 
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.engine.drafting import NGramDrafter
+from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = DATA / "qwen3_5_text"
@@ -90,7 +90,7 @@ def test_the_bundled_head_foretells_prose_better_than_prompt_lookup(script):
     graph, head, rest = nnx.split(load_model(BYTE_MODEL), nnx.PathContains("mtp"), ...)
     text = (DATA / "heldout_docs.txt").read_bytes()[2000:2515]
     said, meant = jax.jit(lambda tokens: script.guesses(graph, head, rest, tokens))(jnp.array([list(text)], jnp.int32))
-    lookup = NGramDrafter(4, 2)
+    lookup = PromptLookupDrafter(4, 2)
     looked = [lookup.draft("text", list(text[: place + 2]), 3) or [-1] * 3 for place in range(512)]
     for n in range(3):
         right = np.asarray(meant[n][0].argmax(-1))

@@ -15,6 +15,8 @@ from soak import poison
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.config import AlignConfig, ConvState, GroupSpec, RecurrentState
+from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
@@ -31,9 +33,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.attention import step_inputs
 from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import shard_model, share
-from mamba_align_jax.pool import StatePool
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
-from mamba_align_jax.spec import AlignConfig, ConvState, GroupSpec, RecurrentState
 from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -252,7 +252,7 @@ def test_every_kind_of_layer(mesh, latent):
     )
     placed, layout = shard_model(model, mesh)
     spec_of = lambda model: AlignConfig(
-        groups=model.state_groups(), block_size=64, max_num_reqs=1, max_model_len=64, mode="none"
+        groups=model.state_groups(), block_size=64, max_num_seqs=1, max_model_len=64, mode="none"
     )
     one = jax.jit(prompt(spec_of(model), model, tokens))(nnx.state(model), tokens)
     params = nnx.state(placed)

@@ -33,7 +33,7 @@ class _Index:
     length: int = 0
 
 
-class NGramDrafter:
+class PromptLookupDrafter:
     """Prompt lookup: what followed the last occurrence of the longest n-gram that the tokens end with.
 
     An index per request grows with its tokens, so a step costs as much as it brings, however long the context is.
@@ -47,7 +47,7 @@ class NGramDrafter:
             ValueError: not 1 <= shortest <= longest.
         """
         if not 1 <= shortest <= longest:
-            raise ValueError(f"NGramDrafter: wanted 1 <= shortest <= longest, got {shortest} and {longest}")
+            raise ValueError(f"PromptLookupDrafter: wanted 1 <= shortest <= longest, got {shortest} and {longest}")
         self._sizes = range(longest, shortest - 1, -1)
         self._indices: dict[Hashable, _Index] = {}
 

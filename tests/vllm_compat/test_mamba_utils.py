@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from align.host_path import Batch, Scheduled
 from align.model import Pool, Row, last_inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_compat.host_path import Batch, Scheduled
 
 from mamba_align_jax import (
     AlignConfig,
@@ -26,17 +26,17 @@ from mamba_align_jax import (
     StatePool,
 )
 from mamba_align_jax.align import columns, host
-from mamba_align_jax.align.host import (
+from mamba_align_jax.align.interior import prefill_checkpoints
+from mamba_align_jax.vllm_compat.mamba_utils import (
     HostCopyPlan,
     cleanup_mamba_state_idx,
     collect_mamba_copy_meta,
     gather_state_indices,
     postprocess_mamba,
     postprocess_mamba_all,
-    prefill_checkpoints,
     preprocess_mamba,
 )
-from mamba_align_jax.align.staging import (
+from mamba_align_jax.vllm_compat.staging import (
     AcceptedTokens,
     do_mamba_copy_block,
     postprocess_mamba_align_gpu,
@@ -52,7 +52,7 @@ STATES = ConvState(WIDTH, 1, "float32"), RecurrentState((1, 1))
 
 def make_spec(block_size, K, mode="align", **changes):
     # Two groups: ids of the second mirror those of the first, so that a mixed-up group can't go unseen.
-    fields = dict(max_num_reqs=SLOTS, max_model_len=7 * block_size + 20, mode=mode, policy="pre_copy") | changes
+    fields = dict(max_num_seqs=SLOTS, max_model_len=7 * block_size + 20, mode=mode, policy="pre_copy") | changes
     return AlignConfig((GroupSpec("a", 1, STATES), GroupSpec("b", 1, STATES)), block_size, K, **fields)
 
 
@@ -80,7 +80,7 @@ class Server:
         self.free = list(range(1, num_blocks))
         self.cached = {}
         self.running, self.waiting = [], []
-        self.tables = np.zeros((2, spec.max_num_reqs, spec.num_columns), np.int32)
+        self.tables = np.zeros((2, spec.max_num_seqs, spec.num_columns), np.int32)
         self.tokens, self.ids = itertools.count(), itertools.count()
         self.events = collections.Counter()
 
@@ -89,7 +89,7 @@ class Server:
 
     def enter(self, req_id, prompt):
         """Takes the longest cached prefix of the prompt; whatever the slot's row of blocks held before stays in it."""
-        slot = min(set(range(self.spec.max_num_reqs)) - {request.slot for request in self.running})
+        slot = min(set(range(self.spec.max_num_seqs)) - {request.slot for request in self.running})
         request = Request(req_id, slot, prompt)
         for block, tokens in self.cached.items():
             if len(request.computed) < len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens:
@@ -130,7 +130,7 @@ class Server:
                 self.waiting.append((request.req_id, again or self.fresh(1)))
                 self.events["preempted"] += 1
         rng.shuffle(self.waiting)
-        while len(self.running) < self.spec.max_num_reqs and rng.random() < 0.6:
+        while len(self.running) < self.spec.max_num_seqs and rng.random() < 0.6:
             if self.waiting and rng.random() < 0.5:
                 req_id, prompt = self.waiting.pop()
                 resumed.append(req_id)
@@ -280,7 +280,7 @@ def test_the_anchor_by_hand():
     ]:
         batch = one_row(spec, computed, tokens, drafts)
         before = gather_state_indices(spec, batch, state_idx, [accepted], 1)
-        found = (before.recurrent_read[0, 0] - 1, before.conv_read[0, 0] - 1, before.conv_row[0])
+        found = (before.recurrent_read[0, 0] - 1, before.conv_read[0, 0] - 1, before.window_row[0])
         assert (found if before.has_initial_state[0] else None) == read
         postprocess_mamba_all(spec, batch, state_idx)
         assert state_idx.get("a") == anchor
@@ -355,7 +355,7 @@ BAD_BATCHES = {
     "num_draft_tokens must describe 2 rows, got 0": dict(num_draft_tokens=[]),
     "block_rows[1] must describe 2 rows, got 1": dict(block_rows=[[[1], [2]], [[1]]]),
     "block_rows must have 2 groups, got 1": dict(block_rows=[[[1], [2]]]),
-    "req_ids must be at most max_num_reqs = 12, got 13": dict(req_ids=range(13)),
+    "req_ids must be at most max_num_seqs = 12, got 13": dict(req_ids=range(13)),
     "request 'a': is in the batch twice": dict(req_ids=["a", "a"]),
     "request 'a': must have at most 48 tokens, got -1 computed and 3 scheduled": dict(num_computed_tokens=[-1, 6]),
     "request 'b': must have at most 48 tokens, got 46 computed and 3 scheduled": dict(num_computed_tokens=[0, 46]),
@@ -538,7 +538,7 @@ def test_borrowed_memory_would_be_seen():
 
 
 def test_what_is_staged_outlives_the_hosts_buffers():
-    spec, n = make_spec(4, 2, max_num_reqs=64), 64
+    spec, n = make_spec(4, 2, max_num_seqs=64), 64
     ids, computed = [f"r{i}" for i in range(n)], np.arange(n) % 5 + 3
     counts = [aligned(x) for x in (computed, np.full(n, 3), np.full(n, 2))]
     batch = Batch(ids, *counts, np.ones((2, n, spec.num_columns), np.int32))

@@ -5,7 +5,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_align_jax.metadata.block_idx import block_idx, interior_checkpoints
+from mamba_align_jax.align.interior import interior_checkpoints
+from mamba_align_jax.vllm_compat.block_idx import block_idx
 
 COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 13))
 SIZES = (1, 3, 4)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mamba_align_jax.align.host import gather_state_indices, postprocess_mamba, preprocess_mamba
-from mamba_align_jax.align.staging import AcceptedTokens, stage_postprocess_inputs_to_gpu
+from mamba_align_jax.vllm_compat.mamba_utils import gather_state_indices, postprocess_mamba, preprocess_mamba
+from mamba_align_jax.vllm_compat.staging import AcceptedTokens, stage_postprocess_inputs_to_gpu
 
 
 class Scheduled(NamedTuple):
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
 def moves(plan, rows):
     """What a plan moves in `rows`: the copies of a state onto itself are left out."""
-    recurrent, conv, first, to = plan.recurrent_source, plan.conv_source, plan.conv_row, plan.destination
+    recurrent, conv, first, to = plan.recurrent_source, plan.conv_source, plan.window_row, plan.destination
     still = (recurrent == to) & (conv == to) & (first == 0) | (to == 0)
     return [np.where(still, 0, x)[:, rows] for x in (recurrent, conv, np.broadcast_to(first, to.shape), to)]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._rows import token_rows
+from pallas_kernels.rows import token_rows
 
 
 @jax.tree_util.register_dataclass

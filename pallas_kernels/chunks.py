@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from pallas_kernels._check import check_checkpoints, checked, require
-from pallas_kernels._pool import per_row
+from pallas_kernels.blocks import per_row
 
 CHUNK_SIZE = 64
 

@@ -22,19 +22,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mamba_align_jax.align.columns import (
+    NULL_BLOCK,
     accepted_after_save,
     boundary_save,
     certain_tokens,
     column_of,
-    last_boundary,
     running_column,
     tokens_after,
 )
+from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.policy import copy_free, pre_copy
-from mamba_align_jax.spec import AlignConfig
-
-# As in pallas_kernels, which imports JAX.
-NULL_BLOCK = 0
 
 
 class SchedulerOutput(Protocol):
@@ -61,7 +58,7 @@ class InputBatch(Protocol):
 
     @property
     def req_ids(self) -> Sequence[Hashable]:
-        """Distinct; at most `max_num_reqs`."""
+        """Distinct; at most `max_num_seqs`."""
         ...
 
     @property
@@ -86,21 +83,21 @@ class InputBatch(Protocol):
 
 
 class HostCopyPlan(NamedTuple):
-    """A `CopyPlan` in NumPy, with `max_num_reqs` rows whatever the batch: int32 [groups, rows], but `conv_row` [rows].
+    """A `CopyPlan` in NumPy, with `max_num_seqs` rows whatever the batch: int32 [groups, rows], but `window_row` [rows].
 
     Destination NULL_BLOCK is no copy. Unlike the device's plans it has no copies of a state onto itself.
     """
 
     recurrent_source: np.ndarray
     conv_source: np.ndarray
-    conv_row: np.ndarray
+    window_row: np.ndarray
     destination: np.ndarray
 
     @classmethod
     def empty(cls, spec: AlignConfig) -> "HostCopyPlan":
         """A plan without copies."""
-        blocks = lambda: np.full((len(spec.groups), spec.max_num_reqs), NULL_BLOCK, np.int32)
-        return cls(blocks(), blocks(), np.zeros(spec.max_num_reqs, np.int32), blocks())
+        blocks = lambda: np.full((len(spec.groups), spec.max_num_seqs), NULL_BLOCK, np.int32)
+        return cls(blocks(), blocks(), np.zeros(spec.max_num_seqs, np.int32), blocks())
 
     @property
     def is_empty(self) -> bool:
@@ -113,7 +110,7 @@ class HostIndices(NamedTuple):
 
     recurrent_read: np.ndarray
     conv_read: np.ndarray
-    conv_row: np.ndarray
+    window_row: np.ndarray
     write: np.ndarray
     num_computed_tokens: np.ndarray
     has_initial_state: np.ndarray
@@ -139,8 +136,8 @@ class _Row(NamedTuple):
 def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_Row]:
     """The batch's rows, checked."""
     count = len(batch.req_ids)
-    if count > spec.max_num_reqs:
-        raise ValueError(f"{function}: req_ids must be at most max_num_reqs = {spec.max_num_reqs}, got {count}")
+    if count > spec.max_num_seqs:
+        raise ValueError(f"{function}: req_ids must be at most max_num_seqs = {spec.max_num_seqs}, got {count}")
     lengths = {
         name: len(getattr(batch, name)) for name in ("num_computed_tokens", "num_scheduled_tokens", "num_draft_tokens")
     }
@@ -238,7 +235,7 @@ def collect_mamba_copy_meta(
     ]
     blocks = held(source + offset), held(source), held(destination)
     plan.recurrent_source[:, row], plan.conv_source[:, row], plan.destination[:, row] = blocks
-    plan.conv_row[row] = offset
+    plan.window_row[row] = offset
 
 
 def preprocess_mamba(
@@ -295,8 +292,10 @@ def preprocess_mamba(
         places = pre_copy(state_idx[row.req_id], int(accepted[row.index]), current)
         moves = places.migration
         if moves is not None and moves.needed:
-            collect_mamba_copy_meta(plan, input_batch, row.index, moves.conv_source, moves.destination, moves.conv_row)
-        accepted[row.index] = places.conv_row + 1
+            collect_mamba_copy_meta(
+                plan, input_batch, row.index, moves.conv_source, moves.destination, moves.window_row
+            )
+        accepted[row.index] = places.window_row + 1
         state_idx[row.req_id] = current
     mamba_state_idx.clear()
     mamba_state_idx.update(state_idx)
@@ -357,7 +356,7 @@ def gather_state_indices(
                 found.write[group, row.index, t] = block
         found.num_computed_tokens[row.index] = row.computed
         found.has_initial_state[row.index] = row.computed > 0
-        found.conv_row[row.index] = places.conv_row if row.computed > 0 else 0
+        found.window_row[row.index] = places.window_row if row.computed > 0 else 0
     return found
 
 
@@ -457,27 +456,3 @@ def postprocess_mamba_all(
             mamba_state_idx[row.req_id] = row.running_column(spec)
         else:
             mamba_state_idx.pop(row.req_id, None)
-
-
-def prefill_checkpoints(
-    num_computed_tokens: int, num_tokens: int, block_size: int, block_row: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """The boundaries strictly inside a prefill row: what mode "all" gives the prefill ops beside the row's last state.
-
-    Args:
-        num_computed_tokens: Before the row.
-        num_tokens: Of the row.
-        block_size: Tokens between boundaries; for chunked ops a multiple of their `chunk_size`.
-        block_row: Block of each column, of one group.
-
-    Returns:
-        `checkpoint_offset` and `checkpoint_block`: tokens of the row, rising, and blocks, NULL_BLOCK for a column without
-        one. To pad them, repeat `num_tokens` and NULL_BLOCK.
-    """
-    first = last_boundary(num_computed_tokens, block_size) + block_size
-    boundaries = range(first, num_computed_tokens + num_tokens, block_size)
-    columns = [column_of(boundary, block_size) for boundary in boundaries]
-    return (
-        [boundary - num_computed_tokens for boundary in boundaries],
-        [int(block_row[column]) if column < len(block_row) else NULL_BLOCK for column in columns],
-    )

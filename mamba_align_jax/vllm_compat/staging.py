@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.align.columns import certain_tokens
-from mamba_align_jax.align.host import (
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.step import CopyPlan, copy_states, plan_saves
+from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.vllm_compat.mamba_utils import (
     HostCopyPlan,
     InputBatch,
     SchedulerOutput,
     cleanup_mamba_state_idx,
     missing_state_idx,
 )
-from mamba_align_jax.align.step import CopyPlan, copy_states, plan_saves
-from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.pool import StatePool
-from mamba_align_jax.spec import AlignConfig
 from pallas_kernels import Implementation
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax.metadata.positions import packed_tokens, token_positions
-from mamba_align_jax.metadata.tokens import split_tokens
+from mamba_align_jax.vllm_compat.token_split import split_tokens
 
 ROWS, TOKENS = 6, 32
 # tokens, computed, verifies: one program for all, the rest of the bucket being padding

@@ -202,7 +202,7 @@ def read_weights(
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def save_checkpoint(model: Any, architecture: Any, path: str | Path) -> None:
+def save_weights(model: Any, architecture: Any, path: str | Path) -> None:
     """Writes config.json and model.safetensors as Hugging Face lays them out.
 
     Raises:
@@ -214,7 +214,7 @@ def save_checkpoint(model: Any, architecture: Any, path: str | Path) -> None:
         name = ".".join(map(str, place))
         source = architecture.sources(name, model.config)[0]
         if source.split is None:
-            raise ValueError(f"save_checkpoint: {model.config.model_type} can't be saved: {name!r} is no tensor")
+            raise ValueError(f"save_weights: {model.config.model_type} can't be saved: {name!r} is no tensor")
         tensors[source.names[0]] = np.ascontiguousarray(source.split(np.asarray(jax.device_get(variable[...]))))
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")

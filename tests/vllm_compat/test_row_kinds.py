@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mamba_align_jax import AlignConfig, GroupSpec, RecurrentState, StepBatch, begin_step, split_rows
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.metadata.kinds import RowKind, row_kinds, sort_rows
+from mamba_align_jax.vllm_compat.row_kinds import RowKind, row_kinds, sort_rows
 
 # tokens, computed, drafts, prefilling
 EXAMPLES = {
@@ -80,7 +80,7 @@ def test_sorted_rows_are_what_a_batch_takes(rows):
         tokens = rows[r][0]
         assert chunk == (kind == RowKind.PREFILL)
         assert drafts == {RowKind.DECODE: tokens - 1, RowKind.VERIFY: rows[r][2], RowKind.PREFILL: -1}[kind]
-    spec = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_reqs=9)
+    spec = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_seqs=9)
     loc = np.cumsum([0, *(rows[r][0] for r in wanted)])
     StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts, found.is_prefilling)
 
@@ -92,7 +92,7 @@ def test_unverified_drafts_are_refused():
 
 def test_prefill_offsets_count_from_the_first_prefill_token():
     K, groups = 2, (GroupSpec("a", 1, (RecurrentState((1, 1)),)), GroupSpec("b", 1, (RecurrentState((1, 1)),)))
-    spec = AlignConfig(groups, 4, K, max_num_reqs=5, max_model_len=40)
+    spec = AlignConfig(groups, 4, K, max_num_seqs=5, max_model_len=40)
     width = spec.num_columns
     tables = BlockTables(blocks=1 + jnp.arange(2 * 5 * width, dtype=jnp.int32).reshape(2, 5, width))
     batch = StepBatch.from_host(
@@ -101,7 +101,7 @@ def test_prefill_offsets_count_from_the_first_prefill_token():
     state = AlignState(
         num_computed_tokens=jnp.array([6, 9, 0, 5, 3], jnp.int32),
         num_accepted_tokens=jnp.ones(5, jnp.int32),
-        state_idx=jnp.array([1, 2, -1, 1, 0], jnp.int32),
+        running_column=jnp.array([1, 2, -1, 1, 0], jnp.int32),
     )
     _, indices = begin_step(spec, state, batch, tables)
     split = split_rows(batch, indices, 3)

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.engine.device_drafting import SampledStep
+from mamba_align_jax.engine.drafting.prompt_lookup_device import SampledStep
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.attention import StepInputs, single_token_inputs
-from pallas_kernels._rows import token_rows
+from pallas_kernels.rows import token_rows
 
 
 def draft_with_head(

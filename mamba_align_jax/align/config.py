@@ -100,10 +100,10 @@ class AlignConfig:
         groups: Layers that share block ids; most models have one group.
         block_size: Tokens between state boundaries.
         num_speculative_tokens: Draft tokens that a verify row may carry (K).
-        max_num_reqs: Slots.
+        max_num_seqs: Slots.
         max_model_len: Longest sequence in tokens, drafts included.
         mode: "align" keeps states at block boundaries; "none" keeps only the running state; "all" is "align" whose prefill
-            chunks also keep the boundaries inside them (`align.host.prefill_checkpoints`), and so may end anywhere.
+            chunks also keep the boundaries inside them (`align.interior.prefill_checkpoints`), and so may end anywhere.
         policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
         checked: Whether `align.checked.StepChecker` verifies each step on the host, which waits for it: for debugging.
     """
@@ -111,7 +111,7 @@ class AlignConfig:
     groups: tuple[GroupSpec, ...]
     block_size: int
     num_speculative_tokens: int = 0
-    max_num_reqs: int = 8
+    max_num_seqs: int = 8
     max_model_len: int = 4096
     mode: str = "align"
     policy: str = "copy_free"
@@ -128,7 +128,7 @@ class AlignConfig:
         for name, least in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),
-            ("max_num_reqs", 1),
+            ("max_num_seqs", 1),
             ("max_model_len", 1),
         ):
             if getattr(self, name) < least:

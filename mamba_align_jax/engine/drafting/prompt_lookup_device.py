@@ -47,8 +47,8 @@ class HistoryDrafter:
 
 
 @dataclass(frozen=True)
-class NGramLookup(HistoryDrafter):
-    """Prompt lookup over token histories: the very drafts of `NGramDrafter`."""
+class DevicePromptLookup(HistoryDrafter):
+    """Prompt lookup over token histories: the very drafts of `PromptLookupDrafter`."""
 
     longest: int
     shortest: int

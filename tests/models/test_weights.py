@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.kv import KVSpec
 from mamba_align_jax.models import load_model, qwen3_5
-from mamba_align_jax.models.checkpoint import save_checkpoint
+from mamba_align_jax.models.weights import save_weights
 
 CHECKPOINT = DATA / "qwen3_5_text"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.linear_attn.norm.weight"
@@ -130,7 +130,7 @@ def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
     named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
     model = load_model(write(named, head))
     assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
-    save_checkpoint(model, qwen3_5, tmp_path / "saved")
+    save_weights(model, qwen3_5, tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(np.array_equal(saved[name], value) for name, value in head.items())
     assert same(load_model(tmp_path / "saved"), model)
@@ -194,7 +194,7 @@ def test_dtype(tensors, write, stored, asked, got):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip(tmp_path, tensors, dtype):
     model = load_model(CHECKPOINT, dtype)
-    save_checkpoint(model, qwen3_5, tmp_path)
+    save_weights(model, qwen3_5, tmp_path)
     again = load_model(tmp_path)
     assert again.config == model.config
     assert same(again, model)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mamba_align_jax.spec import AlignConfig
+from mamba_align_jax.align.config import AlignConfig
 from pallas_kernels import NULL_BLOCK
 
 

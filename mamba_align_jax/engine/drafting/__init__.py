@@ -1,0 +1,1 @@
+"""Draft tokens: what a drafter promises, and the drafters of this package."""
