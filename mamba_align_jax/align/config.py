@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
 
@@ -92,6 +93,7 @@ class GroupSpec:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
 
 
+@renamed_fields(max_num_reqs="max_num_seqs")
 @dataclass(frozen=True)
 class AlignConfig:
     """How states are kept: what `StatePool`, `AlignState`, `BlockTables` and every step are made from.

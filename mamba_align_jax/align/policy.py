@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import choose
 
 
+@renamed_fields(conv_row="window_row")
 class Migration(NamedTuple):
     """Columns to copy before the step, per row: recurrent and conv source, first window row, destination."""
 
@@ -22,6 +24,7 @@ class Migration(NamedTuple):
     needed: Any
 
 
+@renamed_fields(conv_row="window_row")
 class ReadPlaces(NamedTuple):
     """Columns that hold each row's states when the model runs, and the copies that must come first (None: none)."""
 

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.config import AlignConfig
 
 
+@renamed_fields(state_idx="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AlignState:
@@ -34,6 +36,7 @@ class AlignState:
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
 
 
+@renamed_fields(state_idx="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Additions:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 
 
+@renamed_fields(conv_row="window_row")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:

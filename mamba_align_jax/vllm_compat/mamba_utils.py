@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import (
     NULL_BLOCK,
     accepted_after_save,
@@ -82,6 +83,7 @@ class InputBatch(Protocol):
         ...
 
 
+@renamed_fields(conv_row="window_row")
 class HostCopyPlan(NamedTuple):
     """A `CopyPlan` in NumPy, with `max_num_seqs` rows whatever the batch: int32 [groups, rows], but `window_row` [rows].
 
@@ -105,6 +107,7 @@ class HostCopyPlan(NamedTuple):
         return not self.destination.any()
 
 
+@renamed_fields(conv_row="window_row")
 class HostIndices(NamedTuple):
     """Where a step's rows read and write: NumPy arrays of the same names and meaning as in `StepIndices`."""
 

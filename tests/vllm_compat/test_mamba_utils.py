@@ -25,8 +25,9 @@ from mamba_align_jax import (
     RecurrentState,
     StatePool,
 )
-from mamba_align_jax.align import columns, host
+from mamba_align_jax.align import columns
 from mamba_align_jax.align.interior import prefill_checkpoints
+from mamba_align_jax.vllm_compat import mamba_utils as host
 from mamba_align_jax.vllm_compat.mamba_utils import (
     HostCopyPlan,
     cleanup_mamba_state_idx,

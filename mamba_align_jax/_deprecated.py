@@ -1,0 +1,161 @@
+"""Old names that keep working for one release, each with a DeprecationWarning.
+
+This is the only file that knows them. It imports no JAX, because modules that work without JAX use it. To drop the old names
+in the next release, delete this file, its uses, and tests/test_deprecated.py.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Old module paths, and the modules that hold their names now.
+MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "mamba_align_jax.spec": ("mamba_align_jax.align.config",),
+        "mamba_align_jax.pool": ("mamba_align_jax.align.pool",),
+        "mamba_align_jax.align.host": ("mamba_align_jax.vllm_compat.mamba_utils", "mamba_align_jax.align.interior"),
+        "mamba_align_jax.align.staging": ("mamba_align_jax.vllm_compat.staging",),
+        "mamba_align_jax.metadata.kinds": ("mamba_align_jax.vllm_compat.row_kinds",),
+        "mamba_align_jax.metadata.tokens": ("mamba_align_jax.vllm_compat.token_split",),
+        "mamba_align_jax.metadata.block_idx": (
+            "mamba_align_jax.vllm_compat.block_idx",
+            "mamba_align_jax.align.interior",
+        ),
+        "mamba_align_jax.models.checkpoint": ("mamba_align_jax.models.weights",),
+        "mamba_align_jax.engine.demo": ("mamba_align_jax.demo",),
+        "mamba_align_jax.engine.device_drafting": (
+            "mamba_align_jax.engine.drafting.prompt_lookup_device",
+            "mamba_align_jax.engine.drafting",
+        ),
+        "mamba_align_jax.engine.mtp_drafting": ("mamba_align_jax.engine.drafting.mtp",),
+    }
+)
+# Names of those modules that have changed as well, by (old module, old name).
+NAMES: Mapping[tuple[str, str], str] = types.MappingProxyType(
+    {
+        ("mamba_align_jax.models.checkpoint", "save_checkpoint"): "save_weights",
+        ("mamba_align_jax.engine.device_drafting", "NGramLookup"): "DevicePromptLookup",
+    }
+)
+
+
+def _warn(text: str, stacklevel: int) -> None:
+    warnings.warn(f"{text}; the old one goes in the next release", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the modules of `MODULES`: an old module forwards each name to the module that holds it now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in MODULES else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        old, new = module.__name__, MODULES[module.__name__]
+        # Python leaves the frames of its import machinery out of the count, so this names the import statement.
+        _warn(f"module {old} is now {' and '.join(new)}", stacklevel=2)
+
+        def find(name: str) -> Any:
+            for holder in () if name.startswith("__") else map(importlib.import_module, new):
+                if hasattr(holder, wanted := NAMES.get((old, name), name)):
+                    return getattr(holder, wanted)
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+
+        setattr(module, "__getattr__", find)  # noqa: B010 - type checkers know no such attribute of a module
+
+
+def install_old_modules() -> None:
+    """Makes the old module paths importable. `mamba_align_jax/__init__.py` calls it once."""
+    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
+        sys.meta_path.append(_OldModules())
+
+
+def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module-level `__getattr__` for old names of `module`.
+
+    Args:
+        module: Its name, `__name__`.
+        names: By the old name, where the new one is: "package.module:Name".
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place, new = names[name].split(":")
+        _warn(f"{module}.{name} is now {place}.{new}", stacklevel=2)
+        return getattr(importlib.import_module(place), new)
+
+    return find
+
+
+def _with_new_keywords(called: str, names: Mapping[str, str], keywords: dict[str, Any]) -> dict[str, Any]:
+    for old in names.keys() & keywords.keys():
+        _warn(f"{called}: keyword {old!r} is now {names[old]!r}", stacklevel=3)
+    return {names.get(name, name): value for name, value in keywords.items() if name not in names} | {
+        names[old]: keywords[old] for old in names.keys() & keywords.keys()
+    }
+
+
+def renamed_keywords(**names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Makes a function accept old keywords as well: `renamed_keywords(old="new")`."""
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def wrapper(*arguments: Any, **keywords: Any) -> T:
+            if names.keys() & keywords.keys():
+                keywords = _with_new_keywords(function.__qualname__, names, keywords)
+            return function(*arguments, **keywords)
+
+        return wrapper
+
+    return decorate
+
+
+def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
+    """Makes a class accept old fields as well, as keywords and as attributes: `renamed_fields(old="new")`.
+
+    It goes above `dataclass`, or above a NamedTuple, and changes the class in place. `dataclasses.replace` takes the old
+    names, too.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        is_tuple = issubclass(cls, tuple)
+        make: Any = cls.__new__ if is_tuple else cls.__init__
+
+        @functools.wraps(make)
+        def accept(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            if names.keys() & keywords.keys():
+                keywords = _with_new_keywords(cls.__name__, names, keywords)
+            return make(self, *arguments, **keywords)
+
+        setattr(cls, "__new__" if is_tuple else "__init__", accept)
+        for old, new in names.items():
+            setattr(cls, old, _old_attribute(cls.__name__, old, new))
+        return cls
+
+    return decorate
+
+
+def _old_attribute(owner: str, old: str, new: str) -> property:
+    def get(self: Any) -> Any:
+        _warn(f"{owner}.{old} is now {owner}.{new}", stacklevel=2)
+        return getattr(self, new)
+
+    return property(get, doc=f"The old name of `{new}`.")
+
+
+def renamed_value(argument: str, value: T, names: Mapping[T, T]) -> T:
+    """The new value for an old one: `renamed_value("speculation", value, {"ngram": "prompt_lookup"})`."""
+    if value not in names:
+        return value
+    _warn(f"{argument}={value!r} is now {argument}={names[value]!r}", stacklevel=3)
+    return names[value]
