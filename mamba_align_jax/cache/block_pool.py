@@ -15,13 +15,29 @@ class BlockPool:
     is published on top of a prefix is never left without it.
     """
 
-    def __init__(self, num_blocks: int, on_lost: Callable[[bytes, bool], object] = lambda key, evicted: None) -> None:
-        """A pool of free blocks; `on_lost` is called with each key that is found no more, and whether it was evicted."""
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_lost: Callable[[bytes, bool], object] = lambda key, evicted: None,
+        on_eviction: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Creates a pool whose blocks are all free.
+
+        Args:
+            num_blocks: Size of the pool, NULL_BLOCK included.
+            on_lost: Called with each key that can no longer be found, and with whether it was evicted.
+            on_eviction: Called without arguments for each key that is evicted.
+
+        Raises:
+            ValueError: `num_blocks` leaves no block to hand out.
+        """
         if num_blocks < 2:
             raise ValueError(f"BlockPool: num_blocks must be at least 2, one of them NULL_BLOCK, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.on_lost = on_lost
+        self._on_eviction = on_eviction
         self._free = list(range(num_blocks - 1, 0, -1))
         self._holders: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -177,6 +193,7 @@ class BlockPool:
     def _lose(self, key: bytes, evicted: bool) -> None:
         if evicted:
             self.num_evictions += 1
+            self._on_eviction()
             self._remember(key)
         self.on_lost(key, evicted)
 

@@ -1,7 +1,7 @@
 """Which KV page holds which positions of each request, for the attention layers of a hybrid model."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -20,10 +20,16 @@ class _Request:
 class KVPageManager:
     """Pages of keys and values, all attention layers together."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        """An empty cache over `num_pages` pages, the NULL page included."""
+    def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
+        """Creates an empty cache.
+
+        Args:
+            num_pages: Size of the pool, page 0 included, which is never handed out.
+            page_size: Tokens per page.
+            on_eviction: Called without arguments once for each cached page that is evicted.
+        """
         self.page_size = page_size
-        self.pool = BlockPool(num_pages)
+        self.pool = BlockPool(num_pages, on_eviction=on_eviction)
         self._requests: dict[Hashable, _Request] = {}
 
     def pages_for(self, num_tokens: int) -> int:

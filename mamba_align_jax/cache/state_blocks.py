@@ -1,7 +1,7 @@
 """Which state block each column of each request has: the host's side of the block table's contract."""
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
@@ -57,11 +57,20 @@ class StateBlockManager:
         *,
         mode: str = "align",
         steps_in_flight: int = 0,
+        on_eviction: Callable[[], object] = lambda: None,
     ) -> None:
-        """An empty cache over a pool of `num_blocks`, NULL_BLOCK included, for steps that overlap `steps_in_flight` others.
+        """Creates an empty cache.
+
+        Args:
+            num_blocks: Size of the pool, NULL_BLOCK included.
+            block_size: Tokens per column.
+            num_speculative_tokens: The largest number of draft tokens in a step.
+            mode: "align", or "none" for a cache that never publishes a state.
+            steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
+            on_eviction: Called without arguments once for each cached state that is evicted.
 
         Raises:
-            ValueError: an argument is out of range, or not one request fits.
+            ValueError: An argument is out of range, or `num_blocks` is too small for one request.
         """
         if mode not in ("none", "align"):
             raise ValueError(f"StateBlockManager: mode must be 'none' or 'align', got {mode!r}")
@@ -83,7 +92,9 @@ class StateBlockManager:
         self._rolling: dict[bytes, set[Hashable]] = {}
         # The key that each of those to come back has in its name.
         self._left: dict[Hashable, bytes] = {}
-        self.pool = BlockPool(num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None))
+        self.pool = BlockPool(
+            num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None), on_eviction=on_eviction
+        )
         self._requests: dict[Hashable, _Request] = {}
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:

@@ -220,3 +220,20 @@ def test_hits_are_true_prefixes_and_blocks_are_conserved(arrivals):
     for name in list(running):
         cache.free(name)
     assert cache.states.pool.num_held == cache.kv.pool.num_held == 0
+
+
+def test_each_evicted_state_and_page_is_counted_once():
+    """A state counts as evicted whether its own pool needs the block or one of its pages goes."""
+    evicted = []
+    states = StateBlockManager(4, BLOCK, on_eviction=lambda: evicted.append("state"))
+    kv = KVPageManager(7, PAGE, on_eviction=lambda: evicted.append("page"))
+    cache = HybridCache(states, kv, check=True)
+    prefill(cache, "a", list(range(9)))
+    cache.free("a")
+    assert (states.pool.num_cached, kv.pool.num_cached, evicted) == (1, 2, [])
+    # Five pages: four are free, so the last page of the prefix goes, and the state with it.
+    assert cache.allocate("b", 0, 0, 20) is not None
+    assert evicted == ["page", "state"]
+    cache.free("b")
+    assert cache.allocate("c", 0, 0, 24) is not None
+    assert evicted == ["page", "state", "page"]
