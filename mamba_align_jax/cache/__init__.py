@@ -1,1 +1,1 @@
-"""The host's side of the cache, in plain Python without JAX: who holds which block, and which prefix it stands for."""
+"""The prefix cache on the host, in plain Python without JAX: which blocks requests hold, and what is cached."""

@@ -1,18 +1,20 @@
-"""Block ids of one pool: who holds them, which are cached under a key, and which is evicted next."""
+"""The block ids of one pool: which are held, which are cached under a key, and which is evicted next."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class BlockPool:
-    """Ids 1 .. num_blocks-1 with reference counts; 0 is NULL_BLOCK and never handed out.
+    """Keeps reference counts of the block ids 1 to num_blocks - 1. Id 0 is NULL_BLOCK and is never handed out.
 
-    A block is free, held by one holder or more, or cached: held by nobody but still findable by its key. Cached blocks
-    are evicted least recently used first, and only once no free block is left.
+    Each block is in one of three states. It is held if it has at least one holder. It is cached if it has no holder but
+    can still be found by its key. Otherwise it is free. When no free block is left, `allocate` evicts cached blocks,
+    the least recently used first.
 
-    A key has one block, the first that was published. Held blocks that are published later under the same key are its
-    spares: if the first is evicted, one of them is found instead, and whoever lets a spare go has used the first. So what
-    is published on top of a prefix is never left without it.
+    A lookup of a key returns the first block that was published under it. A held block that is published later under
+    the same key is kept as a spare. A spare replaces the first block if that one is evicted. When a spare is released,
+    the first block is marked as recently used. So a prefix stays cached at least as long as what was published after
+    it.
     """
 
     def __init__(
@@ -45,35 +47,35 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._spares: dict[bytes, list[int]] = {}
         self._spare_key: dict[int, bytes] = {}
-        # The last keys that were evicted, as many as there are blocks: they say why a lookup found nothing.
+        # The keys that were evicted last, at most `num_blocks` of them. They tell why a lookup found nothing.
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out: free and cached ones."""
+        """The number of blocks that `allocate` could hand out: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """The number of blocks that have a holder."""
         return len(self._holders)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and a lookup may find."""
+        """The number of blocks that have no holder but are still cached, so that a lookup can return them."""
         return len(self._cached)
 
     @property
     def keys(self) -> frozenset[bytes]:
-        """Everything that is published."""
+        """All keys that can be found."""
         return frozenset(self._block_of)
 
     def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
-        """Whether `hits` could be held and `count` blocks allocated besides."""
+        """True if the pool can hold the blocks `hits` and allocate `count` further blocks."""
         return count + sum(block in self._cached for block in hits) <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """Holds `count` blocks with unspecified contents; None, and nothing changed, if there are not so many."""
+        """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer."""
         if not self.fits(count):
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -81,24 +83,24 @@ class BlockPool:
         return blocks
 
     def find(self, key: bytes) -> int | None:
-        """The block that is published under `key`."""
+        """Returns the block that is published under `key`, or None."""
         return self._block_of.get(key)
 
     def key_of(self, block: int) -> bytes | None:
-        """What a block is found under."""
+        """Returns the key under which `block` is found, or None."""
         return self._key_of.get(block)
 
     def was_evicted(self, key: bytes) -> bool:
-        """Whether `key` is not found because its block was evicted lately."""
+        """True if `key` cannot be found because its block was evicted recently."""
         return key in self._evicted
 
     def hold(self, block: int) -> None:
-        """One more holder of a block that is held or cached."""
+        """Adds a holder to a block that is held or cached."""
         self._cached.pop(block, None)
         self._holders[block] = self._holders.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less of each. The first of several cached ones is evicted first."""
+        """Removes one holder from each block. Blocks that become cached will be evicted in the given order."""
         for block in blocks:
             self._holders[block] -= 1
             if self._holders[block] > 0:
@@ -114,10 +116,10 @@ class BlockPool:
             self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> bool:
-        """Makes a held block findable. If `key` is published already, the first block stays the one that is found.
+        """Makes a held block findable under `key`. If the key already has a block, `block` becomes a spare of it.
 
         Returns:
-            Whether `key` is new.
+            True if `key` is new.
         """
         if block in self._key_of or block in self._spare_key:
             return False
@@ -130,10 +132,14 @@ class BlockPool:
         return True
 
     def unpublish(self, key: bytes, *, evicted: bool = False) -> int | None:
-        """Makes `key` unfindable, whoever holds its block; one that nobody holds is free. Counted as evicted if so named.
+        """Makes `key` unfindable. Its block stays with its holders, or becomes free if it has none.
+
+        Args:
+            key: Any key. Nothing happens if it is not published.
+            evicted: True if the key counts as evicted.
 
         Returns:
-            The block that was found under it; None if none was.
+            The block that was found under the key, or None.
         """
         block = self._block_of.pop(key, None)
         if block is None:
@@ -148,28 +154,28 @@ class BlockPool:
         return block
 
     def reset(self) -> None:
-        """Makes everything unfindable; held blocks stay held."""
+        """Makes every key unfindable. Held blocks stay held."""
         for key in list(self._block_of):
             self.unpublish(key)
             self._remember(key)
 
     def check(self, holders: Mapping[int, int] | None = None) -> None:
-        """Raises AssertionError unless every block is free, held or cached, and exactly one of them.
+        """Raises AssertionError unless every block is in exactly one state: free, held or cached.
 
         Args:
-            holders: How often each block should be held, where the caller knows.
+            holders: The number of holders that each block should have, or None to skip that comparison.
         """
         places = [*self._free, *self._holders, *self._cached]
         assert sorted(places) == list(range(1, self.num_blocks)), "blocks lost or in two places"
-        assert all(count > 0 for count in self._holders.values()), "a block is held by nobody"
+        assert all(count > 0 for count in self._holders.values()), "a held block has no holder"
         assert holders is None or dict(holders) == self._holders, "holders and reference counts disagree"
         assert {b: k for k, b in self._block_of.items()} == self._key_of, "keys and blocks disagree"
-        assert all(block in self._key_of for block in self._cached), "a cached block without a key"
+        assert all(block in self._key_of for block in self._cached), "a cached block has no key"
         spares = {block: key for key, blocks in self._spares.items() for block in blocks}
         assert spares == self._spare_key, "spares and keys disagree"
-        assert all(block in self._holders and block not in self._key_of for block in spares), "a spare that is not held"
-        assert self._spares.keys() <= self._block_of.keys(), "a spare without a first block"
-        assert not self._evicted.keys() & self._block_of.keys(), "an evicted key is found"
+        assert all(block in self._holders and block not in self._key_of for block in spares), "a spare is not held"
+        assert self._spares.keys() <= self._block_of.keys(), "a spare has no first block"
+        assert not self._evicted.keys() & self._block_of.keys(), "an evicted key can be found"
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

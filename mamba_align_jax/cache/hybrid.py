@@ -1,8 +1,9 @@
-"""One prefix cache over state blocks and KV pages: a hit is what both have, an allocation is both or neither."""
+"""A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
 from mamba_align_jax.cache.hashing import HashChain
@@ -13,14 +14,18 @@ from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 
 @dataclass(frozen=True)
 class HybridHit:
-    """A cached prefix of `length` tokens.
+    """A cached prefix.
 
-    `junction` is a boundary up to which keys and values are cached but no state is: a branch point, worth a stop, so that
-    the next request that shares this prefix finds one. 0 if there is none.
-
-    `miss` says why the hit isn't the prompt's last cacheable boundary; None if it is:
-    "below one block" (the prompt has none), "no checkpoint" (pages go further, but no state was kept there), "evicted" (it
-    was cached, and isn't any more), "not identical" (nobody has sent the tokens that follow).
+    Attributes:
+        length: Its number of tokens, a multiple of the block size.
+        state: Its state block, and the hashes by which it was looked up.
+        pages: Its KV pages, in order.
+        junction: A boundary up to which pages are cached but no state is, or 0. A chunk should end there, so that the
+            next request that shares this prefix finds a state.
+        miss: Why the hit ends before the prompt's last cacheable boundary, or None if it does not. "below one block"
+            means that the prompt has no such boundary. "no checkpoint" means that more pages are cached, but no state
+            was kept. "evicted" means that the state or a page was cached earlier. "not identical" means that no request
+            with the tokens that follow has been published.
     """
 
     length: int
@@ -32,26 +37,21 @@ class HybridHit:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Entries new in a request's rows: (column, block) and (number, page)."""
+    """The new entries of a request's rows: `columns` are (column, block) pairs, `pages` are (number, page) pairs."""
 
     columns: list[tuple[int, int]]
     pages: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a step's dispatch made findable: keys, and the blocks under them."""
-
-    states: dict[bytes, int] = field(default_factory=dict)
-    pages: dict[bytes, int] = field(default_factory=dict)
-
-
 class HybridCache:
-    """State blocks and KV pages of the requests of one engine.
+    """Manages the state blocks and KV pages of the requests of one engine.
 
-    A step goes: `allocate`, dispatch, `dispatched`, and `commit` once its result is read; `withdraw` if it raises. A state's
-    key is that of the last page before it, so that the two pools know of each other: a state is found only as long as its
-    pages are, and is free at once when one is evicted.
+    For each step, call `allocate` before dispatching it, `dispatched` right after, and `commit` when its result has
+    been read. A step that fails before its dispatch has published nothing: call `free` and `forget` for its requests. A
+    step that fails later takes the pools with it, because they are donated: create new pools and a new cache.
+
+    A state has the same key as the last page before it. When that page is evicted, the state's block becomes free at
+    once.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class HybridCache:
         checkpoint_interval: int | None = None,
         check: bool = False,
     ) -> None:
-        """A cache over two empty managers, which are its own from here on.
+        """Creates a cache over two empty managers. No one else may use them afterwards.
 
         Args:
-            states: State blocks.
-            kv: Pages of keys and values.
-            checkpoint_interval: Every so many tokens a request's state stays cached; None for nowhere in particular.
-            check: Whether `check` runs after every change, for debugging.
+            states: Manages the state blocks.
+            kv: Manages the pages of keys and values.
+            checkpoint_interval: Tokens between boundaries at which every request's state stays cached, or None.
+            check: True to run `check` after every change, for debugging.
 
         Raises:
-            ValueError: sizes don't divide each other.
+            ValueError: The block size is not a multiple of the page size, or the interval is not one of the block size.
         """
         if states.mode == "align" and states.block_size % kv.page_size:
             raise ValueError(
@@ -86,16 +86,18 @@ class HybridCache:
         self.kv = kv
         self.checkpoint_interval = checkpoint_interval
         self._check = check
-        # Pages are evicted from a prefix's end: the first that goes is the one that the prefix's last state is named by.
+        # The pages of a prefix are evicted from its end, so the first page to go has the key of the prefix's last
+        # state.
         kv.pool.on_lost = lambda key, evicted: states.pool.unpublish(key, evicted=evicted)
 
     def lookup(self, tokens: Sequence[int], salt: bytes = b"", chain: HashChain | None = None) -> HybridHit:
-        """The longest prefix whose pages and state are cached; a state never extends it beyond the pages.
+        """Finds the longest prefix of `tokens` whose pages and state are cached. Nothing is held yet.
 
         Args:
             tokens: The request's tokens.
-            salt: Only what was computed under the same salt matches.
-            chain: Instead of `salt`, the hashes of an earlier lookup (`HybridHit.state.chain`), of these tokens or fewer.
+            salt: Only what was published under the same salt matches.
+            chain: The hashes of an earlier lookup of these tokens (`HybridHit.state.chain`), to be used instead of
+                `salt`.
         """
         chain = chain or HashChain(self.kv.page_size, salt)
         if self.states.mode == "none":
@@ -113,11 +115,11 @@ class HybridCache:
         )
 
     def requested_offsets(self, wanted: Iterable[int], prompt: int) -> tuple[int, ...]:
-        """The boundaries that a caller's offsets into a prompt of so many tokens mean; none where nothing is cached."""
+        """Rounds the offsets `wanted` into a prompt of `prompt` tokens to boundaries. Returns none in mode "none"."""
         return () if self.states.mode == "none" else requested_offsets(wanted, prompt, self.states.block_size)
 
     def checkpoints(self, prompt: int, requested: Sequence[int] = (), junction: int = 0) -> Checkpoints:
-        """What a request with a prompt of so many tokens keeps: see `request_checkpoints`."""
+        """Returns what a request with a prompt of `prompt` tokens keeps: see `request_checkpoints`."""
         return request_checkpoints(
             prompt,
             self.states.block_size,
@@ -126,107 +128,133 @@ class HybridCache:
             interval=self.checkpoint_interval,
         )
 
-    def chunk_end(self, start: int, budget: int, most: int, prompt: int, stops: Iterable[int] = ()) -> int:
-        """`next_chunk_end` in this cache's mode, with `budget` of a step's `most` tokens left; 0 = wait for the next step.
+    @renamed_keywords(most="max_num_batched_tokens")
+    def chunk_end(
+        self, start: int, budget: int, max_num_batched_tokens: int, prompt: int, stops: Iterable[int] = ()
+    ) -> int:
+        """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
-        A budget that others have eaten into never ends a chunk inside a block if a whole one would not.
+        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget.
+
+        Args:
+            start: The first position to compute.
+            budget: How many of the step's tokens are left.
+            max_num_batched_tokens: The budget of a whole step.
+            prompt: The number of tokens known so far.
+            stops: Positions at which a chunk should end: see `next_chunk_end`.
         """
         if self.states.mode == "none":
             return min(start + budget, prompt) if budget > 0 else 0
         size, stops = self.states.block_size, tuple(stops)
         end = next_chunk_end(start, start + budget, prompt, size, stops)
         inside = end < prompt and end % size != 0
-        return 0 if inside and next_chunk_end(start, start + most, prompt, size, stops) != end else end
+        if inside and next_chunk_end(start, start + max_num_batched_tokens, prompt, size, stops) != end:
+            return 0
+        return end
 
+    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
         self,
         request: Hashable,
         min_computed: int,
         max_computed: int,
-        q: int,
-        drafts: int = 0,
+        num_tokens: int,
+        num_drafts: int = 0,
         *,
         hit: HybridHit | None = None,
         keep: Checkpoints | None = None,
     ) -> Allocation | None:
-        """What a step of `q` tokens needs; None, and nothing changed or evicted, if one of the pools can't give it.
+        """Gives the request the state blocks and KV pages that a step needs. Publishes nothing.
 
-        An unknown request enters, on the prefix that `hit` found in this same scheduling pass, and keeps the boundaries of
-        `keep` (None: all that its steps end on or pass). Nothing is published here.
+        Args:
+            request: The request's name. An unknown request enters.
+            min_computed: The smallest number of tokens that may have been computed before the step, as far as the host
+                knows.
+            max_computed: The largest such number.
+            num_tokens: The number of tokens in the step, drafts included.
+            num_drafts: How many of them are drafts.
+            hit: What `lookup` returned in the same scheduling pass, if the request enters.
+            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that its steps end
+                on or pass.
+
+        Returns:
+            The new entries of the request's rows. None, with nothing changed or evicted, if a pool has too few blocks.
         """
         hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
-        if not self.kv.fits(request, max_computed + q, hit.pages) or not self.states.fits(
-            request, min_computed, max_computed, q, drafts, hit=hit.state
-        ):
+        step = request, min_computed, max_computed, num_tokens, num_drafts
+        end = max_computed + num_tokens
+        if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state):
             return None
-        # Pages first: what they evict may be the pages of states, which are then free.
-        pages = self.kv.allocate(request, max_computed + q, hit=hit.pages, chain=hit.state.chain)
-        columns = self.states.allocate(request, min_computed, max_computed, q, drafts, hit=hit.state, keep=keep)
+        # Pages first: when a page is evicted, the state with the same key becomes free.
+        pages = self.kv.allocate(request, end, hit=hit.pages, chain=hit.state.chain)
+        columns = self.states.allocate(*step, hit=hit.state, keep=keep)
         assert pages is not None
         assert columns is not None
         self._changed()
         return Allocation(columns, pages)
 
-    def dispatched(self, request: Hashable, tokens: Sequence[int] | None = None) -> Published:
-        """The request's newest step is on its way: see `StateBlockManager.release` for what goes.
+    def dispatched(self, request: Hashable, tokens: Sequence[int] | None = None) -> int:
+        """Records that the request's newest step was dispatched, and releases the columns that no later step can read.
 
         Args:
-            request: One that has a step in flight.
-            tokens: For a prompt's row, its tokens up to the end of that step. What they fill is offered now, since whoever
-                reads it comes later on the device; None leaves that to `commit`.
+            request: A request whose newest step was dispatched just now.
+            tokens: For a row of a prompt, the request's tokens up to the end of that step. The pages and the boundary
+                that they fill are published now, because any step that reads them runs later on the device. None for a
+                decode row, whose pages and boundary are published by `commit`.
+
+        Returns:
+            The boundary, in tokens, if its key is new in the cache. 0 otherwise.
         """
         self.states.release(request)
-        published = Published()
+        boundary = 0
         if tokens is not None and self.states.mode != "none":
-            pages = self.kv.publish(request, tokens, len(tokens))
-            published = Published(self.states.publish(request, tokens), pages)
+            self.kv.publish(request, tokens, len(tokens))
+            boundary = self.states.publish(request, tokens)
         self._changed()
-        return published
+        return boundary
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int) -> int:
-        """Takes in a step's result: `tokens[:computed]` count now. Returns the boundary that is published by it."""
+        """Records the result of the request's oldest step in flight, and publishes what the step filled.
+
+        Args:
+            request: A request that has a step in flight.
+            tokens: Its tokens.
+            computed: How many of the tokens count as computed now.
+
+        Returns:
+            The boundary that the request keeps, in tokens, or 0 for none.
+
+        Raises:
+            ValueError: The request has no step in flight, or the step cannot have left so many tokens.
+        """
         boundary = self.states.commit(request, tokens, computed)
         if self.states.mode != "none":
             self.kv.publish(request, tokens, computed)
         self._changed()
         return boundary
 
-    def withdraw(self, published: Published) -> set[Hashable]:
-        """The step raised: what its dispatch published is found no more. Blocks stay with whoever holds them.
-
-        Returns:
-            Requests that hold some of it: its own, and those that came upon it meanwhile. What they compute is worth
-            nothing, and their steps have failed too, coming later on the device: withdraw those, and free the requests.
-        """
-        for key in published.states:
-            self.states.pool.unpublish(key)
-        for key in published.pages:
-            self.kv.pool.unpublish(key)
-        self._changed()
-        return self.states.holders(published.states.values()) | self.kv.holders(published.pages.values())
-
     def free(self, request: Hashable) -> None:
-        """Takes back all that a request holds, which may come back: see `StateBlockManager.free`."""
+        """Releases all blocks and pages of a request that may return: see `StateBlockManager.free`."""
         self.states.free(request)
         self.kv.free(request)
         self._changed()
 
     def forget(self, request: Hashable) -> None:
-        """A freed request is over, finished or aborted: see `StateBlockManager.forget`."""
+        """Records that a freed request has finished or was aborted: see `StateBlockManager.forget`."""
         self.states.forget(request)
         self._changed()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything cached. Present requests go on with what they hold, but never share what they compute."""
+        """Makes everything unfindable. Present requests keep their blocks but never publish any again."""
         self.states.reset()
         self.kv.reset()
         self._changed()
 
     def check(self) -> None:
-        """Raises AssertionError unless both pools account for every block, and every state's pages are cached."""
+        """Raises AssertionError unless both pools account for every block and each cached state has its last page."""
         self.states.check()
         self.kv.check()
-        assert self.states.pool.keys <= self.kv.pool.keys, "a state without its pages"
+        assert self.states.pool.keys <= self.kv.pool.keys, "a cached state has no pages"
 
     def _changed(self) -> None:
         if self._check:

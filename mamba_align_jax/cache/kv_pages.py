@@ -1,7 +1,7 @@
-"""Which KV page holds which positions of each request, for the attention layers of a hybrid model."""
+"""Assigns KV pages to the positions of each request, for the attention layers of a hybrid model."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -13,12 +13,12 @@ class _Request:
     chain: HashChain
     pages: list[int] = field(default_factory=list)
     num_published: int = 0
-    # False once the cache was reset: what the request computed before it must not be found.
+    # False after a reset of the cache: the request's pages must not become findable any more.
     shares: bool = True
 
 
 class KVPageManager:
-    """Pages of keys and values, all attention layers together."""
+    """Manages pages of keys and values. One page id stands for a page in every attention layer."""
 
     def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
         """Creates an empty cache.
@@ -33,11 +33,16 @@ class KVPageManager:
         self._requests: dict[Hashable, _Request] = {}
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` fill, the last one perhaps in part."""
+        """Returns how many pages `num_tokens` tokens need. The last page may be partly filled."""
         return -(-num_tokens // self.page_size)
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
-        """Cached pages from the left, as many as match. Holds nothing yet."""
+        """Returns the cached pages of the longest cached prefix of `tokens`, in order. The pages are not held yet.
+
+        Args:
+            tokens: The request's tokens.
+            chain: The hashes of these tokens in blocks of `page_size`.
+        """
         pages = []
         for end in range(self.page_size, len(tokens) + 1, self.page_size):
             page = self.pool.find(chain.at(tokens, end))
@@ -47,7 +52,7 @@ class KVPageManager:
         return pages
 
     def fits(self, request: Hashable, num_tokens: int, hit: Sequence[int] = ()) -> bool:
-        """Whether `allocate` would give them."""
+        """True if `allocate` with the same arguments would succeed."""
         shared = () if request in self._requests else hit
         return self.pool.fits(self._missing(request, num_tokens, len(shared)), shared)
 
@@ -57,14 +62,14 @@ class KVPageManager:
         """Gives the request pages for its first `num_tokens` positions.
 
         Args:
-            request: Any name; unknown ones enter, with the pages of `hit` and the hashes of `chain`.
-            num_tokens: Positions, this step's included.
-            hit: The first pages, as `lookup` found them in this same scheduling pass.
-            chain: As for `lookup`.
+            request: The request's name. An unknown request enters with the pages `hit` and the hashes `chain`.
+            num_tokens: The number of positions, including those of this step.
+            hit: The request's first pages, as `lookup` returned them in the same scheduling pass.
+            chain: The chain that `lookup` was given.
 
         Returns:
-            The (number, page) entries that are new in the request's row; None, and nothing changed, if the pool can't
-            give them.
+            The (number, page) entries that are new in the request's row. None, with nothing changed, if the pool has
+            too few pages.
         """
         if not self.fits(request, num_tokens, hit):
             return None
@@ -80,36 +85,27 @@ class KVPageManager:
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))
 
-    def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> dict[bytes, int]:
-        """Makes the full pages of `tokens[:end]` findable; returns the keys that are new, and their pages."""
+    def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> None:
+        """Makes the request's full pages of `tokens[:end]` findable."""
         record = self._requests[request]
-        new = {}
         for number in range(record.num_published, end // self.page_size if record.shares else 0):
-            key = record.chain.at(tokens, (number + 1) * self.page_size)
-            if self.pool.publish(record.pages[number], key):
-                new[key] = record.pages[number]
+            self.pool.publish(record.pages[number], record.chain.at(tokens, (number + 1) * self.page_size))
             record.num_published = number + 1
-        return new
 
     def free(self, request: Hashable) -> None:
-        """Forgets a request; published pages stay findable until they are evicted, the last ones first."""
+        """Releases all pages of a request. Published pages stay findable until eviction, which takes the last first."""
         record = self._requests.pop(request, None)
         if record is not None:
             self.pool.release(record.pages[::-1])
 
-    def holders(self, pages: Iterable[int]) -> set[Hashable]:
-        """Requests that hold one of `pages`."""
-        pages = set(pages)
-        return {name for name, record in self._requests.items() if not pages.isdisjoint(record.pages)}
-
     def reset(self) -> None:
-        """Makes every page unfindable, and what present requests have and will have, for good."""
+        """Makes every page unfindable. Present requests keep their pages but never publish any again."""
         self.pool.reset()
         for record in self._requests.values():
             record.shares = False
 
     def check(self) -> None:
-        """Raises AssertionError unless the pool accounts for every page and its holders are the requests."""
+        """Raises AssertionError unless the pool accounts for every page and its holders are the present requests."""
         self.pool.check(Counter(page for record in self._requests.values() for page in record.pages))
 
     def _missing(self, request: Hashable, num_tokens: int, shared: int) -> int:

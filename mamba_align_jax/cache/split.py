@@ -1,4 +1,4 @@
-"""Where a prefill chunk has to end."""
+"""Decides where a prefill chunk ends."""
 
 from collections.abc import Iterable
 
@@ -6,21 +6,22 @@ from mamba_align_jax.align.columns import last_boundary
 
 
 def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stops: Iterable[int] = ()) -> int:
-    """The position at which the chunk that starts at `start` must end, so that column states mean what they should.
+    """Returns the position at which the chunk that starts at `start` ends.
 
-    A state exists only where a chunk ends. So chunks end on block boundaries, the last one of a prompt excepted; a chunk
-    that starts inside a block ends at that block's end at the latest; and the prompt's last cacheable boundary, which
-    leaves at least one token to compute, is always stopped at. A budget smaller than a block gives chunks inside it.
+    A state exists only where a chunk ends. Therefore a chunk ends on a block boundary, except for the last chunk of a
+    prompt. A chunk that starts inside a block ends at the end of that block or before. One chunk always ends on the
+    prompt's last cacheable boundary, which leaves at least one token to compute. If the budget is smaller than a block,
+    chunks may end inside a block.
 
     Args:
-        start: First position to compute.
-        proposed: Where the budget would end the chunk.
-        prompt: End of the tokens known so far; for a resumed request its own output counts.
+        start: The first position to compute.
+        proposed: The end of the chunk according to the token budget.
+        prompt: The number of tokens known so far. For a resumed request this includes its own output.
         block_size: Tokens between boundaries.
-        stops: Further positions wanted as boundaries; those that aren't multiples of `block_size` are ignored.
+        stops: Further positions at which a chunk should end. Those that are not multiples of `block_size` are ignored.
 
     Returns:
-        The chunk's end in (start, min(proposed, prompt)]; 0 if nothing can be scheduled.
+        The end of the chunk, greater than `start` and at most min(proposed, prompt), or 0 if no token can be scheduled.
     """
     end = min(proposed, prompt)
     if end <= start:

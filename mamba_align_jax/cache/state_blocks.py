@@ -1,9 +1,10 @@
-"""Which state block each column of each request has: the host's side of the block table's contract."""
+"""Assigns state blocks to the columns of each request. This is the host's side of the contract in design section 5."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
@@ -12,7 +13,13 @@ from mamba_align_jax.cache.hashing import HashChain
 
 @dataclass(frozen=True)
 class Hit:
-    """A cached prefix: `length` tokens, the (column, block) pairs that hold it, and the hashes it was looked up by."""
+    """A cached prefix.
+
+    Attributes:
+        length: Its number of tokens.
+        blocks: The (column, block) pairs that hold its state.
+        chain: The hashes by which it was looked up.
+    """
 
     length: int
     blocks: tuple[tuple[int, int], ...] = ()
@@ -21,10 +28,10 @@ class Hit:
 
 @dataclass
 class _Step:
-    """One whose result the host has not read. `offered`: its boundary was published when it was dispatched."""
+    """A step whose result the host has not read. `offered` is true if `publish` was called for it."""
 
     num_tokens: int
-    drafts: int
+    num_drafts: int
     offered: bool = False
 
 
@@ -35,18 +42,19 @@ class _Request:
     keep: Checkpoints | None
     columns: dict[int, int] = field(default_factory=dict)
     in_flight: deque[_Step] = field(default_factory=deque)
-    # Key of the newest boundary, if it is let go when the next one is passed.
+    # The key of the newest boundary, if that boundary is released when the request passes the next one.
     rolling: bytes | None = None
-    # False once the cache was reset: what the request computed before it must not be found.
+    # False after a reset of the cache: the request's states must not become findable any more.
     shares: bool = True
 
 
 class StateBlockManager:
-    """State blocks of all groups, which share block ids: a column is one block for every recurrent layer.
+    """Manages the state blocks of all groups. One block id stands for a block in every recurrent layer.
 
-    A step goes: `allocate`, dispatch, `release` and, for rows of known tokens, `publish`; `commit` once its result is read.
-    Blocks are never moved between columns, and a column's block never changes while its request lives. Columns that a
-    prefill chunk jumps over have none.
+    For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
+    only known tokens, call `publish` as well. Call `commit` when the step's result has been read. A column's block
+    never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk
+    jumps over have no block.
     """
 
     def __init__(
@@ -83,14 +91,14 @@ class StateBlockManager:
         self.block_size = block_size
         self.num_speculative_tokens = num_speculative_tokens
         self.mode = mode
-        least = 1 + self.blocks_needed(steps_in_flight)
-        if num_blocks < least:
+        min_blocks = 1 + self.blocks_needed(steps_in_flight)
+        if num_blocks < min_blocks:
             raise ValueError(
-                f"StateBlockManager: num_blocks must be at least {least} for one request, got {num_blocks}"
+                f"StateBlockManager: num_blocks must be at least {min_blocks} for one request, got {num_blocks}"
             )
-        # Keys that stay only until all of these requests, running or to come back, have passed the next boundary.
+        # Rolling keys: each stays only until all of its requests, running or preempted, have passed the next boundary.
         self._rolling: dict[bytes, set[Hashable]] = {}
-        # The key that each of those to come back has in its name.
+        # The rolling key of each request that was freed and may come back.
         self._left: dict[Hashable, bytes] = {}
         self.pool = BlockPool(
             num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None), on_eviction=on_eviction
@@ -98,7 +106,7 @@ class StateBlockManager:
         self._requests: dict[Hashable, _Request] = {}
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
-        """Blocks that a running request holds at most."""
+        """Returns the largest number of blocks that a running request holds."""
         if self.mode == "none":
             return 1 + self.num_speculative_tokens
         return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
@@ -106,71 +114,79 @@ class StateBlockManager:
     def lookup(
         self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None, chain: HashChain | None = None
     ) -> Hit:
-        """The longest cached state that `tokens` continue, at least one of them left to compute. Holds nothing yet.
+        """Finds the longest cached state that `tokens` continue. At least one token is left to compute.
+
+        The block that is found is not held yet.
 
         Args:
             tokens: The request's tokens.
-            salt: Only states committed under the same salt match.
-            limit: Longest prefix of use, where another cache ends earlier.
-            chain: Hashes of these tokens in blocks that divide `block_size`, instead of `salt`; the request goes on with it.
+            salt: Only states that were published under the same salt match.
+            limit: The longest prefix to look for, if another cache ends earlier.
+            chain: The hashes of these tokens, to be used instead of `salt`. The size of the chain's blocks must divide
+                `block_size`. The request continues this chain.
         """
         chain = chain or HashChain(self.block_size, salt)
-        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+        max_length = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         if self.mode == "none":
             return Hit(0, (), chain)
-        # From the right: a state stands for all that came before it, so the longest one is enough.
-        for column in range(most // self.block_size - 1, -1, -1):
+        # From the right, because a state covers all tokens before it: the first one that is found is the longest.
+        for column in range(max_length // self.block_size - 1, -1, -1):
             block = self.pool.find(chain.at(tokens, (column + 1) * self.block_size))
             if block is not None:
                 return Hit((column + 1) * self.block_size, ((column, block),), chain)
         return Hit(0, (), chain)
 
+    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def fits(
         self,
         request: Hashable,
         min_computed: int,
         max_computed: int,
-        q: int,
-        drafts: int = 0,
+        num_tokens: int,
+        num_drafts: int = 0,
         *,
         hit: Hit | None = None,
     ) -> bool:
-        """Whether `allocate` would give the blocks."""
+        """True if `allocate` with the same arguments would succeed."""
         held = self._held(request, hit)
-        return self.pool.fits(len(self._missing(request, min_computed, max_computed, q, drafts, held)), held.values())
+        missing = self._missing(request, min_computed, max_computed, num_tokens, num_drafts, held)
+        return self.pool.fits(len(missing), held.values())
 
+    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
         self,
         request: Hashable,
         min_computed: int,
         max_computed: int,
-        q: int,
-        drafts: int = 0,
+        num_tokens: int,
+        num_drafts: int = 0,
         *,
         hit: Hit | None = None,
         keep: Checkpoints | None = None,
     ) -> list[tuple[int, int]] | None:
-        """Gives the request a block in every column that a step of `q` tokens may write.
+        """Gives the request a block in every column that a step may write.
 
         Args:
-            request: Any name; unknown ones enter.
-            min_computed: Fewest computed tokens before the step that the host can't exclude.
-            max_computed: Most of them; equal to `min_computed` once the last result is read.
-            q: Tokens of the step, drafts included.
-            drafts: Draft tokens among them.
-            hit: What `lookup` found for an entering request, in this same scheduling pass.
-            keep: Boundaries of an entering request that stay cached; None keeps all that a step ends on or passes.
+            request: The request's name. An unknown request enters.
+            min_computed: The smallest number of tokens that may have been computed before the step, as far as the host
+                knows.
+            max_computed: The largest such number. It equals `min_computed` when every earlier result has been read.
+            num_tokens: The number of tokens in the step, drafts included.
+            num_drafts: How many of them are drafts.
+            hit: What `lookup` returned in the same scheduling pass, if the request enters.
+            keep: The boundaries that stay cached, if the request enters. None keeps every boundary that a step ends on
+                or passes.
 
         Returns:
-            The (column, block) entries that are new in the request's row; None, and nothing changed, if the pool can't
-            give them.
+            The (column, block) entries that are new in the request's row. None, with nothing changed, if the pool has
+            too few blocks.
         """
-        if not self.fits(request, min_computed, max_computed, q, drafts, hit=hit):
+        if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None
         held = self._held(request, hit)
         for block in held.values():
             self.pool.hold(block)
-        missing = self._missing(request, min_computed, max_computed, q, drafts, held)
+        missing = self._missing(request, min_computed, max_computed, num_tokens, num_drafts, held)
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
@@ -179,50 +195,50 @@ class StateBlockManager:
             self._requests[request] = record
         record = self._requests[request]
         record.columns.update(entries)
-        record.in_flight.append(_Step(q, drafts))
+        record.in_flight.append(_Step(num_tokens, num_drafts))
         return entries
 
-    def publish(self, request: Hashable, tokens: Sequence[int]) -> dict[bytes, int]:
-        """Offers the boundary that the newest step ends on, if it is one to keep. Call it once the step is dispatched.
+    def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
+        """Publishes the boundary on which the newest step ends, if the request keeps it. Call it after the dispatch.
 
         Args:
-            request: One whose newest step ran known tokens: a prompt's, no drafts.
-            tokens: Its tokens, up to the end of that step.
+            request: A request whose newest step ran only known tokens: tokens of a prompt and no drafts.
+            tokens: Its tokens up to the end of that step.
 
         Returns:
-            The key that is new, and its block.
+            The boundary, in tokens, if its key is new. 0 otherwise.
         """
         record = self._requests[request]
         record.in_flight[-1].offered = True
         if len(tokens) % self.block_size:
-            return {}
-        _, new = self._offer(request, record, tokens, len(tokens))
-        return new
+            return 0
+        _, is_new = self._offer(request, record, tokens, len(tokens))
+        return len(tokens) if is_new else 0
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
-        """Takes in the result of the request's oldest step in flight, and publishes a boundary that it kept.
+        """Records the result of the request's oldest step in flight, and publishes the boundary that the step passed.
 
         Args:
-            request: One that has a step in flight.
+            request: A request that has a step in flight.
             tokens: Its tokens.
-            computed: How many of them have states that count now; None for all. A stop token inside the accepted drafts is
-                the last that counts: boundaries behind it are not published.
+            computed: How many of the tokens count as computed now. None for all of them. If a stop token is among the
+                accepted drafts, it is the last that counts, and boundaries after it are not published.
 
         Returns:
-            The boundary that is published now, in tokens; 0 for none.
+            The boundary that the request keeps, in tokens, or 0 for none.
 
         Raises:
-            ValueError: the tokens can't be what the step left.
+            ValueError: The request has no step in flight, or the step cannot have left so many tokens.
         """
         record = self._requests[request]
         if not record.in_flight:
             raise ValueError(f"commit: request {request!r} has no step in flight")
         step = record.in_flight[0]
         computed = len(tokens) if computed is None else computed
-        certain = record.committed + step.num_tokens - step.drafts
-        if not certain <= computed <= min(certain + step.drafts, len(tokens)):
+        certain = record.committed + step.num_tokens - step.num_drafts
+        if not certain <= computed <= min(certain + step.num_drafts, len(tokens)):
             raise ValueError(
-                f"commit: request {request!r} must have {certain} to {certain + step.drafts} computed tokens, "
+                f"commit: request {request!r} must have {certain} to {certain + step.num_drafts} computed tokens, "
                 f"got {computed} of {len(tokens)}"
             )
         record.in_flight.popleft()
@@ -230,14 +246,14 @@ class StateBlockManager:
         boundary = last_boundary(computed, self.block_size)
         if step.offered or boundary < certain or boundary == 0:
             return 0
-        kept, _ = self._offer(request, record, tokens, boundary)
-        return boundary if kept else 0
+        is_kept, _ = self._offer(request, record, tokens, boundary)
+        return boundary if is_kept else 0
 
     def release(self, request: Hashable) -> None:
-        """Lets go of columns that no step can read any more.
+        """Releases the columns that no later step can read.
 
-        Call it when a step with tokens of this request has been dispatched after `commit`: an idle request's live state may
-        be in such a column.
+        Call it after a step with tokens of this request was dispatched. Until then, a column that `commit` has moved
+        past may still contain the state that the next step reads.
         """
         record = self._requests[request]
         if self.mode == "none":
@@ -246,10 +262,10 @@ class StateBlockManager:
         self.pool.release([record.columns.pop(column) for column in gone])
 
     def free(self, request: Hashable) -> None:
-        """Takes back all that a request holds; published blocks stay findable until they are evicted.
+        """Releases all blocks of a request. Published blocks stay findable until they are evicted.
 
-        The last boundary that it passed is kept in its name: if it comes back there, it lets it go at the next one. Say
-        `forget` as well of one that is over.
+        The cache remembers the last boundary that the request passed. If the request returns and continues from there,
+        it releases that boundary when it passes the next one. Call `forget` as well if the request will not return.
         """
         record = self._requests.pop(request, None)
         if record is not None:
@@ -258,57 +274,57 @@ class StateBlockManager:
                 self._left[request] = record.rolling
 
     def forget(self, request: Hashable) -> None:
-        """A freed request never comes back: the last boundary that it passed is nobody's, and stays."""
+        """Records that a freed request will not return. The last boundary that it passed stays cached until eviction."""
         key = self._left.pop(request, None)
         if key is not None and request in self._rolling.get(key, ()):
             del self._rolling[key]
 
     def columns(self, request: Hashable) -> dict[int, int]:
-        """The blocks a request holds, by column."""
+        """Returns the blocks that a request holds, by column."""
         return dict(self._requests[request].columns)
 
-    def holders(self, blocks: Iterable[int]) -> set[Hashable]:
-        """Requests that hold one of `blocks`."""
-        blocks = set(blocks)
-        return {name for name, record in self._requests.items() if not blocks.isdisjoint(record.columns.values())}
-
     def reset(self) -> None:
-        """Makes every state unfindable, and what present requests have and will have, for good."""
+        """Makes every state unfindable. Present requests keep their blocks but never publish any again."""
         self.pool.reset()
         for record in self._requests.values():
             record.shares, record.rolling = False, None
 
     def check(self) -> None:
-        """Raises AssertionError unless the pool accounts for every block and its holders are the requests."""
+        """Raises AssertionError unless the pool accounts for every block and its holders are the present requests."""
         self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
-        assert self._rolling.keys() <= self.pool.keys, "a rolling boundary that is not published"
+        assert self._rolling.keys() <= self.pool.keys, "a rolling boundary is not published"
         names = self._requests.keys() | self._left.keys()
-        assert names >= set().union(*self._rolling.values()), "a boundary rolls for a request that is over"
+        assert names >= set().union(*self._rolling.values()), "a boundary is kept for a request that was forgotten"
 
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
         return {} if hit is None or request in self._requests else dict(hit.blocks)
 
     def _missing(
-        self, request: Hashable, min_computed: int, max_computed: int, q: int, drafts: int, held: dict[int, int]
+        self,
+        request: Hashable,
+        min_computed: int,
+        max_computed: int,
+        num_tokens: int,
+        num_drafts: int,
+        held: dict[int, int],
     ) -> list[int]:
         if self.mode == "none":
             wanted = range(1 + self.num_speculative_tokens)
         else:
-            # A verify row may save any boundary that it passes; other rows write their running column alone.
-            first = min_computed // self.block_size if drafts else column_of(min_computed + q, self.block_size)
-            last = column_of(max_computed + q, self.block_size) + (self.num_speculative_tokens if drafts else 0)
-            wanted = range(first, last + 1)
+            # A row with drafts may save any boundary that it passes. Other rows write only their running column.
+            size, window = self.block_size, 1 + (self.num_speculative_tokens if num_drafts else 0)
+            first = min_computed // size if num_drafts else column_of(min_computed + num_tokens, size)
+            end = column_of(max_computed + num_tokens, size) + window
+            wanted = range(first, end)
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
 
-    def _offer(
-        self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int
-    ) -> tuple[bool, dict[bytes, int]]:
-        """Whether the boundary is kept; its key if that is new, and the block."""
+    def _offer(self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
+        """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
         stays = record.keep is None or record.keep.stays(boundary)
         rolls = record.keep is not None and record.keep.rolls(boundary)
         if self.mode == "none" or not record.shares or not (stays or rolls):
-            return False, {}
+            return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
         new = self.pool.publish(block, key)
         if stays:
@@ -318,10 +334,10 @@ class StateBlockManager:
         last, record.rolling = record.rolling, key if rolls else None
         if last is not None and last != record.rolling:
             self._let_go(request, last)
-        return True, {key: block} if new else {}
+        return True, new
 
     def _let_go(self, request: Hashable, key: bytes) -> None:
-        """The request has passed a further boundary; others may still want this one."""
+        """Unpublishes a boundary that the request has moved past, unless another request still keeps it."""
         wanted_by = self._rolling.get(key, set())
         if request in wanted_by:
             wanted_by.discard(request)
@@ -329,7 +345,11 @@ class StateBlockManager:
                 self.pool.unpublish(key)
 
     def _resume_rolling(self, request: Hashable, blocks: Sequence[int]) -> bytes | None:
-        """A hit on somebody's rolling boundary shows its use: it stays. A preempted request resumes its own."""
+        """Returns the rolling key of a request that enters on `blocks`.
+
+        A preempted request that hits its own rolling boundary continues to roll it. A hit on another request's rolling
+        boundary makes that boundary stay, because it has proved useful.
+        """
         for key in map(self.pool.key_of, blocks):
             if key in self._rolling:
                 if request in self._rolling[key]:

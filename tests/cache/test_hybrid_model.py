@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mamba_align_jax.cache.hashing import HashChain
-from mamba_align_jax.cache.hybrid import HybridCache, Published
+from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 
@@ -35,15 +35,6 @@ class Request:
     shares: bool = True
     rolling: tuple | None = None
     left: tuple | None = None
-    hit: int = 0
-
-
-@dataclass
-class InFlight:
-    name: int
-    published: Published = field(default_factory=Published)
-    states: set = field(default_factory=set)
-    pages: set = field(default_factory=set)
 
 
 class Machine(RuleBasedStateMachine):
@@ -66,12 +57,12 @@ class Machine(RuleBasedStateMachine):
         periodic = self.interval is not None and boundary % self.interval == 0
         return boundary in asked | {(r.prompt - 1) // BLOCK * BLOCK, r.junction} or periodic
 
-    def keep_state(self, name, r, boundary, into):
+    def keep_state(self, name, r, boundary):
+        """Returns whether the boundary is kept, and whether its prefix is new."""
         prefix = tuple(r.tokens[:boundary])
         if boundary == 0 or not r.shares or not (self.wanted(r, boundary) or boundary >= r.prompt):
-            return
-        if prefix not in self.states:
-            into.add(prefix)
+            return False, False
+        is_new = prefix not in self.states
         before, r.rolling = r.rolling, None
         if self.wanted(r, boundary):
             self.states[prefix] = STAYS
@@ -83,13 +74,11 @@ class Machine(RuleBasedStateMachine):
             self.states.get(before, set()).discard(name)
             if not self.states.get(before, True):
                 del self.states[before]
+        return True, is_new
 
-    def keep_pages(self, r, count, into):
+    def keep_pages(self, r, count):
         for end in range(PAGE, count + 1, PAGE) if r.shares else ():
-            prefix = tuple(r.tokens[:end])
-            if prefix not in self.pages:
-                into.add(prefix)
-            self.pages.add(prefix)
+            self.pages.add(tuple(r.tokens[:end]))
 
     def longest(self, tokens):
         """Tokens whose pages are found, and the boundary of the hit."""
@@ -125,7 +114,7 @@ class Machine(RuleBasedStateMachine):
             assert before == [(pool.num_available, pool.keys) for pool in pools], "a refusal changed something"
             return False
         prefix = tuple(r.tokens[:length])
-        r.hit, r.column = dict(hit.state.blocks).get(length // BLOCK - 1, 0), (length - 1) // BLOCK
+        r.column = (length - 1) // BLOCK
         if length and self.states.get(prefix) is not STAYS:
             # A state that another request comes upon stays; its own it goes on rolling.
             if name in self.states.get(prefix, {name}):
@@ -133,7 +122,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.states[prefix] = STAYS
         if r.left != r.rolling:
-            self.nobodys(name, r.left)
+            self.keep_for_good(name, r.left)
         self.running[name] = r
         return True
 
@@ -210,48 +199,48 @@ class Machine(RuleBasedStateMachine):
         if boundary >= max(certain, 1):
             self.contents[r.row[boundary // BLOCK - 1]] = tuple(r.tokens[:boundary])
             r.accepted = 1 if boundary // BLOCK - 1 == current else accepted
-        flight = InFlight(name)
+        published = self.cache.dispatched(name, r.tokens[:certain] if r.computed < r.prefill_end else None)
+        is_new = False
         if r.computed < r.prefill_end:
-            flight.published = self.cache.dispatched(name, r.tokens[:certain])
-            self.keep_pages(r, certain, flight.pages)
+            self.keep_pages(r, certain)
             if certain % BLOCK == 0:
-                self.keep_state(name, r, certain, flight.states)
-        else:
-            assert self.cache.dispatched(name) == Published()
-        assert (len(flight.published.states), len(flight.published.pages)) == (len(flight.states), len(flight.pages))
-        self.in_flight.append(flight)
+                _, is_new = self.keep_state(name, r, certain)
+        assert published == (certain if is_new else 0)
+        self.in_flight.append(name)
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def commit(self, data):
-        name = self.in_flight.pop(0).name
+        name = self.in_flight.pop(0)
         r = self.running.get(name)
         if r is None or not r.dispatched:
             return
         q, drafts, accepted = r.pending
         decoding, certain = r.computed >= r.prefill_end, r.computed + q - drafts
         r.computed = certain + accepted - 1
-        self.cache.commit(name, r.tokens, r.computed)
-        self.keep_pages(r, r.computed, set())
-        if decoding and r.computed // BLOCK * BLOCK >= certain:
-            self.keep_state(name, r, r.computed // BLOCK * BLOCK, set())
+        boundary, is_kept = r.computed // BLOCK * BLOCK, False
+        published = self.cache.commit(name, r.tokens, r.computed)
+        self.keep_pages(r, r.computed)
+        if decoding and boundary >= certain:
+            is_kept, _ = self.keep_state(name, r, boundary)
+        assert published == (boundary if is_kept else 0)
         if r.computed >= r.prefill_end:
             r.tokens = [*r.tokens[: r.computed], data.draw(st.integers(0, 1))]
         r.pending, r.dispatched = None, False
 
     def leave(self, name, preempted):
         r = self.running.pop(name)
-        self.in_flight = [InFlight(-1, f.published, f.states, f.pages) if f.name == name else f for f in self.in_flight]
+        self.in_flight = [other for other in self.in_flight if other != name]
         self.cache.free(name)
         if preempted:
             tokens = r.tokens[: max(r.computed + 1, r.prefill_end)]
             self.preempted[name] = Request(tokens, r.prompt, r.at, keep=r.keep, junction=r.junction, left=r.rolling)
         else:
             self.cache.forget(name)
-            self.nobodys(name, r.rolling)
+            self.keep_for_good(name, r.rolling)
 
-    def nobodys(self, name, prefix):
-        """What would have been let go by a request that won't pass there again."""
+    def keep_for_good(self, name, prefix):
+        """The request `name` will not pass `prefix` again, so it will not release that state."""
         if name in (self.states.get(prefix) or ()):
             self.states[prefix] = STAYS
 
@@ -260,29 +249,19 @@ class Machine(RuleBasedStateMachine):
     def end_while_it_waits(self, data):
         name = data.draw(st.sampled_from(sorted(self.preempted)))
         self.cache.forget(name)
-        self.nobodys(name, self.preempted.pop(name).left)
+        self.keep_for_good(name, self.preempted.pop(name).left)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), preempted=st.booleans())
     def end(self, data, preempted):
         self.leave(self.pick(data, lambda r: True), preempted)
 
-    @precondition(lambda self: self.in_flight)
-    @rule()
-    def a_step_raises(self):
-        """Everything in flight has failed: what comes later on the device read what the first should have written."""
-        flights, self.in_flight = self.in_flight, []
-        gone, lost = set(), {f.name for f in flights} & self.running.keys()
-        for flight in flights:
-            lost |= self.cache.withdraw(flight.published)
-            gone |= set(flight.published.states.values())
-            for prefix in flight.states:
-                self.states.pop(prefix, None)
-            self.pages -= flight.pages
-        for name, r in self.running.items():
-            assert name in lost or r.hit not in gone & set(self.cache.states.columns(name).values())
-        for name in lost:
-            self.leave(name, preempted=True)
+    @precondition(lambda self: any(r.pending and not r.dispatched for r in self.running.values()))
+    @rule(preempted=st.booleans())
+    def fail_before_dispatch(self, preempted):
+        """The requests of a step that was never dispatched leave. Nothing that the step should write is found."""
+        for name in [name for name, r in self.running.items() if r.pending and not r.dispatched]:
+            self.leave(name, preempted)
 
     @rule()
     def reset(self):
