@@ -128,8 +128,7 @@ class Scheduler:
         """The plan's step is on its way: columns that no later step reads may go, and what prompts fill is published."""
         for row in plan.rows:
             tokens = row.request.tokens[: row.start + row.num_tokens] if row.is_prefilling else None
-            if self.cache.dispatched(row.request.id, tokens).states:
-                row.published = row.start + row.num_tokens
+            row.published = self.cache.dispatched(row.request.id, tokens)
 
     def finished(self, row: Row, tokens: Sequence[int]) -> None:
         """Takes in what a row of the oldest unread step came to: accepted drafts first, nothing behind a stop.
