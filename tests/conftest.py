@@ -1,8 +1,24 @@
+"""What every test run needs before JAX starts: environment, compilation cache, depth, and warnings that are errors."""
+
 import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
 
 # OpenBLAS' threads wait for each other a thousand times longer than the triangular system of a chunk takes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Each process would otherwise take three quarters of a GPU's memory, and the second process of `-n` would get nothing.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Each program is compiled once in a run. The workers of `-n` and the processes that tests start inherit the folder.
+NEW_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    NEW_CACHE = tempfile.mkdtemp(prefix="mamba_align_jax_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = NEW_CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import depth
 import jax
 import numpy as np
 import pytest
@@ -10,39 +26,82 @@ from hypothesis import Phase, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# On a CPU compiling programs well takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
+# On a CPU, optimizing the programs takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
 QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
 if QUICK and jax.__version_info__ < (0, 11):
-    # A third less to do for this compiler; later ones don't know the flag.
+    # This saves the compiler of JAX 0.10 a third of its time. Later compilers don't know the flag.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
-# For --hypothesis-profile: whether something fails, not the smallest example of it.
+# For --hypothesis-profile: it reports that a test fails, and doesn't look for the smallest example.
 settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate], database=None)
+
+# JAX has deprecated Pallas Triton since 0.11. `pallas_kernels/_pallas_triton.py` is the single place to replace it.
+EXPECTED_WARNING = "The Pallas Triton backend is deprecated"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--depth",
+        choices=("quick", "full"),
+        default="quick",
+        help="quick: a part of the long searches and products of cases; full: all of them, as `make test-all` runs",
+    )
+
+
+def pytest_configure(config):
+    depth.set_full(config.getoption("depth") == "full")
+
+
+def pytest_unconfigure(config):
+    if NEW_CACHE:
+        shutil.rmtree(NEW_CACHE, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Makes a warning an error while a test module is imported."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", EXPECTED_WARNING, DeprecationWarning)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):
-    if jax.default_backend() == "gpu":
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    """Makes a warning an error while a test runs, skips what needs a GPU elsewhere, and leaves deep tests out.
+
+    The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
+    installed would then end the run.
+    """
+    strict = pytest.mark.filterwarnings("error", f"ignore:{EXPECTED_WARNING}:DeprecationWarning")
+    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    no_depth = pytest.mark.skip(reason="needs --depth=full")
+    on_gpu = jax.default_backend() == "gpu"
     for item in items:
-        # Not its keywords: the name of a directory is one.
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        # pytest applies the first marker first, and a later filter wins: a test's own filters come after this one.
+        item.add_marker(strict, append=False)
+        # The item's keywords would not do: the name of a folder is a keyword.
+        if item.get_closest_marker("gpu") and not on_gpu:
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("deep") and not depth.is_full():
+            item.add_marker(no_depth)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    """How a module's programs are compiled, and that they go with it."""
+    """Sets how a module's programs are compiled, and drops them after the module."""
     if QUICK and jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
     yield
-    # A program holds memory maps, of which Linux gives a process 65,530: those of the whole suite are more, and XLA crashes.
+    # A program holds memory maps, of which Linux gives a process 65,530. The programs of the whole suite need more,
+    # and XLA crashes when they run out.
     jax.clear_caches()
 
 
 @pytest.fixture
 def optimized_programs():
-    """For tests that look at what a compiler makes of a program, or run for long."""
+    """Compiles as users do, for tests that look at what the compiler makes of a program or that run for long."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -51,7 +110,7 @@ def optimized_programs():
 
 @pytest.fixture(scope="module")
 def one_program():
-    """One program for all steps of an engine, whatever rows they have: compiling takes longer than padding."""
+    """Gives an engine one program for all its steps, whatever rows they have: compiling takes longer than padding."""
     from mamba_align_jax.engine.runner import Bucket, StepRunner
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,6 +119,20 @@ def one_program():
         ]
         patch.setattr(StepRunner, "buckets", property(every))
         yield
+
+
+@pytest.fixture
+def large_pool():
+    """Lets one process of this user at a time hold a pool of more than 2^31 elements (up to 9 GB) on the GPU.
+
+    A file's lock works under every way of giving tests to processes, and the system drops it when a process dies.
+    """
+    import fcntl
+
+    with Path(tempfile.gettempdir(), f"mamba_align_jax_large_pool_{os.getuid()}").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        jax.clear_caches()
 
 
 @pytest.fixture
