@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import peers, prefill, workloads
-from benchmarks.timing import copy_bandwidth, environment, span_per_turn, time_per_turn
+from benchmarks.timing import copy_bandwidth, span_per_turn, time_per_turn
 from benchmarks.workloads import Workload
+from mamba_align_jax.load.rows import environment
 
 OPS = workloads.OPS | prefill.OPS
 TURNS = 24

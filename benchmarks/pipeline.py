@@ -1,18 +1,17 @@
 """Times whole steps, and their bookkeeping alone: `python -m benchmarks.pipeline --json benchmarks/results/FILE.jsonl`.
 
-A step is one program over donated buffers: tables and slots are updated, then `begin_step`, `migrate`, the convolution and
-the recurrence of Qwen3.5-35B-A3B's 30 gated delta net layers, `finish_step`. Nothing multiplies matrices.
+A step is one program over donated buffers. It updates the tables and slots, then runs `begin_step`, `migrate`, the
+convolutions and recurrences of Qwen3.5-35B-A3B's 30 gated delta net layers, and `finish_step`. It multiplies no matrices.
 
-A row crosses where its tokens pass a block boundary. Its running column changes, for which "pre_copy" moves its states; with
-drafts all are accepted, so the boundary is saved under either policy. Mode "none" has no boundaries. Each step enters its
-rows anew (`add_requests`), half a block before a boundary or right at one, so that one program serves every share of
-crossing rows, and takes other slots than the last until five times the L2 are touched.
+A row crosses a block boundary if its tokens pass one. Its running column then changes, and "pre_copy" moves its states. All
+drafts are accepted, so with drafts either policy saves the boundary. Mode "none" has no boundaries. Each step admits its
+rows anew (`add_requests`), either half a block before a boundary or right at one, so that one program serves every share of
+crossing rows. Each step uses other slots than the one before, until states of five times the size of the L2 were used.
 """
 
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import environment, kernel_times, span_per_turn
+from benchmarks.timing import kernel_times, span_per_turn
 from benchmarks.workloads import ROTATION_BYTES, random_pool
 from mamba_align_jax import (
     Additions,
@@ -48,19 +47,20 @@ from mamba_align_jax import (
 )
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.step import plan_finish
+from mamba_align_jax.load.rows import Row, append, environment
 from pallas_kernels import Implementation, causal_conv1d_update, gated_delta_rule_update
 
 ROWS, DRAFTS, POLICIES = (1, 8, 64, 256), (0, 3), ("none", "copy_free", "pre_copy")
 REPETITIONS = 5
-STEPS = 12  # whose kernels are timed at once, at least
-SPAN_US = 50_000  # what a span is measured over, at least
+STEPS = 12  # the least number of steps whose kernels are timed together
+SPAN_US = 50_000  # the least time over which a span is measured
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of `rows` rows, each with one token and `drafts` more."""
+    """A step of `rows` rows, each with one token and `drafts` more tokens. Names are those of its row of results."""
 
-    policy: str  # or "none": the mode
+    policy: str  # "copy_free", "pre_copy", or "none" for mode "none"
     rows: int
     drafts: int
     block_size: int = 512
@@ -74,20 +74,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its rows of results."""
+        """The beginning of "case" in its rows of results."""
         return f"pipeline {self.policy} K{self.drafts} {self.rows}"
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """The channels of the convolution: those of queries, keys and values."""
         return (2 * self.key_heads + self.value_heads) * self.dim
 
     @property
     def spec(self) -> AlignConfig:
-        """As many slots as make the states of one step after another pass through the L2."""
+        """The configuration, with enough slots for the steps to use states of five times the size of the L2."""
         state = RecurrentState((self.value_heads, self.dim, self.dim), self.state_dtype)
         group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state))
-        # Two blocks of tokens, one on each side of the boundary.
+        # A sequence has two blocks of tokens, one on each side of the boundary.
         spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
         sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
         how = dict(mode="none") if self.policy == "none" else dict(policy=self.policy)
@@ -95,17 +95,17 @@ class Case:
 
     @property
     def pool_bytes(self) -> int:
-        """Of all slots' blocks."""
+        """The bytes of all slots' blocks."""
         return self.spec.max_num_seqs * self.spec.num_columns * self.spec.bytes_per_block
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """Of the rows that cross: none, as many as where all advance by a token a step, all."""
+        """The shares of crossing rows that are measured: none, one in every `block_size` rows, and all."""
         return (Fraction(0),) if self.policy == "none" else (Fraction(0), Fraction(1, self.block_size), Fraction(1))
 
 
 class Inputs(NamedTuple):
-    """What the host sends per step."""
+    """What the host sends for each step; `num_sampled` is int32 [rows]."""
 
     updates: TableUpdates
     additions: Additions
@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What a step takes donated and returns."""
+    """The arguments of a step that are donated, and that it returns."""
 
     pool: StatePool
     state: AlignState
@@ -122,7 +122,7 @@ class Buffers(NamedTuple):
 
 
 def make_buffers(case: Case) -> Buffers:
-    """Every column of every slot has a block, with something in it."""
+    """Makes the buffers. Every column of every slot has a block, and no block is all zeros."""
     spec = case.spec
     blocks = 1 + jnp.arange(spec.max_num_seqs * spec.num_columns, dtype=jnp.int32)
     shapes = jax.eval_shape(lambda: StatePool.create(spec, 1 + blocks.size))
@@ -132,7 +132,7 @@ def make_buffers(case: Case) -> Buffers:
 
 
 def make_tokens(case: Case) -> dict[str, jax.Array]:
-    """What every layer takes: as warm as the layer before leaves it."""
+    """Draws what every layer reads. One set serves all layers, so it is in the L2 as in a model."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     draw = lambda shape, dtype=case.dtype: jax.random.normal(next(keys), shape).astype(dtype)
     tokens = case.rows * (1 + case.drafts)
@@ -142,11 +142,11 @@ def make_tokens(case: Case) -> dict[str, jax.Array]:
 
 
 def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
-    """Of the step-th step; `crosses` says of each row whether it does."""
+    """Makes the host's inputs of step number `step`. `crosses`, bool [rows], says which rows cross a boundary."""
     spec, window = case.spec, 1 + case.drafts
     slots = step * case.rows % spec.max_num_seqs + np.arange(case.rows)
-    # A crossing row's running column changes, and its window's end gets a block; the first half of a verify row's tokens
-    # are before the boundary.
+    # The running column of a crossing row changes, and the last column of its window gets a block. The first half of a
+    # verify row's tokens lie before the boundary.
     computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
     entered = [] if spec.mode == "none" else slots[crosses].tolist()
     entry = lambda slot: (0, slot, window, 1 + slot * spec.num_columns + window)
@@ -158,15 +158,13 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
             num_computed_tokens=jnp.asarray(computed),
             running_column=jnp.asarray(column_of(computed, spec.state_block_size)),
         ),
-        batch=StepBatch.from_host(
-            spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows, [False] * case.rows
-        ),
+        batch=StepBatch.from_host(spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows),
         num_sampled=jnp.full(case.rows, window, jnp.int32),
     )
 
 
 def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
-    """The shortest run of steps of whose rows `share` cross, evenly spread, and that takes every slot."""
+    """Makes the shortest cycle of steps that uses every slot and in which `share` of all rows cross, evenly spread."""
     steps = share.denominator // math.gcd(share.denominator, case.rows)
     steps *= math.ceil(case.spec.max_num_seqs / (case.rows * steps))
     crossings = np.arange(steps * case.rows + 1) * share.numerator // share.denominator
@@ -188,7 +186,7 @@ def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignSt
 
 
 def make_step(case: Case, implementation: Implementation | None) -> Any:
-    """The jitted step: (donated buffers, inputs, tokens) to buffers and the last layer's outputs."""
+    """Returns the jitted step: (buffers, inputs, tokens) -> (buffers, the last layer's outputs). `buffers` is donated."""
     spec, how = case.spec, dict(implementation=implementation)
 
     def step(buffers, inputs, tokens):
@@ -216,21 +214,21 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
 
 
 def trace(case: Case, implementation: Implementation | None) -> Any:
-    """The step, traced with the shapes of everything large."""
+    """Traces the step, with shapes in place of large arrays."""
     buffers, tokens = jax.eval_shape(lambda: (make_buffers(case), make_tokens(case)))
     return make_step(case, implementation).trace(buffers, make_inputs(case, 0, np.full(case.rows, True)), tokens)
 
 
 @dataclass
 class Steps:
-    """A compiled step that the host calls again and again."""
+    """A compiled step with the buffers that the host passes from call to call."""
 
     compiled: Callable[..., tuple[Buffers, jax.Array]]
     buffers: Buffers
     tokens: dict[str, jax.Array]
 
     def run(self, cycle: Sequence[Inputs], times: int = 1) -> jax.Array:
-        """The last layer's outputs of the last step, waited for."""
+        """Runs the cycle `times` times and waits. Returns the last layer's outputs in the last step."""
         out = None
         for inputs in itertools.chain.from_iterable(itertools.repeat(cycle, times)):
             self.buffers, out = self.compiled(self.buffers, inputs, self.tokens)
@@ -238,13 +236,13 @@ class Steps:
 
 
 def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Sequence[Inputs]) -> dict[str, float]:
-    """Per step: what its ops read and write of the states, and what its copies do, from the plans."""
+    """Returns the bytes of states that the ops of a step read and write, and those that its copies do, from the plans."""
     spec = case.spec
     ((conv, recurrent),) = [group.states for group in spec.groups]
 
     @jax.jit
     def counts(inputs):
-        # Neither pools nor layers take part.
+        # The plans need neither pools nor layers.
         state_, tables_, indices = _begin(spec, Buffers(StatePool(states=()), state, tables), inputs)
         _, plan = plan_finish(spec, state_, inputs.batch, indices, inputs.num_sampled, tables_)
         copies = [plan.num_copies() for plan in (indices.migration, plan) if isinstance(plan, CopyPlan)]
@@ -252,7 +250,7 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
         return reads, writes, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
 
     reads, writes, copies = (np.sum(each, axis=0) for each in zip(*jax.device_get([*map(counts, cycle)]), strict=True))
-    # Per row a window of width - 1, and of those one fewer is written before its tokens.
+    # A row reads a window of width - 1 and writes one window row fewer than that, and one more for each token.
     window_rows = reads * (2 * case.width - 3) + writes
     window_row_bytes = spec.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
     state_bytes = spec.state_bytes_per_block(0, recurrent)
@@ -264,19 +262,19 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
 
 
 def kernels_per_step(name: str, launches: Sequence[Any], steps: int) -> int:
-    """How many of the launches are one step's.
+    """Returns how many of the launches belong to one step.
 
     Raises:
-        RuntimeError: they don't divide into steps.
+        RuntimeError: The number of launches is not a multiple of `steps`.
     """
     each, rest = divmod(len(launches), steps)
     if each == 0 or rest:
-        raise RuntimeError(f"{name}: {len(launches)} launches in {steps} steps")
+        raise RuntimeError(f"{name}: the launches must divide into {steps} steps, got {len(launches)} launches")
     return each
 
 
-def measure(case: Case, steps: Steps, share: Fraction) -> dict[str, Any]:
-    """One row of results, without the environment."""
+def measure(case: Case, steps: Steps, share: Fraction) -> Row:
+    """Returns a row of results, without the facts of the machine."""
     cycle = make_cycle(case, share)
     steps.run(cycle)
     times = math.ceil(STEPS / len(cycle))
@@ -293,7 +291,7 @@ def measure(case: Case, steps: Steps, share: Fraction) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bookkeeping:
-    """`begin_step` and `finish_step` without its copies, each a program of its own, of rows that all have a slot."""
+    """The bookkeeping alone: `begin_step`, and `finish_step` without its copies, as two programs. All slots have a row."""
 
     policy: str
     drafts: int
@@ -303,24 +301,28 @@ class Bookkeeping:
 
     @property
     def name(self) -> str:
-        """Of its row of results."""
+        """The "case" of its row of results."""
         return f"bookkeeping {self.policy} K{self.drafts} {self.layers} layers"
 
     @property
     def spec(self) -> AlignConfig:
-        """The layers are described; nothing here should depend on them."""
+        """The configuration. The time should not depend on its number of layers."""
         states = ConvState(4, 8192), RecurrentState((32, 128, 128))
         groups = tuple(GroupSpec(f"group {number}", self.layers, states) for number in range(self.groups))
         return AlignConfig(groups, 512, self.drafts, self.slots, 32768, policy=self.policy)
 
     def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Jitted (state, batch, tables) -> state, indices and (state, batch, indices, sampled, tables) -> state, plan."""
+        """Returns the two jitted programs, whose state is donated.
+
+        They are (state, batch, tables) -> (state, indices) and (state, batch, indices, num_sampled, tables) ->
+        (state, plan).
+        """
         spec = self.spec
         begin = jax.jit(lambda *arguments: begin_step(spec, *arguments), donate_argnums=0)
         return begin, jax.jit(lambda *arguments: plan_finish(spec, *arguments), donate_argnums=0)
 
     def arguments(self) -> tuple[AlignState, StepBatch, BlockTables]:
-        """Of the first program: rows anywhere in their slots and blocks."""
+        """Makes the first program's arguments, with rows at random places in their slots and blocks."""
         rng, n, window = np.random.default_rng(0), self.slots, 1 + self.drafts
         computed = jnp.asarray(rng.integers(1, 16384, n), jnp.int32)
         state = AlignState(
@@ -329,12 +331,12 @@ class Bookkeeping:
             running_column=column_of(computed, self.spec.state_block_size),
         )
         slots, locations = rng.permutation(n).tolist(), (np.arange(n + 1) * window).tolist()
-        batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n, [False] * n)
+        batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n)
         blocks = rng.integers(1, 2**20, (self.groups, n, self.spec.num_columns))
         return state, batch, BlockTables(blocks=jnp.asarray(blocks, jnp.int32))
 
-    def measure(self) -> dict[str, Any]:
-        """A row of results: the sum of both programs' kernels, and the span of the two."""
+    def measure(self) -> Row:
+        """Returns a row of results: the time of both programs' kernels, and the span from one pair to the next."""
         (begin, finish), (state, batch, tables) = self.programs(), self.arguments()
         sampled = jnp.ones(self.slots, jnp.int32)
 
@@ -357,32 +359,30 @@ class Bookkeeping:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("bookkeeping", "steps"), action="append", help="default: both")
-    parser.add_argument("--policy", choices=POLICIES, action="append", help="of the steps; default: all")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="policy of the steps; default: all")
     parser.add_argument("--rows", type=int, action="append", help=f"default: {ROWS}")
     parser.add_argument("--drafts", type=int, action="append", help=f"default: {DRAFTS}")
-    parser.add_argument("--json", help="append one JSON row per case to this file")
+    parser.add_argument("--json", help="append one JSON row for each case to this file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
     header, drafts = environment(options.commit), options.drafts or DRAFTS
     print(header)
 
-    def keep(row: dict[str, Any]) -> None:
+    def keep(row: Row) -> None:
         print({name: value for name, value in row.items() if name not in header}, flush=True)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(json.dumps(row | header) + "\n")
+        append(options.json, row | header)
 
     if "bookkeeping" in (options.part or ["bookkeeping"]):
         for policy, K, layers in itertools.product(("copy_free", "pre_copy"), drafts, (1, 30, 60)):
             keep(Bookkeeping(policy, K, layers).measure())
     if "steps" in (options.part or ["steps"]):
         grid = itertools.product(options.policy or POLICIES, options.rows or ROWS, drafts)
-        # The largest pool first: what it leaves behind has room for the others, but not the other way round.
+        # The case with the largest pool comes first: the memory that it frees has room for every later pool.
         for case in sorted(itertools.starmap(Case, grid), key=lambda case: case.pool_bytes, reverse=True):
             steps = Steps(trace(case, "triton").lower().compile(), make_buffers(case), make_tokens(case))
             for share in case.shares:
                 keep(measure(case, steps, share))
-            del steps  # before the next case's pool is made
+            del steps  # frees the pool before the next one is made
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""What bfloat16 costs each architecture: `python -m benchmarks.precision --json benchmarks/results/precision.jsonl`.
+"""Measures what bfloat16 costs: `python -m benchmarks.precision --json benchmarks/results/precision.jsonl`.
 
-A model runs the same tokens in bfloat16 as it is served and, with the same weights, in float32 at matmul precision
-"highest": prompts by prefill rows, then a token at a time by decode rows, teacher-forced, over the ops that the device would
-take. A row says how often both put the same token first, and the rms of the difference of their logits over the rms of the
-logits. Most models are random, with the heads of published ones and few layers: their logits are Gaussian, the two highest
-of 16,384 lie close together, and agreement is lower than text would have it. `largest_loss` is what a token that bfloat16
-prefers has less than the highest in float32, at most, over the same rms: near ties are told from errors by it. The bundled
-byte-level model is trained, and reads text that it hasn't seen.
+Each model runs the same tokens twice with the same weights: in bfloat16, as it is served, and in float32 at matmul precision
+"highest". Prefill rows read the prompts and decode rows read one token at a time, teacher-forced, with the ops that the
+device would use. A row says how often both runs put the same token first. Its errors are the rms of the difference of the
+logits, divided by the rms of the logits. `largest_loss` is the largest amount by which a token that bfloat16 prefers lies
+below the highest logit in float32, divided by the same rms. It tells near ties from errors.
+
+Most models are random, with the head sizes of published models and few layers. Their logits are Gaussian and the two highest
+of 16,384 are close together, so agreement is lower than on real text. The bundled byte-level model is trained and reads text
+that it was not trained on.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import timing
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.pool import StatePool
@@ -35,10 +35,9 @@ from mamba_align_jax.align.step import begin_step, finish_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import ARCHITECTURES, load_model
-
-Row = dict[str, Any]
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "heldout_docs.txt"
 TRAINED = "bundled"
@@ -57,7 +56,7 @@ _NEMOTRON = dict(
 )
 _NEMOTRON |= dict(n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=512)
 _GRANITE = dict(layer_types=["mamba"] * 3 + ["attention"], mamba_d_state=128, attention_multiplier=1 / 128)
-# Fields of config.json by `model_type`.
+# For each `model_type`, fields of config.json beside `_SIZES`.
 MODELS: dict[str, Row] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
@@ -77,12 +76,15 @@ _SIZES = dict(vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hi
 
 
 def configuration(name: str, dtype: str = "bfloat16") -> Any:
-    """Of one of `MODELS`."""
+    """Returns the configuration of one of `MODELS`."""
     return ARCHITECTURES[name].Config.from_dict(_SIZES | MODELS[name] | {"model_type": name}, dtype)
 
 
 def _random_weights(name: str, seed: int) -> Any:
-    """The model's state in bfloat16. Steps are as long as published models' are at first: states last for many tokens."""
+    """The model's weights in bfloat16.
+
+    The biases of time steps are drawn as published models initialise them, so that states last for many tokens.
+    """
     architecture, config = ARCHITECTURES[name], configuration(name)
     key = jax.random.key(seed, impl="rbg")
     state = jax.jit(lambda key: nnx.state(architecture.Model(config, nnx.Rngs(key))))(key)
@@ -96,7 +98,7 @@ def _random_weights(name: str, seed: int) -> Any:
 
 
 def models(name: str, seed: int) -> dict[str, Any]:
-    """The model in bfloat16, and in float32 with the same weights."""
+    """Makes the model in each dtype, "bfloat16" and "float32", with the same weights."""
     if name == TRAINED:
         model = load_model(BYTE_MODEL, "bfloat16")
         architecture, config, state = ARCHITECTURES["qwen3_5_text"], model.config, nnx.state(model)
@@ -114,11 +116,14 @@ def models(name: str, seed: int) -> dict[str, Any]:
 def _step(
     params: Any, tokens: Any, batch: StepBatch, tables: Any, pages: Any, state: Any, pool: Any, kv: Any, *, graph, spec
 ):
-    """One program for both kinds of row: decode rows lead, those of the kind that a step hasn't are padding."""
+    """One program for both kinds of rows. Decode rows come first; the rows of the kind that a step lacks are padding.
+
+    `state`, `pool` and `kv` are donated.
+    """
     model, rows = nnx.merge(graph, params), batch.idx_mapping.shape[0]
     state, indices = begin_step(spec, state, batch, tables)
     step = step_inputs(
-        batch, indices, num_decode_rows=ROWS, num_decode_tokens=ROWS, page_tables=pages, num_tokens=tokens.shape[0],
+        batch, indices, num_decode_rows=ROWS, page_tables=pages, num_tokens=tokens.shape[0],
         page_size=PAGE_SIZE, num_pages=kv.keys.shape[1],
     )  # fmt: skip
     hidden, pool, kv = model(tokens, step, pool, kv)
@@ -127,10 +132,10 @@ def _step(
 
 
 class Pass:
-    """Tokens [rows, length] through one model: prompts of `prompt` tokens, then token by token."""
+    """Runs tokens, int32 [rows, length], through one model: prompts of `prompt` tokens, then one token at a time."""
 
     def __init__(self, model: Any, tokens: np.ndarray, prompt: int) -> None:
-        """Traces and lowers the program, which takes Python's time; `compile` is the rest."""
+        """Traces and lowers the program, which holds Python's lock. `compile` does the rest."""
         self.tokens, self.prompt = tokens, prompt
         length = -(-tokens.shape[1] // PAGE_SIZE) * PAGE_SIZE
         graph, self.params = nnx.split(model)
@@ -153,18 +158,21 @@ class Pass:
         lengths = [end - begin] * ROWS
         lengths = [*lengths, *[0] * ROWS] if decode else [*[0] * ROWS, *lengths]
         slots = [*range(ROWS), *[-1] * ROWS] if decode else [*[-1] * ROWS, *range(ROWS)]
-        loc, kinds = np.cumsum([0, *lengths]).tolist(), [False] * ROWS + [True] * ROWS
+        loc = np.cumsum([0, *lengths]).tolist()
         packed = np.zeros(ROWS * (1 + self.prompt), np.int32)
         packed[: loc[-1]] = self.tokens[:, begin:end].ravel()
-        return packed, StepBatch.from_host(self.spec, 2 * ROWS, slots, loc, [-1] * 2 * ROWS, kinds)
+        return packed, StepBatch.from_host(self.spec, 2 * ROWS, slots, loc, [-1] * 2 * ROWS)
 
     def compile(self) -> "Pass":
-        """Makes `run` possible."""
+        """Compiles the program, which `run` needs, and returns this object."""
         self.program = self._lowered.compile()
         return self
 
     def run(self, ends: Iterable[int] = ()) -> jax.Array:
-        """Logits [rows, length, vocab], by steps up to each of `ends`; the prompt and single tokens if there are none."""
+        """Returns the logits, float [rows, length, vocab].
+
+        Each step ends at the next of `ends`. Without them the first step reads the prompt and each later one a token.
+        """
         parts, carried = [], self._fresh()
         for begin, end in itertools.pairwise([0, *(ends or range(self.prompt, self.tokens.shape[1] + 1))]):
             logits, *carried = self.program(self.params, *self._inputs(begin, end), *self.fixed, *carried)
@@ -182,7 +190,7 @@ def _has_kernel(jaxpr: Any) -> bool:
 
 
 def kernels(jaxpr: Any) -> dict[str, bool]:
-    """Of a traced program's calls of `pallas_kernels`, by op and function, whether each has a kernel for its arguments."""
+    """For each op and function of `pallas_kernels` that a traced program calls, whether all its calls have a kernel."""
     found: dict[str, bool] = {}
     for eqn in jaxpr.eqns:
         for inner in _inner(eqn):
@@ -218,9 +226,9 @@ def _tokens(name: str, vocab: int, length: int, seed: int) -> np.ndarray:
 
 
 def measure(names: list[str], prompt: int, decode: int, seed: int) -> Iterator[Row]:
-    """A row per model, as soon as it is there."""
+    """Yields a row for each model as soon as it is measured."""
     passes = {}
-    # For a GPU several at a time: tracing is Python's, compiling isn't. XLA's compiler for CPUs has crashed in threads.
+    # Several threads trace one after another but compile at the same time. XLA's compiler for CPUs has crashed in threads.
     with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else None) as pool:
         for name in names:
             both = models(name, seed)
@@ -241,20 +249,20 @@ def measure(names: list[str], prompt: int, decode: int, seed: int) -> Iterator[R
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    """Measures and prints; returns the rows."""
+    """Measures, prints and writes the rows, and returns them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [TRAINED, *MODELS]
     parser.add_argument("--model", choices=names, action="append", help="default: all")
-    parser.add_argument("--prompt", type=int, default=192, help=f"tokens of each of {ROWS} prompts")
-    parser.add_argument("--decode", type=int, default=32, help="tokens behind each prompt, one at a time")
+    parser.add_argument("--prompt", type=int, default=192, help=f"tokens in each of {ROWS} prompts")
+    parser.add_argument("--decode", type=int, default=32, help="tokens after each prompt, one at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="append one JSON row per model to this file")
+    parser.add_argument("--json", help="append one JSON row for each model to this file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args(arguments)
-    begin, facts, rows = time.perf_counter(), timing.facts(options.commit), []
-    print(facts, flush=True)
+    begin, machine, rows = time.perf_counter(), facts(options.commit), []
+    print(machine, flush=True)
     for row in measure(options.model or names, options.prompt, options.decode, options.seed):
-        rows.append(row | facts)
+        rows.append(row | machine)
         xla = [f"{op} of {dtype}" for dtype in ("bfloat16", "float32") for op in row[f"xla_ops_{dtype}"]]
         print(
             f"{row['model']}: the same token first {100 * row['top1_agreement']:.2f} % of {row['tokens']}, rms error "
@@ -262,9 +270,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             f"({time.perf_counter() - begin:.0f} s)",
             flush=True,
         )
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+        append(options.json, rows[-1])
     return rows
 
 

@@ -1,15 +1,15 @@
-"""Decode steps on one GPU and on several: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
+"""Times decode steps on one GPU and on several: `python -m benchmarks.sharding --json benchmarks/results/sharding.jsonl`.
 
-Random weights in the shapes of Qwen3.5-4B, bfloat16. Every row reads its prompt through the engine; then one decode step of
-all rows is dispatched again and again over the same inputs, back to back, so that the host isn't counted: `step_us`.
-`engine_us` is the engine's own step, host and all, under asynchronous stepping. With `--drafts` a random head drafts in
-both, and a step verifies as many. `agreement` is the share of tokens that are those of the first number of devices: bfloat16
-rounds, and near-ties flip. So a small float32 model generates too, with prompt lookup, and there every token must be the
-same; a sequence that isn't is judged by the float32 reference. Rows are written as they come.
+The model has random bfloat16 weights in the shapes of Qwen3.5-4B. The engine reads the prompt of every row. Then one decode
+step of all rows is dispatched back to back over the same inputs, so that the host's time does not count: that is `step_us`.
+`engine_us` is a step of the engine with asynchronous stepping, the host included. With `--drafts` a random head drafts that
+many tokens in both, and each step verifies them. `agreement` is the share of tokens that equal those of the first number of
+devices. It can be below 1 because bfloat16 rounding decides between nearly equal logits. A small float32 model therefore
+generates tokens as well, with prompt lookup. There every token should be equal, and the float32 reference judges each
+sequence that differs. A row is written as soon as it is measured.
 """
 
 import argparse
-import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,17 +20,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import timing
-from benchmarks.serving import MODELS, free, random_model
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.runner import Bucket
+from mamba_align_jax.load.random_model import MODELS, random_model
+from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 
-Row = dict[str, Any]
-
-# Its one head of keys and values is repeated on 2 devices.
+# The small float32 model. Two devices each hold a copy of its one head of keys and values.
 _SMALL = replace(
     MODELS["qwen3.5-4b"],
     vocab_size=4096,
@@ -71,14 +70,14 @@ def _config(rows: int, length: int, drafts: int, speculation: str) -> EngineConf
 
 
 def _bytes(tree: Any) -> int:
-    """On the first device."""
+    """The bytes of all arrays on the first device."""
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
 
 
 def compile_all(engines: list[Engine]) -> None:
-    """Compiles what the prompts here need, all engines at once; the rest would come when it is needed."""
+    """Compiles the programs that this benchmark's prompts need, for all engines at once."""
     begin = time.perf_counter()
-    # XLA's compiler for CPUs has crashed in threads.
+    # XLA's compiler for CPUs has crashed when several threads compile.
     with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else None) as pool:
         compiling = [
             pool.submit(engine.runner.trace(bucket).lower().compile)
@@ -94,13 +93,17 @@ def compile_all(engines: list[Engine]) -> None:
 
 
 def _longest(options: argparse.Namespace) -> int:
-    """So that every row goes on decoding until all have been timed."""
+    """The number of tokens of a sequence that still decodes when all rows have been timed."""
     steps = 3 * (options.context // _CHUNK) * options.rows + 8 * options.steps
     return options.context + (1 + options.drafts) * steps
 
 
 def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> tuple[Row, np.ndarray]:
-    """Times, and the tokens [rows, steps] that were generated on the way."""
+    """Times decode steps and frees the engine's pools.
+
+    Returns:
+        A row of results, and the tokens that were generated meanwhile, int [rows, steps].
+    """
     rows, steps, mesh = options.rows, options.steps, _mesh(devices)
     params = SamplingParams(max_tokens=_longest(options) - options.context, ignore_eos=True)
     print(f"{devices} devices: reads {rows} prompts of {options.context} tokens", flush=True)
@@ -119,13 +122,14 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         times.append(time.perf_counter() - begin)
     generated = [request.tokens[options.context :][:steps] for request in engine.scheduler.running]
     print("  steps back to back", flush=True)
-    # The same inputs again: the device's own counts go on.
+    # The host's inputs are the same in every step; the counts that the device keeps advance.
     runner, bucket = engine.runner, Bucket(rows, 0, 0, draws=False)
     places = engine._in_flight[-1][1].places
     assert len(places) == rows
     assert all(places)
     inputs = jax.device_put(runner._inputs(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
-    # The very program that the engine runs: a call of the jitted step would compile one for inputs that lie on devices.
+    # This is the program that the engine runs. Calling the jitted step instead would compile another one, because here
+    # the inputs are already on the device.
     program = runner.trace(bucket).lower().compile()
     spans = []
     for _ in range(5):
@@ -142,12 +146,15 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         "pool_bytes_per_device": _bytes(runner.device_state),
     }
     print(f"  {row}", flush=True)
-    free(engine)
+    free_pools(engine)
     return row, np.array(generated)
 
 
 def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) -> list[Row]:
-    """Greedy tokens of a small float32 model with drafts, prompts twice for the cache, on each number of devices."""
+    """Generates greedy tokens with drafts on each number of devices and compares them; returns a row for each number.
+
+    Every prompt is sent twice, so that the second answer starts from the prefix cache. The engines' pools are freed.
+    """
     prompts, tokens = _prompts(options.rows // 2, 2 * _CHUNK, _SMALL.vocab_size), options.tokens
     found, params = [], SamplingParams(max_tokens=tokens, ignore_eos=True)
     for devices, engine in zip(options.devices, engines, strict=True):
@@ -157,7 +164,7 @@ def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) 
         assert stats.null_reads == 0
         assert stats.hit_requests == len(prompts)
         found.append(([output.token_ids for output in outputs], sum(stats.accepted_tokens)))
-        free(engine)
+        free_pools(engine)
     reference, results = Reference(model), []
     for number, (generated, accepted) in zip(options.devices, found, strict=True):
         differ = [
@@ -174,33 +181,32 @@ def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) 
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    """Measures, and returns the rows."""
+    """Measures, writes the rows, and returns them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="shapes of the random weights")
-    parser.add_argument("--layers", type=int, help="the first so many; fewer compile faster")
+    parser.add_argument("--layers", type=int, help="use only the first LAYERS layers; fewer compile faster")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps timed at once")
-    parser.add_argument("--drafts", type=int, default=0, help="by an MTP head, in the steps that are timed")
-    parser.add_argument("--tokens", type=int, default=64, help="that the small model generates; 0 leaves it out")
-    parser.add_argument("--cpu", type=int, metavar="DEVICES", help="simulate so many, to see whether the script runs")
-    parser.add_argument("--json", help="append one JSON row per case to this file")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps that are timed together")
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of an MTP head in the steps that are timed")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens that the small model generates; 0 leaves it out")
+    parser.add_argument("--cpu", type=int, metavar="DEVICES", help="simulate so many devices, to try the command")
+    parser.add_argument("--json", help="append one JSON row for each case to this file")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args(arguments)
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu)
         jax.config.update("jax_disable_most_optimizations", True)
-    facts = timing.facts(options.commit)
-    print(facts, flush=True)
+    machine = facts(options.commit)
+    print(machine, flush=True)
     results: list[Row] = []
 
     def keep(rows: list[Row]) -> None:
-        results.extend(row | facts for row in rows)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.writelines(json.dumps(row | facts) + "\n" for row in rows)
+        for row in rows:
+            results.append(row | machine)
+            append(options.json, results[-1])
 
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
@@ -214,7 +220,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     small, engines = None, []
     if options.tokens:
         small = random_model(_SMALL)
-        # As many rows as prompts, so that there is one size of decode steps.
+        # With as many rows as prompts there is one size of decode steps.
         config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "prompt_lookup")
         engines = [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]
     print(f"compiles for {len(timed + engines)} engines", flush=True)

@@ -1,14 +1,12 @@
-"""Device time of kernels (CUPTI), the span of turns, the card's copy rate, and what a measurement ran on.
+"""Measures kernels on a GPU: their durations (CUPTI), the span of a turn, and the rate at which the GPU copies memory.
 
-One clock for JAX and for peers: the sum of kernel durations per turn, launches of other work left out; and where asked
-for, the span, which counts the gaps between kernels too, and all other work of a turn.
+A turn is one repetition of what is measured. JAX and its peers are measured by one clock. The time of a turn is the sum of
+its kernels' durations, without other launches. The span of a turn also counts the gaps between kernels and all other work.
 """
 
-import datetime
 import importlib.util
 import itertools
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +18,11 @@ from pallas_kernels import state_copy
 
 
 def kernel_times(launch: Callable[[], Any]) -> list[tuple[str, float]]:
-    """(name, microseconds) of every kernel that the process starts while `launch` runs and waits, in order."""
-    # What jax.experimental.mosaic.gpu.profiler is made of; its own functions take nothing but jitted functions.
+    """Returns (name, microseconds) of every kernel that the process starts during `launch`, in order.
+
+    `launch` must wait for the device before it returns.
+    """
+    # jax.experimental.mosaic.gpu.profiler uses this module too, but its functions take only jitted functions.
     from jax._src.lib import mosaic_gpu
 
     cupti = mosaic_gpu._mosaic_gpu_ext
@@ -34,23 +35,30 @@ def kernel_times(launch: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def time_per_turn(launch: Callable[[], Any], turns: int, kernel: str = "") -> float:
-    """Median microseconds per turn of the kernels whose name starts with `kernel`, the first (cold) turn left out.
+    """Returns the median microseconds per turn of the kernels whose name starts with `kernel`, without the first turn.
 
     Raises:
-        RuntimeError: the launches don't divide into turns.
+        RuntimeError: The number of launches is not a multiple of `turns`.
     """
     times = [t for name, t in kernel_times(launch) if name.startswith(kernel)]
     each, rest = divmod(len(times), turns)
     if each == 0 or rest:
-        raise RuntimeError(f"{len(times)} launches of {kernel or 'any kernel'!r} in {turns} turns")
+        name = repr(kernel) if kernel else "any kernel"
+        raise RuntimeError(f"the launches of {name} must divide into {turns} turns, got {len(times)} launches")
     return statistics.median(sum(times[i : i + each]) for i in range(each, len(times), each))
 
 
 def span_per_turn(launch: Callable[[int], Any], rounds: int, turns: int, repetitions: int = 5) -> float:
-    """Median microseconds per turn from one turn's start to the next one's, back to back on the device.
+    """Returns the median microseconds from the start of a turn to the start of the next, with turns back to back.
 
-    CUPTI's binding has durations but no starts, so this is wall-clock: `launch(n)` runs n rounds of `turns` turns and waits,
-    and the time of `rounds` of them is subtracted from that of twice as many.
+    CUPTI's binding reports durations but no starts, so this is wall-clock time. The time of `rounds` rounds is subtracted
+    from the time of twice as many, which removes what launching and waiting cost.
+
+    Args:
+        launch: `launch(n)` runs n rounds of `turns` turns each and waits for the device.
+        rounds: The number of rounds.
+        turns: The number of turns in a round.
+        repetitions: How often both are timed.
     """
 
     def seconds(n: int) -> float:
@@ -78,7 +86,7 @@ def _pallas_copy_bandwidth(turns: int = 12) -> float:
 
 
 def _memcpy_bandwidth(turns: int = 12) -> float:
-    """The driver's device-to-device copy, by CUDA events: it is no kernel. 0 without torch."""
+    """The rate of the driver's device-to-device copy, timed by CUDA events because it is no kernel; 0 without torch."""
     if importlib.util.find_spec("torch") is None:
         return 0.0
     import torch
@@ -95,20 +103,5 @@ def _memcpy_bandwidth(turns: int = 12) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written, of 2 GiB: the better of a memcpy and of `state_copy`."""
+    """Copies 2 GiB with the driver and with `state_copy`; returns the better rate, bytes read and written per us."""
     return max(_pallas_copy_bandwidth(), _memcpy_bandwidth())
-
-
-def environment(commit: str) -> dict[str, str]:
-    """GPU, driver, JAX version, commit and date of a row of results."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"gpu": gpu, "driver": driver, "jax": jax.__version__, "commit": commit, "date": date}
-
-
-def facts(commit: str) -> dict[str, str]:
-    """`environment`, or on a CPU, which is for tests, what there is of it."""
-    if jax.default_backend() == "gpu":
-        return environment(commit)
-    return {"gpu": "none", "driver": "none", "jax": jax.__version__, "commit": commit}

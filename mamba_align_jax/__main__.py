@@ -1,4 +1,4 @@
-"""`python -m mamba_align_jax` is the command line."""
+"""Runs the command line for `python -m mamba_align_jax`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The command line: `mamba-align demo | generate | info | trace | bench`."""
+"""Runs the command line: `mamba-align demo | generate | info | trace | bench`.
+
+A command imports what only it needs, so that the others start quickly.
+"""
 
 import argparse
 import contextlib
@@ -13,13 +16,17 @@ from rich.table import Table
 from mamba_align_jax.data import BYTE_MODEL, decode, encode
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.load.modes import COMPARED_MODES
 
 _CONSOLE = Console()
 
 
 @contextlib.contextmanager
 def _loading() -> Iterator[Callable[[int, int], None]]:
-    """Shows how far a checkpoint is read, beside the command's output, and leaves nothing behind."""
+    """Shows a progress bar on a terminal's stderr and removes it at the end. Yields the function that moves it.
+
+    The function takes the number of parameters that are loaded and the number of all parameters.
+    """
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("loading", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
@@ -30,13 +37,13 @@ def _demo(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 
-    # float32, so that rounding can't hide a wrong state; the bundled weights are bfloat16.
-    with _loading() as advance:
-        model = load_model(options.model, "float32", advance)
+    # The bundled weights are bfloat16. They run in float32, so that rounding cannot hide a wrong state.
+    with _loading() as loaded:
+        model = load_model(options.model, "float32", loaded)
     reference = Reference(model)
-    runs = []
+    results = []
     with Progress(console=_CONSOLE) as progress:
-        for mode in demo.MODES:
+        for mode in COMPARED_MODES:
             task = progress.add_task(mode)
 
             def start(turns: int, task=task) -> Callable[[], None]:
@@ -44,36 +51,36 @@ def _demo(options: argparse.Namespace) -> int:
                 return lambda: progress.advance(task)
 
             engine = demo.make_engine(model, mode)
-            run, count = demo.run_mode(engine, reference, mode, start)
-            runs.append(run)
+            result, count = demo.run_mode(engine, reference, mode, start)
+            results.append(result)
     caption = "tokens; milliseconds; states copied"
-    # Eighty columns hold it without lines between.
+    # Without lines between its columns the table fits in 80 characters.
     table = Table(title=f"{count} requests in every mode", caption=caption, box=None, padding=(0, 2, 0, 0))
     for heading in ("mode", "prompt", "cached", "computed", "TTFT", "TPOT", "copied", "right/ties"):
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
-    for run in runs:
+    for result in results:
         table.add_row(
-            run.mode, str(run.prompt_tokens), f"{run.cached_tokens} {run.cached_tokens / run.prompt_tokens:.0%}",
-            str(run.prefill_tokens), f"{run.ttft_ms:.1f}", f"{run.tpot_ms:.1f}", f"{run.state_bytes_copied / 1e6:.1f} MB",
-            ("right" if run.identical else "[bold red]WRONG[/]") + f"/{run.ties}",
+            result.mode, str(result.prompt_tokens),
+            f"{result.cached_tokens} {result.cached_tokens / result.prompt_tokens:.0%}", str(result.prefill_tokens),
+            f"{result.ttft_ms:.1f}", f"{result.tpot_ms:.1f}", f"{result.state_bytes_copied / 1e6:.1f} MB",
+            ("right" if result.identical else "[bold red]WRONG[/]") + f"/{result.ties}",
         )  # fmt: skip
     _CONSOLE.print(table)
     prompt, text = demo.sample(engine)
-    _CONSOLE.print("The model goes on after the mark:")
+    _CONSOLE.print("The model continues the text after the mark:")
     _CONSOLE.print(f"{prompt}▮{text}", markup=False, highlight=False)
     if options.json:
-        Path(options.json).write_text(demo.to_json(runs))
-    return 0 if all(run.identical for run in runs) else 1
+        Path(options.json).write_text(demo.to_json(results))
+    return 0 if all(result.identical for result in results) else 1
 
 
 def _generate(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.engine import Engine
 
-    with _loading() as advance:
-        engine = Engine.from_pretrained(
-            options.model, EngineConfig(max_num_seqs=1), dtype=options.dtype, advance=advance
-        )
-    # The bundled model's tokens are bytes.
+    config = EngineConfig(max_num_seqs=1)
+    with _loading() as loaded:
+        engine = Engine.from_pretrained(options.model, config, dtype=options.dtype, advance=loaded)
+    # A model without a tokenizer and with 256 tokens, as the bundled one, reads bytes.
     in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     (output,) = engine.generate(encode(options.prompt) if in_bytes else options.prompt, params)
@@ -87,8 +94,8 @@ def _info(options: argparse.Namespace) -> int:
     from mamba_align_jax.models import load_model
 
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
-    with _loading() as advance:
-        model = load_model(options.model, advance=advance)
+    with _loading() as loaded:
+        model = load_model(options.model, None, loaded)
     spec = align_config(config, model)
     sizes = pool_sizes(spec, config, model)
     table = Table(show_header=False)
@@ -108,7 +115,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    # Plain lines: they are for pipes, and wider than a table may be.
+    # Plain lines suit pipes, and they are wider than a terminal's table.
     print(trace.HEADING)
     for step in trace.read_trace(options.file):
         for line in trace.lines(step, options.request):
@@ -117,11 +124,9 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    try:
-        from benchmarks import serving
-    except ModuleNotFoundError as error:
-        raise ValueError(f"bench runs from a clone of the repository: {error}") from error
-    rows = serving.main(options.rest)
+    from mamba_align_jax.load import bench
+
+    rows = bench.main(options.rest)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("case", "TTFT", "p99", "TPOT", "ITL p99", "tokens/s", "hits", "idle"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
@@ -138,10 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mamba-align", description="Align-mode prefix caching for hybrid models.")
     commands = parser.add_subparsers(dest="command", required=True)
     model = dict(
-        type=Path, default=BYTE_MODEL, metavar="DIR", help="Hugging Face directory; default: the bundled model"
+        type=Path, default=BYTE_MODEL, metavar="DIR", help="a Hugging Face directory; default: the bundled model"
     )
 
-    demo = commands.add_parser("demo", help="serve a workload in every mode, check it, and compare")
+    demo = commands.add_parser("demo", help="serve the same requests in every mode, check every token, and compare")
     demo.add_argument("--model", **model)
     demo.add_argument("--json", metavar="FILE", help="write the table's numbers to FILE")
     demo.set_defaults(run=_demo)
@@ -152,28 +157,32 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-tokens", type=int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    generate.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the dtype of the weights"
+    )
     generate.set_defaults(run=_generate)
 
-    info = commands.add_parser("info", help="what a model's states cost and how many blocks fit")
+    info = commands.add_parser("info", help="show what a model's states cost and how many blocks fit")
     info.add_argument("--model", **model)
     info.add_argument("--block-size", type=int, default=64)
     info.add_argument("--prefix-cache", default="align")
     info.set_defaults(run=_info)
 
-    steps = commands.add_parser("trace", help="print what Engine.trace wrote, a line per row and step")
+    steps = commands.add_parser(
+        "trace", help="print a file that Engine.trace wrote, one line for each row of each step"
+    )
     steps.add_argument("file", metavar="FILE", type=Path)
-    steps.add_argument("--request", type=int, metavar="ID", help="of this request alone")
+    steps.add_argument("--request", type=int, metavar="ID", help="print this request only")
     steps.set_defaults(run=_trace)
 
-    # Its options are the benchmark's own.
-    bench = commands.add_parser("bench", help="time the engine under load, mode by mode (--help)", add_help=False)
+    # The benchmark parses its own options.
+    bench = commands.add_parser("bench", help="time the engine under load in every mode (--help)", add_help=False)
     bench.set_defaults(run=_bench)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; bad input ends with status 2 and one line."""
+    """Runs one command and returns its exit status. Bad input is reported in one line on stderr, with status 2."""
     parser = _parser()
     options, options.rest = parser.parse_known_args(arguments)
     if options.rest and options.run is not _bench:

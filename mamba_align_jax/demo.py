@@ -1,4 +1,7 @@
-"""The main job: one workload of shared prefixes and growing conversations, served in every mode and checked."""
+"""Serves the demo's requests in every compared mode, measures them, and checks every token.
+
+The requests share a prefix or continue a conversation, so that a prefix cache has something to return.
+"""
 
 import argparse
 import heapq
@@ -14,20 +17,28 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.request import RequestOutput
+from mamba_align_jax.load.modes import COMPARED_MODES
 
-MODES: dict[str, dict[str, Any]] = {
-    "none": dict(prefix_cache="none"),
-    "align/pre_copy": dict(prefix_cache="align", policy="pre_copy"),
-    "align/copy_free": dict(prefix_cache="align", policy="copy_free"),
-}
 CONFIG: dict[str, Any] = dict(
     block_size=64, kv_page_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024
 )
 
 
 @dataclass(frozen=True)
-class Run:
-    """One mode's row. `identical`: every token is right, ties included; `ties`: how many tokens are."""
+class ModeResult:
+    """What was measured in one mode.
+
+    Attributes:
+        mode: A name in `COMPARED_MODES`.
+        prompt_tokens: The tokens of all prompts.
+        cached_tokens: How many of them came from the cache.
+        prefill_tokens: How many of them were computed.
+        ttft_ms: The mean time to a request's first token, in milliseconds.
+        tpot_ms: The mean time per token after the first, in milliseconds.
+        state_bytes_copied: The bytes of states that the engine copied.
+        identical: True if every token is the reference's choice, or ties with it.
+        ties: How many tokens differ from the reference's choice by no more than rounding.
+    """
 
     mode: str
     prompt_tokens: int
@@ -41,7 +52,7 @@ class Run:
 
 
 def _preamble() -> str:
-    """A shared prefix of documentation, as a system prompt would be."""
+    """A shared prefix of documentation, which stands for a system prompt."""
     docs = [argparse.ArgumentParser.__doc__, json.dumps.__doc__, heapq.merge.__doc__, textwrap.fill.__doc__]
     return "\n".join(textwrap.dedent(doc or "") for doc in docs)[:448]
 
@@ -66,17 +77,18 @@ _TURNS = (
 _SAMPLE = 'def split_lines(text):\n    """Return a list of '
 
 
-class Workload:
-    """Prompts in waves: each wave runs at once, and later ones continue what earlier ones generated."""
+class DemoConversation:
+    """The demo's prompts, in waves. The prompts of a wave run together, and later waves continue earlier answers."""
 
     def __init__(self, serve: Callable[[list[list[int]]], list[RequestOutput]]) -> None:
+        """`serve` generates one wave: it takes prompts of token ids and returns their outputs in the same order."""
         self._serve = serve
         self.num_waves = 2 + len(_TURNS)
 
     def run(self) -> Iterator[list[RequestOutput]]:
-        """Yields the outputs of each wave."""
+        """Serves the waves one after another and yields the outputs of each."""
         preamble = encode(_preamble())
-        # Only what has been computed can be shared: the first request of a prefix runs alone.
+        # A prefix can be shared once it has been computed, so the first request with it runs alone.
         yield self._serve([preamble + encode(_QUESTIONS[0])])
         yield self._serve([preamble + encode(question) for question in _QUESTIONS[1:]])
         talks = [
@@ -91,38 +103,38 @@ class Workload:
 
 
 def make_engine(model: Any, mode: str) -> Engine:
-    """An engine in one of `MODES`."""
-    return Engine(model, EngineConfig(**CONFIG, **MODES[mode]))
+    """Makes an engine over a loaded model, in one of `COMPARED_MODES`."""
+    return Engine(model, EngineConfig(**CONFIG, **COMPARED_MODES[mode]))
 
 
 def sample(engine: Engine) -> tuple[str, str]:
-    """The start of a docstring, and how the model goes on."""
+    """Returns the start of a docstring, and how the model continues it."""
     (output,) = engine.generate(encode(_SAMPLE), SamplingParams(max_tokens=200, temperature=0.5, seed=1))
     return _SAMPLE, decode(output.token_ids)
 
 
 def run_mode(
     engine: Engine, reference: Reference, mode: str, start: Callable[[int], Callable[[], None]]
-) -> tuple[Run, int]:
-    """Serves the workload in one mode, after compiling; returns the row and the number of requests.
+) -> tuple[ModeResult, int]:
+    """Compiles the engine, serves the demo's requests and checks them. Returns what was measured and the number of requests.
 
     Args:
-        engine: In that mode, fresh, over a float32 model.
-        reference: Of the same weights.
-        mode: A name in `MODES`.
-        start: Takes the number of turns of a progress bar, and returns what to call after each.
+        engine: A new engine in that mode, over a float32 model.
+        reference: A reference with the same weights.
+        mode: A name in `COMPARED_MODES`.
+        start: Starts a progress bar: it takes the number of turns, and returns the function to call after each turn.
     """
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    workload = Workload(lambda prompts: engine.generate(prompts, params))
-    advance = start(engine.num_programs + workload.num_waves)
-    engine.warmup(advance)
+    conversation = DemoConversation(lambda prompts: engine.generate(prompts, params))
+    progress = start(engine.num_programs + conversation.num_waves)
+    engine.warmup(progress)
     outputs = []
-    for wave in workload.run():
+    for wave in conversation.run():
         outputs += wave
-        advance()
+        progress()
     stats = engine.stats
     verdicts = [reference.judge(output.prompt_token_ids, output.token_ids) for output in outputs]
-    return Run(
+    return ModeResult(
         mode=mode,
         prompt_tokens=stats.prompt_tokens,
         cached_tokens=stats.cached_tokens,
@@ -135,6 +147,6 @@ def run_mode(
     ), len(outputs)
 
 
-def to_json(runs: list[Run]) -> str:
-    """The demo's result as `--json` writes it."""
-    return json.dumps({"runs": [asdict(run) for run in runs]}, indent=2) + "\n"
+def to_json(results: list[ModeResult]) -> str:
+    """Returns the demo's results in the form that `--json` writes."""
+    return json.dumps({"runs": [asdict(result) for result in results]}, indent=2) + "\n"

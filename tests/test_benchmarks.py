@@ -313,7 +313,7 @@ class TestPipeline:
         launch(2)
         assert len(calls) == 2 * turns
         assert rounds * turns * 3.0 >= pipeline.SPAN_US
-        with pytest.raises(RuntimeError, match="5 launches in 2 steps"):
+        with pytest.raises(RuntimeError, match="must divide into 2 steps, got 5 launches"):
             pipeline.kernels_per_step("a", range(5), 2)
 
     def test_bookkeeping_is_the_sum_of_its_kernels_whatever_the_layers(self, monkeypatch):

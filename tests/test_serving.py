@@ -1,7 +1,10 @@
-"""The serving benchmark: what it sends, what it counts, what it reads out of a trace. Its times need a GPU."""
+"""Tests of the serving benchmark: what it sends, what it counts, and what it reads from a trace. Its times need a GPU."""
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -10,19 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import idle, load, report, serving
-from benchmarks.load import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition, Served, attainable, serve, summary
+from benchmarks import report
 from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.cli import main
-from mamba_align_jax.demo import MODES
 from mamba_align_jax.engine import runner
+from mamba_align_jax.load import bench, cells, client, idle, runs
+from mamba_align_jax.load.client import Served, serve
+from mamba_align_jax.load.metrics import attainable, summary
+from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
 
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)
 
 
 class Clock:
-    """Stands still but for `sleep`, instead of `time`."""
+    """Stands in for the module `time`: the time changes only in `sleep`."""
 
     now = 0.0
 
@@ -37,12 +43,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(load, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
     return clock
 
 
 class FakeEngine:
-    """Runs `rows` requests, first come, first served; a step takes two seconds and gives each a token."""
+    """Runs up to `rows` requests in order of arrival. A step takes two seconds and gives each of them one token."""
 
     def __init__(self, rows, clock):
         self.clock, self.rows, self.sent, self.waiting, self.scheduler = clock, rows, 0, [], SimpleNamespace(running=[])
@@ -74,7 +80,7 @@ class FakeEngine:
 
 
 class At(tuple):
-    """A loop whose sessions begin at these times."""
+    """A loop whose sessions begin at given times."""
 
     def __new__(cls, *times):
         return super().__new__(cls, times)
@@ -89,7 +95,7 @@ def common(a, b):
 
 
 def attainable_by_definition(requests, size):
-    """Every pair, token by token."""
+    """Computes `attainable` from its definition: compares every pair of requests token by token."""
     result = []
     for request in requests:
         shared = [0]
@@ -104,7 +110,7 @@ def attainable_by_definition(requests, size):
 
 @st.composite
 def histories(draw):
-    """Requests over two tokens, many of which continue others."""
+    """Draws requests over a vocabulary of two tokens. Many of them continue other requests."""
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
     requests = []
     for _ in range(draw(st.integers(1, 7))):
@@ -119,13 +125,13 @@ def histories(draw):
 
 @given(histories(), st.integers(1, 4))
 @settings(deadline=None)
-def test_attainable_is_what_its_definition_says(requests, size):
+def test_attainable_equals_its_definition(requests, size):
     assert attainable(requests, size) == attainable_by_definition(requests, size)
 
 
 @pytest.mark.parametrize("loop", [ClosedLoop(3), OpenLoop(0.25)], ids=lambda loop: loop.name)
 @pytest.mark.parametrize("workload", [REPETITION, TALKS], ids=lambda workload: workload.name)
-def test_every_turn_is_sent_once_and_continues_the_answer(clock, workload, loop):
+def test_every_turn_is_sent_once_and_continues_the_previous_answer(clock, workload, loop):
     sessions = workload.sessions(100, 1)
     assert sessions == workload.sessions(100, 1) != workload.sessions(100, 2)
     engine = FakeEngine(3, clock)
@@ -146,7 +152,7 @@ def test_every_turn_is_sent_once_and_continues_the_answer(clock, workload, loop)
         assert len(request.times) == len(request.tokens) == workload.output
 
 
-def test_a_prefix_is_shared_and_suffixes_are_not():
+def test_prompts_share_their_prefix_and_differ_in_their_suffix():
     first, *others = (prompt for (prompt,) in REPETITION.sessions(100, 0))
     assert len(others) == 9
     assert all(prompt[:32] == first[:32] and prompt[32:] != first[32:] for prompt in others)
@@ -164,30 +170,30 @@ def test_a_closed_loop_keeps_its_concurrency(clock):
     assert running.count(4) >= len(running) - 4
 
 
-def test_waiting_for_the_engine_counts(clock):
-    # All at once, one after another, each for four steps.
+def test_latencies_include_the_time_that_a_request_waits_for_the_engine(clock):
+    # All requests are due at once. The engine runs them one after another, each for four steps.
     run = serve(FakeEngine(1, clock), REPETITION.sessions(100, 0), 4, OpenLoop(1e9))
     ttft = [2 * (4 * number + 1) for number in range(10)]
     np.testing.assert_allclose([request.ttft for request in run.requests], ttft, atol=1e-6)
     np.testing.assert_allclose([request.e2e for request in run.requests], np.add(ttft, 6), atol=1e-6)
     assert {request.tpot for request in run.requests} == {2}
-    # One that is due within a step is sent after it, and has waited since.
+    # A request that is due during a step is sent after the step. Its waiting time counts from when it was due.
     (first, second), due = serve(FakeEngine(2, clock), REPETITION.sessions(100, 0)[:2], 4, At(1.0, 1.5)).requests, 1.5
     assert (first.arrival, first.ttft, second.arrival, second.ttft) == (1.0, 2.0, due, 3.0 + 2.0 - due)
 
 
-def test_open_loops_have_their_rate():
+def test_an_open_loop_begins_sessions_at_its_rate():
     arrivals = OpenLoop(50.0, seed=3).due(2000)
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(40, rel=0.1)
 
 
-def test_latencies_by_hand():
+def test_summary_equals_latencies_computed_by_hand():
     served = [
         Served((1, 2, 3, 4, 5), (6, 7, 8), 0, 1.0, 2.0, (3.0, 3.0, 5.0)),
         Served((1, 2, 3, 4, 9), (6,), 4, 3.0, 3.0, (7.0,)),
     ]
-    row = summary(load.Run(served, 10.0, [0.1, 0.3]), 2)
+    row = summary(client.Run(served, 10.0, [0.1, 0.3]), 2)
     assert (row["ttft_ms_mean"], row["tpot_ms_mean"], row["e2e_ms_mean"]) == (3000, 500, 4000)
     assert row["itl_ms_mean"] == row["itl_ms_p99"] == 2000
     assert row["output_tokens_per_s"] == 0.4
@@ -204,10 +210,12 @@ def finite(value):
     return all(map(finite, value)) if isinstance(value, list) else isinstance(value, str) or math.isfinite(value)
 
 
-def test_rows_are_complete(tmp_path, capsys, monkeypatch):
-    # Here is no GPU to trace; what leads to the trace runs.
+def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, capsys, monkeypatch):
+    # An installed wheel has no `benchmarks`.
+    monkeypatch.setitem(sys.modules, "benchmarks", None)
+    # There is no GPU to trace, so the trace that is read is a made one. Everything before that runs.
     monkeypatch.setattr(idle, "read", lambda trace, count: idle.measure(idle.kernels(xspace(steps(count))), count))
-    # Greedy requests need no more programs.
+    # These two programs are enough for greedy requests.
     monkeypatch.setattr(runner.StepRunner, "buckets", [runner.Bucket(2, 8, 32), runner.Bucket(2, 0, 0, draws=False)])
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
@@ -230,7 +238,7 @@ def test_rows_are_complete(tmp_path, capsys, monkeypatch):
         assert (len(row["ttft_ms_runs"]), row["null_reads"], row["preemptions"]) == (row["runs"], 0, 0)
         assert row["hit_rate_of_attainable"] >= 0.8
         (acceptance,) = row["acceptance"]
-        assert 0 <= acceptance < 0.5, "the head is random"
+        assert 0 <= acceptance < 0.5, "a random head is almost never right"
     assert rows[0]["steps"] >= 6 * 16 / 2 / 2
     assert rows[0]["attainable_tokens"] >= 3 * 64
     printed = capsys.readouterr().out
@@ -242,15 +250,16 @@ def test_rows_are_complete(tmp_path, capsys, monkeypatch):
 
 
 class Group:
-    """Cells that take ten seconds on engines that take a hundred, by the clock."""
+    """Runs cells that take ten seconds by the clock, on engines that take a hundred seconds to start."""
 
     def __init__(self, monkeypatch, clock, **choices):
         self.alive, self.clock = [], clock
-        self.options = serving._parser().parse_args([f"--{name}={value}" for name, value in choices.items()])
-        self.cells, self.results = list(serving.cells(self.options)), serving.Results(self.options)
+        self.options = bench.parser().parse_args([f"--{name}={value}" for name, value in choices.items()])
+        self.cells, self.results = list(cells.cells(self.options)), bench.Results(self.options)
         config = SimpleNamespace(**dict.fromkeys(EngineConfig.__dataclass_fields__, 0))
-        for name, value in dict(time=clock, _start=self.start, run_cell=self.run_cell, free=self.alive.remove).items():
-            monkeypatch.setattr(serving, name, value)
+        fakes = dict(time=clock, start_engine=self.start, run_cell=self.run_cell, free_pools=self.alive.remove)
+        for name, fake in fakes.items():
+            monkeypatch.setattr(bench, name, fake)
         self.engine = lambda cell: SimpleNamespace(of=cell.engine, config=config)
 
     def start(self, model, cell, longest, results):
@@ -266,14 +275,14 @@ class Group:
         return times | dict(seconds=10.0, output_tokens_per_s=1.0, hit_rate_of_attainable=1.0)
 
     def run(self, deadline):
-        serving.run_group(None, self.cells, 100, self.results, deadline)
+        bench.run_group(None, self.cells, 100, self.results, deadline)
         assert not self.alive
         return [(row["mode"], row["runs"]) for row in self.results.rows]
 
 
-def test_all_modes_have_their_first_run_before_any_has_its_second(clock, monkeypatch, tmp_path):
+def test_every_mode_has_its_first_run_before_any_mode_has_its_second(clock, monkeypatch, tmp_path):
     group = Group(monkeypatch, clock, runs=2, prompts=512, json=tmp_path / "rows")
-    assert group.run(math.inf) == [(mode, runs) for runs in (1, 2) for mode in MODES]
+    assert group.run(math.inf) == [(mode, runs) for runs in (1, 2) for mode in COMPARED_MODES]
     assert clock.now == 3 * 100 + 6 * 10
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert rows == group.results.rows
@@ -281,21 +290,21 @@ def test_all_modes_have_their_first_run_before_any_has_its_second(clock, monkeyp
     assert rows[0]["case"] == "prefix_repetition x512 closed none K0 sync"
 
 
-def test_nothing_starts_that_would_end_too_late(clock, monkeypatch):
-    """By a guess at first, then by the run before."""
-    cells = list(serving.cells(serving._parser().parse_args(["--prompts=512"])))
-    first, *_, last = (serving._COMPILE_S + cell.guess_s for cell in cells)
+def test_no_run_starts_that_is_expected_to_end_after_the_deadline(clock, monkeypatch):
+    """The first run of a cell is expected to take its guess, a later one as long as the one before."""
+    chosen = cells.cells(bench.parser().parse_args(["--prompts=512"]))
+    first, *_, last = (cells.COMPILE_S + cell.guess_s for cell in chosen)
 
     def run(deadline, runs):
         clock.now = 0
         return Group(monkeypatch, clock, prompts=512, runs=runs).run(deadline)
 
-    assert run(first - 1, 1) == [("align/pre_copy", 1)], "then it is too late for the other"
+    assert run(first - 1, 1) == [("align/pre_copy", 1)], "no time is left for the third mode"
     assert run(220 + last - 1, 1) == [("none", 1), ("align/pre_copy", 1)]
     assert [runs for _, runs in run(375, 3)] == [1, 1, 1, 2, 2, 2, 3]
 
 
-def test_cells_of_one_speculation_follow_each_other():
+def test_cells_that_draft_in_the_same_way_follow_each_other():
     options = [
         "--drafts=0",
         "--drafts=3",
@@ -304,22 +313,22 @@ def test_cells_of_one_speculation_follow_each_other():
         "--loop=open",
         "--loop=closed",
     ]
-    cells = list(serving.cells(serving._parser().parse_args([*options, "--prompts=9"])))
+    chosen = list(cells.cells(bench.parser().parse_args([*options, "--prompts=9"])))
     kinds = [("none", 0), ("prompt_lookup", 3), ("mtp", 3)]
-    wanted = [(*kind, loop, mode) for kind in kinds for loop in ("open", "closed") for mode in MODES]
-    assert [(cell.speculation, cell.drafts, cell.loop.name, cell.mode) for cell in cells] == wanted
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert cells[-1].name == "prefix_repetition x9 closed align/copy_free mtp K3"
+    wanted = [(*kind, loop, mode) for kind in kinds for loop in ("open", "closed") for mode in COMPARED_MODES]
+    assert [(cell.speculation, cell.num_drafts, cell.loop.name, cell.mode) for cell in chosen] == wanted
+    assert len({cell.name for cell in chosen}) == len(chosen)
+    assert chosen[-1].name == "prefix_repetition x9 closed align/copy_free mtp K3"
 
 
-def test_more_steps_than_answers_have_are_not_traced():
+def test_idle_refuses_more_steps_than_the_answers_have():
     engine: object = SimpleNamespace(config=SimpleNamespace(num_speculative_tokens=3))
     with pytest.raises(ValueError, match="--idle must be at most 32 for answers of 512 tokens, got 33"):
-        serving.decode_idle(engine, PrefixRepetition(), 33)
+        runs.decode_idle(engine, PrefixRepetition(), 33)
 
 
 def xspace(events, line="Stream #13(Compute)", plane="/device:GPU:0"):
-    """A profile whose events are (name, start, duration) in microseconds."""
+    """Makes a profile of events (name, start, duration) in microseconds."""
     names = {name: number for number, name in enumerate(dict.fromkeys(name for name, *_ in events), 1)}
     text = f'planes {{ name: "{plane}" lines {{ name: "{line}" timestamp_ns: 0 '
     for name, start, duration in events:
@@ -332,41 +341,48 @@ def xspace(events, line="Stream #13(Compute)", plane="/device:GPU:0"):
 
 
 def steps(count, stray=()):
-    """Kernels of 40 and 50 us with a pause of 5 between, then a gap of 5; a copy in the gap; b may begin in a's time."""
+    """Events of `count` steps of 100 us: kernels of 40 and 50 us, a pause of 5 between them, and a copy in a gap of 5."""
     events = []
     for n in range(count):
         events += [("a", 100 * n, 40), ("b", 100 * n + 45, 50), ("MemcpyH2D", 100 * n + 95, 5)]
     return [*events, *stray]
 
 
-def test_idle_share_of_a_trace():
+def test_idle_share_gap_and_busy_share_are_those_of_a_made_trace():
     row = idle.measure(idle.kernels(xspace(steps(6))), 6)
     assert row == pytest.approx(
         dict(steps=6, kernels=2, idle_share=0.05, idle_share_mean=0.05, gap_us=5, step_us=100, busy_share=0.9)
     )
-    # What isn't in every step is in none.
+    # A kernel that is not in every step belongs to no step.
     assert idle.measure(idle.kernels(xspace(steps(6, [("odd", 97, 1)]))), 6)["gap_us"] == pytest.approx(5)
-    # Two kernels at once, the later starting one ending first.
+    # Two kernels run at once, and the one that starts later ends first.
     overlapping = [("a", 0, 90), ("b", 10, 10), ("a", 100, 90), ("b", 110, 10)]
     row = idle.measure(idle.kernels(xspace(overlapping)), 2)
     assert (row["gap_us"], row["busy_share"]) == pytest.approx((10, 0.9))
 
 
-def test_a_trace_that_does_not_divide_is_refused():
-    with pytest.raises(RuntimeError, match="don't divide into 4 equal steps"):
+def test_a_trace_that_does_not_divide_into_steps_is_refused():
+    with pytest.raises(RuntimeError, match="do not divide into 4 equal steps"):
         idle.measure(idle.kernels(xspace(steps(6))), 4)
     uneven = [("a", 0, 1), ("a", 2, 1), ("b", 4, 1), ("b", 6, 1)]
     with pytest.raises(RuntimeError, match="2 equal steps"):
         idle.measure(idle.kernels(xspace(uneven)), 2)
-    with pytest.raises(RuntimeError, match="no kernels in the trace, which has /host:CPU"):
+    with pytest.raises(RuntimeError, match="the trace has no kernels; it has /host:CPU"):
         idle.kernels(xspace(steps(1), plane="/host:CPU"))
     with pytest.raises(RuntimeError, match="at least 2"):
         idle.measure(idle.kernels(xspace(steps(1))), 1)
 
 
-def test_a_trace_is_recorded(tmp_path):
+def test_record_writes_a_trace_and_returns_its_path(tmp_path):
     f = jax.jit(lambda x: x + 1)
     trace = idle.record(lambda: f(1.0).block_until_ready(), tmp_path)
     assert trace.is_file()
     with pytest.raises(RuntimeError, match="no kernels"):
         idle.read(trace, 2)
+
+
+@pytest.mark.parametrize(("module", "option"), [("benchmarks.serving", "--prompts"), ("benchmarks.idle", "--steps")])
+def test_the_commands_of_the_repository_list_their_options(module, option):
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert option in done.stdout

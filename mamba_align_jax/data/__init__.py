@@ -1,4 +1,7 @@
-"""The bundled model: byte-level, trained by examples/train_byte_model.py on text that ships with CPython."""
+"""Holds the bundled byte-level model.
+
+It was trained by examples/train_byte_model.py on text that ships with CPython.
+"""
 
 from pathlib import Path
 
@@ -6,10 +9,10 @@ BYTE_MODEL = Path(__file__).parent / "byte_model"
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a byte-level model: the text's UTF-8 bytes."""
+    """Encodes text for a byte-level model: the token ids are the text's UTF-8 bytes."""
     return list(text.encode())
 
 
 def decode(tokens: tuple[int, ...]) -> str:
-    """The text of byte tokens; broken sequences show as replacement characters."""
+    """Decodes the tokens of a byte-level model. Invalid UTF-8 becomes replacement characters."""
     return bytes(tokens).decode(errors="replace")

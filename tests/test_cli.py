@@ -1,5 +1,6 @@
-"""The command line, over a tiny random model, and the bundled one."""
+"""Tests of the command line, over tiny random models and the bundled one."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -8,17 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mamba_align_jax import cli
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.models import load_model
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 TINY = str(DATA / "qwen3_5_text")
-QUICK = str(DATA / "mamba")  # to compile
+QUICK = str(DATA / "mamba")  # compiles faster
 
 
-def test_demo_serves_checks_and_compares(tmp_path, capsys):
+def test_demo_serves_every_mode_and_caches_in_align_modes(tmp_path, capsys):
     file = tmp_path / "demo.json"
     assert main(["demo", "--model", QUICK, "--json", str(file)]) == 0
     runs = {run["mode"]: run for run in json.loads(file.read_text())["runs"]}
@@ -32,18 +34,18 @@ def test_demo_serves_checks_and_compares(tmp_path, capsys):
     assert "align/copy" in capsys.readouterr().out
 
 
-def test_demo_fails_on_a_wrong_token(monkeypatch):
+def test_demo_returns_status_1_if_a_token_is_wrong(monkeypatch):
     monkeypatch.setattr(Reference, "tau", lambda self, logits: -1e9)
     assert main(["demo", "--model", QUICK]) == 1
 
 
-def test_generate_continues_a_text(capsys):
+def test_generate_prints_the_prompt_and_its_continuation(capsys):
     assert main(["generate", "--prompt", "def ", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith("def ")
 
 
-def test_info_says_what_fits(capsys, monkeypatch):
-    # A terminal's progress is not the output.
+def test_info_prints_state_sizes_and_layers(capsys, monkeypatch):
+    # On a terminal a progress bar is shown on stderr, which must not reach stdout.
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["info", "--model", TINY]) == 0
     out = capsys.readouterr().out
@@ -52,7 +54,7 @@ def test_info_says_what_fits(capsys, monkeypatch):
     assert "3 gdn, 1 attention" in out
 
 
-def test_info_of_a_model_without_attention(capsys):
+def test_info_works_for_a_model_without_attention(capsys):
     assert main(["info", "--model", str(DATA / "mamba")]) == 0
     assert "3 mamba1" in capsys.readouterr().out
 
@@ -66,7 +68,7 @@ def test_info_of_a_model_without_attention(capsys):
         ["info", "--block-size", "3"],
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, capsys):
+def test_bad_input_prints_one_line_and_returns_status_2(arguments, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("mamba-align: ")
@@ -75,9 +77,9 @@ def test_bad_input_is_one_line_and_status_2(arguments, capsys):
 
 @pytest.mark.usefixtures("optimized_programs")
 def test_the_bundled_model_predicts_held_out_documentation():
-    """At most 2.2 bits per byte on sections of the language reference that it was not trained on."""
+    """It takes at most 2.2 bits per byte on sections of the language reference that it was not trained on."""
     model = load_model(BYTE_MODEL, "float32")
-    # Weights are kept in 16 bits. The draft head comes on top of what the model may take.
+    # Weights are stored in 16 bits. The draft head has a size limit of its own.
     head = sum(2 * leaf.size for leaf in jax.tree.leaves(nnx.state(model.mtp)))
     assert sum(file.stat().st_size for file in BYTE_MODEL.iterdir()) - head <= 10e6
     assert head <= 1.5e6
@@ -92,8 +94,8 @@ def test_the_bundled_model_predicts_held_out_documentation():
     assert np.mean(bits) <= 2.2
 
 
-def test_the_bundled_model_writes_words():
-    """Most of what it says behind the start of a docstring are words of Python's own text, which repeats itself."""
+def test_the_bundled_model_writes_words_and_accepts_drafts():
+    """After the start of a docstring, most of what it writes are words that occur in Python's own documentation."""
     from mamba_align_jax import Engine, EngineConfig, SamplingParams
     from mamba_align_jax.data import decode
 
@@ -109,3 +111,18 @@ def test_the_bundled_model_writes_words():
     spoken = [word for word in words if word.isalpha()]
     assert len(spoken) >= 10
     assert sum(word in known for word in spoken) >= 0.7 * len(spoken)
+
+
+def test_the_command_line_imports_nothing_outside_the_wheel():
+    """The wheel holds mamba_align_jax and pallas_kernels; `bench` must not need the repository's other folders."""
+    package = Path(cli.__file__).parent
+    repository = package.parent
+    outside = {path.stem for path in repository.iterdir()} - {package.name, "pallas_kernels"}
+    assert {"benchmarks", "tests", "examples"} <= outside
+    for file in [package / "cli.py", package / "demo.py", package / "__main__.py", *(package / "load").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: a relative import"
+                names = [node.module]
+            assert not {name.split(".")[0] for name in names} & outside, file

@@ -1,0 +1,147 @@
+"""Sends a workload's sessions to an engine and records when each token arrives.
+
+Times are seconds since the load began. A request arrives when it is due, so the time that it waits for the engine counts.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.request import RequestOutput
+from mamba_align_jax.load.workloads import Loop, Session, Tokens
+
+
+@dataclass(frozen=True)
+class Served:
+    """One finished request.
+
+    Attributes:
+        prompt: The tokens of its prompt.
+        tokens: The generated tokens.
+        num_cached_tokens: How many tokens of the prompt came from the cache.
+        arrival: When the request was due.
+        admitted: When the step began in which it was first admitted.
+        times: When each generated token arrived.
+    """
+
+    prompt: Tokens
+    tokens: Tokens
+    num_cached_tokens: int
+    arrival: float
+    admitted: float
+    times: tuple[float, ...]
+
+    @property
+    def ttft(self) -> float:
+        """The seconds from arrival to the first token."""
+        return self.times[0] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """The mean seconds per token after the first; 0 if there is only one token."""
+        return (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """The seconds between deliveries of tokens. All tokens of one step arrive together, as one delivery."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.times) if later > earlier]
+
+    @property
+    def e2e(self) -> float:
+        """The seconds from arrival to the last token."""
+        return self.times[-1] - self.arrival
+
+
+@dataclass(frozen=True)
+class Run:
+    """A load that was served.
+
+    Attributes:
+        requests: The finished requests, in the order in which they finished.
+        seconds: How long the whole load took.
+        calls: How long each call of `Engine.step` took, in seconds.
+    """
+
+    requests: list[Served]
+    seconds: float
+    calls: list[float]
+
+
+@dataclass
+class _Turn:
+    """A request that is not finished. `arrival` is when it was due, `sent` is when the engine received it."""
+
+    session: Session
+    number: int
+    arrival: float
+    sent: float
+    admitted: float | None = None
+
+
+def serve(engine: Engine, sessions: Sequence[Session], output: int, loop: Loop) -> Run:
+    """Sends the sessions when the loop says, and steps the engine until all of them are served.
+
+    The next turn of a session is sent when the previous one is answered.
+
+    Args:
+        engine: An engine whose programs are compiled and that has no requests.
+        sessions: The user's tokens in each turn of each session.
+        output: The number of tokens of each answer. No end token ends an answer early.
+        loop: When each session begins.
+
+    Raises:
+        Exception: An engine step failed; this is the error that it raised.
+    """
+    begin = time.perf_counter()
+    now = lambda: time.perf_counter() - begin
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    waiting = deque(zip(loop.due(len(sessions)), sessions, strict=True))
+    live: dict[int, _Turn] = {}
+    served: list[Served] = []
+    calls: list[float] = []
+
+    def send(session: Session, number: int, arrival: float, history: Tokens = ()) -> None:
+        request = engine.add_request(history + session[number], params)
+        live[request] = _Turn(session, number, arrival, now())
+
+    while waiting or live:
+        while waiting and waiting[0][0] <= now():
+            arrival, session = waiting.popleft()
+            send(session, 0, arrival)
+        if not live:
+            time.sleep(max(0.0, waiting[0][0] - now()))
+            continue
+        start = now()
+        outputs = engine.step()
+        calls.append(now() - start)
+        error = next((output.error for output in outputs if output.error is not None), None)
+        if error is not None:
+            raise error
+        for request in [request.id for request in engine.scheduler.running] + [out.request_id for out in outputs]:
+            if live[request].admitted is None:
+                live[request].admitted = start
+        for finished in outputs:
+            turn = live.pop(finished.request_id)
+            served.append(_served(turn, finished))
+            if turn.number + 1 < len(turn.session):
+                send(turn.session, turn.number + 1, now(), finished.prompt_token_ids + finished.token_ids)
+            elif waiting and waiting[0][0] == math.inf:
+                send(waiting.popleft()[1], 0, now())
+    return Run(served, now(), calls)
+
+
+def _served(turn: _Turn, output: RequestOutput) -> Served:
+    assert turn.admitted is not None
+    return Served(
+        output.prompt_token_ids,
+        output.token_ids,
+        output.num_cached_tokens,
+        turn.arrival,
+        turn.admitted,
+        tuple(turn.sent + t for t in output.token_times),
+    )
