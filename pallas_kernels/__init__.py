@@ -1,18 +1,28 @@
-"""Stateless ops over pools of recurrent states: Pallas GPU kernels (Triton lowering), each with an XLA twin."""
+"""Ops over pools of recurrent states: Pallas GPU kernels (Triton lowering), each with a twin in plain XLA.
+
+The ops keep no state of their own. They know blocks, rows and tokens, but no requests and no models.
+"""
 
 from pallas_kernels.blocks import NULL_BLOCK as NULL_BLOCK
 from pallas_kernels.blocks import WindowLayout as WindowLayout
+from pallas_kernels.blocks import read_blocks as read_blocks
+from pallas_kernels.blocks import write_blocks as write_blocks
 from pallas_kernels.causal_conv1d import causal_conv1d_prefill as causal_conv1d_prefill
 from pallas_kernels.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from pallas_kernels.chunks import CHUNK_SIZE as CHUNK_SIZE
 from pallas_kernels.chunks import Chunks as Chunks
+from pallas_kernels.chunks import Span as Span
+from pallas_kernels.chunks import chunk_of_token as chunk_of_token
 from pallas_kernels.chunks import chunk_rows as chunk_rows
+from pallas_kernels.chunks import spans as spans
 from pallas_kernels.dispatch import Implementation as Implementation
 from pallas_kernels.dispatch import UnsupportedError as UnsupportedError
 from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delta_rule_gates
 from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.rows import TokenRows as TokenRows
+from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan
 from pallas_kernels.selective_state_update import selective_state_update as selective_state_update
 from pallas_kernels.ssd import ssd as ssd

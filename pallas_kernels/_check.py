@@ -1,4 +1,4 @@
-"""Shape and dtype contracts, read from jaxtyping annotations and raised as ValueError."""
+"""Checks the shapes and dtypes of arguments against their jaxtyping annotations, and raises ValueError if they differ."""
 
 import functools
 import inspect
@@ -26,12 +26,14 @@ def _describe(value: object) -> str:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `function` check its array arguments against their annotations.
+    """Makes `function` check its array arguments against their jaxtyping annotations.
 
-    Axis names bind across the arguments of one call. Works on tracers, so a jitted caller pays at trace time only.
+    An axis name means the same size in all arguments of one call. The check reads shapes and dtypes only, so it works on
+    tracers, and a jitted caller pays for it at trace time only.
 
     Raises:
-        ValueError: names the argument, what its annotation wants, and what came.
+        ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation
+            wants, and what came.
     """
     signature = inspect.signature(function)
     contracts = {}
@@ -58,19 +60,20 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError(message) unless `condition`: for relations that an annotation can't state."""
+    """Raises ValueError(message) unless `condition` is true. For relations that an annotation cannot express."""
     if not condition:
         raise ValueError(message)
 
 
 def check_layout(name: str, layout: str) -> None:
-    """Raises ValueError unless `layout` is a `WindowLayout`."""
+    """Raises ValueError, in the name of op `name`, unless `layout` is a `WindowLayout`."""
     require(layout in ("SD", "DS"), f"{name}: layout must be 'SD' or 'DS', got {layout!r}")
 
 
 def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:
-    """Raises ValueError if only one of the checkpoint arguments of op `name` is given."""
+    """Raises ValueError, in the name of op `name`, if only one of the two checkpoint arguments is given."""
+    given = "checkpoint_block" if checkpoint_offset is None else "checkpoint_offset"
     require(
         (checkpoint_offset is None) == (checkpoint_block is None),
-        f"{name}: checkpoint_offset and checkpoint_block go together",
+        f"{name}: checkpoint_offset and checkpoint_block must be given together, got only {given}",
     )

@@ -1,14 +1,14 @@
-"""Elementwise functions that the XLA implementations and the kernels share: what lowers in both."""
+"""Elementwise functions that lower both in XLA and in Triton, so that both implementations of an op share them."""
 
 import jax
 import jax.numpy as jnp
 
 
 def softplus(x: jax.Array) -> jax.Array:
-    """Log of 1 + exp(x), and x itself where that is the same float32."""
+    """Returns log(1 + exp(x)). For x > 20 that is x itself in float32."""
     return jnp.where(x > 20.0, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20.0))))
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """The sigmoid linear unit, x * sigmoid(x)."""
+    """Returns the sigmoid linear unit, x * sigmoid(x)."""
     return x * jax.nn.sigmoid(x)

@@ -1,11 +1,13 @@
-"""The only file that imports Pallas' Triton lowering, which JAX has deprecated: replacing it starts here.
+"""The only file that imports Pallas' Triton lowering. JAX has deprecated it, and a replacement would start here.
 
-Kernels see whole arrays (no BlockSpec tiling: an overhanging block writes past the array before JAX 0.12) and address
-them with scalars and index vectors, the subset that lowers and interprets alike on every supported JAX.
+Kernels get references to whole arrays and address them with scalars and index vectors. This subset lowers, and is
+interpreted, in the same way on every supported JAX. BlockSpec tiling is not used, because before JAX 0.12 a block that
+extends beyond an array writes past its end.
 """
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,10 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import _math
 
 LOG2_E = 1.4426950408889634
+# A kernel's arrays, by the names under which `call` was given them. An array that was left out is None.
+Refs: TypeAlias = SimpleNamespace
+# Index vector of a tile's axis, and which of the indices lie inside the array.
+Lanes: TypeAlias = tuple[jax.Array, jax.Array]
 
 program_id = pl.program_id
 num_programs = pl.num_programs
@@ -24,21 +30,21 @@ store = plt.store
 
 
 def power_of_two(extent: int) -> int:
-    """The smallest power of two that is at least `extent`: Triton's tiles have no other sizes."""
+    """Returns the smallest power of two that is at least `extent`. Triton's tiles have no other sizes."""
     return 1 << max(extent - 1, 0).bit_length()
 
 
-def lanes(tile: jax.Array | int, size: int, extent: int) -> tuple[jax.Array, jax.Array]:
-    """Indices of tile number `tile` of an axis, and which of them lie inside its `extent`."""
+def lanes(tile: jax.Array | int, size: int, extent: int) -> Lanes:
+    """Returns the indices [size] of tile number `tile` of an axis, and a mask of those that are less than `extent`."""
     index = tile * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
     return index, index < extent
 
 
-def segments(extent: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Indices of a whole axis, folded to [segments, size], and which of them lie inside its `extent`.
+def segments(extent: int, size: int) -> Lanes:
+    """Returns the indices of a whole axis, folded to [segments, size], and a mask of those that are less than `extent`.
 
-    A state tile [segments, rows, size] keeps the parts of a row that are `size` apart in one thread: most of a sum along
-    the row then needs no exchange between threads.
+    In a tile of a state, [segments, rows, size], one thread holds the elements of a row that are `size` apart. Most of a sum
+    along the row then needs no exchange between threads.
     """
     shape = (max(power_of_two(extent) // size, 1), size)
     index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * size + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -46,7 +52,7 @@ def segments(extent: int, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def row_sum(tile: jax.Array) -> jax.Array:
-    """Sums of the rows of a tile [segments, rows, size]."""
+    """Sums each row of a tile [segments, rows, size]; returns [rows]."""
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
@@ -57,19 +63,22 @@ def _instruction(name: str, x: jax.Array) -> jax.Array:
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """2 ** x in one instruction, within 2 units in the last place; libdevice spends three more on denormal results."""
+    """Returns 2 ** x by one instruction, within 2 units in the last place.
+
+    libdevice's exp2 takes three more instructions, for denormal results.
+    """
     return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
 
 
 def silu(x: jax.Array, interpret: bool) -> jax.Array:
-    """The sigmoid linear unit in five instructions, its sigmoid within 4 units in the last place."""
+    """Returns the sigmoid linear unit by five instructions. Its sigmoid is within 4 units in the last place."""
     if interpret:
         return _math.silu(x)
     return x * _instruction("rcp.approx.ftz.f32", 1.0 + exp2(x * -LOG2_E, interpret))
 
 
 def call(
-    kernel: Callable[[SimpleNamespace], None],
+    kernel: Callable[[Refs], None],
     *,
     name: str,
     grid: tuple[int, ...],
@@ -80,18 +89,18 @@ def call(
     num_stages: int = 1,
     interpret: bool = False,
 ) -> dict[str, jax.Array]:
-    """Launches `kernel` over whole-array refs.
+    """Launches `kernel` on references to whole arrays.
 
     Args:
-        kernel: Takes a namespace with a ref, or None, under each name of `inputs`, `outputs` and `updates`.
-        name: What the launch is called in a profile.
-        grid: Programs per axis, those that should run side by side first.
-        inputs: Arrays that are read, scalars as 0-d arrays; None for those left out.
-        outputs: Arrays that are written.
-        updates: Arrays that are read and written in place.
-        num_warps: Warps per program.
-        num_stages: Software-pipelining depth of loops.
-        interpret: Runs the body on any platform, as plain JAX.
+        kernel: The body of one program. Its argument has an attribute for each name in `inputs`, `outputs` and `updates`.
+        name: The name of the launch in a profile.
+        grid: The number of programs along each axis. Programs along the first axis run next to each other.
+        inputs: Arrays that are read, by name. Scalars are 0-d arrays, and None stands for an array that is left out.
+        outputs: Arrays that are written, by name.
+        updates: Arrays that are read and written in place, by name.
+        num_warps: The number of warps per program.
+        num_stages: The software-pipelining depth of loops.
+        interpret: Whether to run the body as plain JAX, on any platform.
 
     Returns:
         The outputs and the updated arrays, by name.
@@ -100,12 +109,13 @@ def call(
     out_shape = dict(outputs) | {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in updates.items()}
 
     def body(*refs):
-        # An updated array is touched through its output ref alone: interpreted, its input ref keeps the old values.
+        # The kernel gets only the output reference of an updated array, because in interpret mode its input reference
+        # keeps the old values.
         read, written = refs[: len(given)], refs[len(given) + len(updates) :]
         by_name = (
             dict.fromkeys(inputs) | dict(zip(given, read, strict=True)) | dict(zip(out_shape, written, strict=True))
         )
-        kernel(SimpleNamespace(**by_name))
+        kernel(Refs(**by_name))
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
     results = pl.pallas_call(
@@ -115,7 +125,7 @@ def call(
         in_specs=[whole] * (len(given) + len(updates)),
         out_specs=[whole] * len(out_shape),
         input_output_aliases={len(given) + i: len(outputs) + i for i in range(len(updates))},
-        # Without Triton's own parameters JAX 0.10 lowers to Mosaic.
+        # Without Triton's own parameters JAX 0.10 would lower to Mosaic.
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,

@@ -1,57 +1,64 @@
-"""What kernels that advance states token by token share: one program per (block of a state's rows, head, batch row).
+"""The shared body of the kernels that advance states token by token.
 
-The programs of a batch row own disjoint rows of its state, so each may overwrite what it has read.
+There is one program per block of a state's rows, head, and row of the batch. The programs of one batch row own disjoint
+parts of its state, so each of them may overwrite the block that it has read.
 """
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
-
-Lanes = tuple[jax.Array, jax.Array]  # indices, and which of them exist
 
 
 class Recurrence(NamedTuple):
-    """What a kernel does with one head: all in terms of the tiles of its program."""
+    """The recurrence of one head, restricted to the tiles of a program.
 
-    take: Callable[[jax.Array], Any]  # token -> its inputs
-    parameters: Callable[[], Any]  # what is the same for all tokens
-    # parameters, inputs, states -> per tile, one after another: outputs and the new state
+    Attributes:
+        take: Loads the inputs of one token, given its index.
+        parameters: Loads the values that are the same for all tokens.
+        advance: Advances the states, one per tile, by one token: (parameters, inputs, states) -> for each tile its outputs
+            [tile] and its new state [segments, tile, segment].
+    """
+
+    take: Callable[[jax.Array], Any]
+    parameters: Callable[[], Any]
     advance: Callable[[Any, Any, list[jax.Array]], Iterable[tuple[jax.Array, jax.Array]]]
 
 
 def grid(out: jax.ShapeDtypeStruct, batch_rows: int, block: int) -> tuple[int, int, int]:
-    """Of `advance_rows`, for outputs [tokens, heads, state rows]."""
+    """Returns the grid of a kernel over `advance_rows` whose outputs are [tokens, heads, state rows]."""
     tokens, heads, state_rows = out.shape
-    # The programs of a batch row side by side. Tokens behind the last row get programs too, to zero them.
+    # The grid places the programs of one batch row next to each other. Padding tokens after the last row also get
+    # programs, which write zeros.
     return -(-state_rows // block), heads, max(tokens, batch_rows)
 
 
 def advance_rows(
-    refs: SimpleNamespace,
+    refs: Refs,
     block: int,
     tile: int,
     segment: int,
     recurrence: Callable[[jax.Array, list[Lanes], Lanes], Recurrence],
 ) -> None:
-    """The body of a kernel over `pool`, `out`, `layer`, `query_start_loc`, `read_block` and `write_blocks`.
+    """Runs the recurrence over all tokens of this program's row, and stores outputs and states.
 
     Args:
-        refs: Those, and whatever else `recurrence` reads.
-        block: State rows of a program.
-        tile: State rows of each of its tiles [segments, tile, segment].
-        segment: Elements of a state row that lie side by side in a tile.
-        recurrence: Takes the head, the state rows of each tile, and the columns, folded.
+        refs: `pool`, `out`, `layer`, `query_start_loc`, `read_block`, `write_blocks`, and what `recurrence` reads.
+        block: The number of state rows that a program owns.
+        tile: The number of state rows in each of the program's tiles [segments, tile, segment].
+        segment: The number of neighbouring elements of a state row that form a tile's last axis.
+        recurrence: Makes the head's recurrence, given the head, the state rows of each tile, and the state's columns
+            folded to [segments, segment].
     """
     tokens, batch_rows, window = refs.out.shape[0], refs.read_block.shape[0], refs.write_blocks.shape[1]
     _, _, _, state_rows, state_columns = refs.pool.shape
     state_block, head, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
-    # All that addresses depend on is loaded here, ahead of any branch: one trip to memory instead of one after another.
+    # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
     row = jnp.minimum(program, batch_rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[batch_rows]
     layer, read, first_write = refs.layer[...], refs.read_block[row], refs.write_blocks[row, 0]
@@ -86,7 +93,7 @@ def advance_rows(
             return
 
         def step(token, carry):
-            # The next token's inputs are on their way while this one's are used.
+            # The next token's inputs are loaded while this one's are used.
             following = jnp.minimum(token + 1, end - 1)
             upcoming = (refs.write_blocks[row, following - start], take(following))
             return *upcoming, finish(token, *carry)

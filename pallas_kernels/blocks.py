@@ -1,4 +1,7 @@
-"""Blocks of a layer in and out of a stacked pool, as plain XLA: NULL reads are zeros, NULL writes are dropped."""
+"""Reads and writes blocks of one layer of a stacked pool, as plain XLA.
+
+A pool is an array [layers, blocks, ...]. Reading NULL_BLOCK gives zeros, and writing it does nothing.
+"""
 
 from typing import Literal
 
@@ -6,23 +9,39 @@ import jax
 import jax.numpy as jnp
 
 NULL_BLOCK = 0
-# Of a convolution's window: "SD" is [window, channels], "DS" [channels, window].
+# How a convolution's window lies in its pool: "SD" is [window, channels], "DS" is [channels, window].
 WindowLayout = Literal["SD", "DS"]
 
 
 def per_row(condition: jax.Array, like: jax.Array) -> jax.Array:
-    """`condition[rows]` with trailing axes of size one, to select among whole rows of `like`."""
+    """Adds trailing axes of size one to `condition` [rows], so that it selects whole rows of `like` [rows, ...]."""
     return condition.reshape(condition.shape + (1,) * (like.ndim - condition.ndim))
 
 
 def read_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array) -> jax.Array:
-    """`pool[layer, block]` in float32, zeros for NULL_BLOCK: its bytes may be anything."""
+    """Reads blocks of one layer of a pool, in float32.
+
+    Args:
+        pool: Pool of states [layers, blocks, ...].
+        layer: The layer that is read. int32 scalar.
+        block: The blocks that are read, int32 of any shape. NULL_BLOCK reads as zeros, whatever its memory holds.
+
+    Returns:
+        The states, float32 [*block.shape, ...].
+    """
     states = pool.at[layer, block].get(mode="clip").astype(jnp.float32)
     return jnp.where(per_row(block != NULL_BLOCK, states), states, 0.0)
 
 
 def write_blocks(pool: jax.Array, layer: jax.Array, block: jax.Array, states: jax.Array) -> jax.Array:
-    """Sets `pool[layer, block] = states` where `block` is not NULL_BLOCK."""
+    """Writes states to blocks of one layer of a pool and returns the new pool.
+
+    Args:
+        pool: Pool of states [layers, blocks, ...]. It is updated in place if the enclosing jit donates it.
+        layer: The layer that is written. int32 scalar.
+        block: The blocks that are written, int32 of any shape. NULL_BLOCK skips the write.
+        states: The new states [*block.shape, ...], rounded to the pool's dtype.
+    """
     target = jnp.where(block != NULL_BLOCK, block, pool.shape[1])
     return pool.at[layer, target].set(states.astype(pool.dtype), mode="drop")
 
@@ -33,9 +52,12 @@ def places_to_keep(
     checkpoint_offset: jax.Array | None,
     checkpoint_block: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """After how many tokens of each row its state is kept, and in which block, [rows, checkpoints + 1].
+    """Lists the states that a prefill keeps: after how many tokens of each row, and in which block.
 
-    The final state is the checkpoint at the row's end. A row without tokens keeps nothing.
+    The final state is treated as one more checkpoint, at the row's end. A row without tokens keeps nothing.
+
+    Returns:
+        Offsets and blocks, each int32 [rows, checkpoints + 1].
     """
     length = jnp.diff(query_start_loc)[:, None]
     offset, block = length, write_block[:, None]
@@ -46,7 +68,7 @@ def places_to_keep(
 
 
 def write_kept(pool: jax.Array, layer: jax.Array, block: jax.Array, kept: jax.Array) -> jax.Array:
-    """Writes states [rows, places, ...] to the blocks [rows, places] of `places_to_keep`, one place after the other."""
+    """Writes the states [rows, places, ...] to the blocks [rows, places] that `places_to_keep` returned."""
     for n in range(block.shape[1]):
         pool = write_blocks(pool, layer, block[:, n], kept[:, n])
     return pool

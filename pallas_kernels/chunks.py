@@ -1,6 +1,6 @@
-"""Rows cut into chunks at multiples of the chunk size in the sequence's absolute position.
+"""Cuts rows into chunks that end at multiples of the chunk size in the sequence's absolute position.
 
-A state at such a position is then the same however the tokens before it were split over calls.
+The state at such a position is then the same bits, however the tokens before it were split over calls.
 """
 
 import functools
@@ -23,14 +23,16 @@ CHUNK_SIZE = 64
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """The chunks of a batch's prefill rows, in packed order: a list of fixed size, empty chunks behind the last.
+    """The chunks of a batch's prefill rows, in packed order. Make it with `chunk_rows`.
+
+    The number of chunks is fixed by the shapes of the batch; the list is padded with empty chunks after the last one.
 
     Attributes:
-        cu_chunk_seqlens: First packed token of each chunk, and the end of the last. [chunks + 1]
-        seq_idx: Row of each chunk, -1 behind the last. [chunks]
-        first_chunk_indices: Chunks in the rows before each. [rows]
-        last_chunk_indices: Last chunk of each row, -1 for a row of length zero, which has none. [rows]
-        chunk_size: Tokens of a cell of the grid of positions.
+        cu_chunk_seqlens: Index of each chunk's first packed token; the last entry is the end of the last chunk.
+        seq_idx: The row of each chunk, -1 for the padding after the last chunk.
+        first_chunk_indices: The number of chunks in all earlier rows, for each row.
+        last_chunk_indices: Index of each row's last chunk, -1 for a row without tokens, which has no chunk.
+        chunk_size: The distance in tokens between two positions at which chunks are cut.
     """
 
     cu_chunk_seqlens: Int32[Array, " chunks_plus_1"]
@@ -47,21 +49,23 @@ def chunk_rows(
     num_tokens: int,
     chunk_size: int = CHUNK_SIZE,
 ) -> Chunks:
-    """Cuts packed rows, the first new token of each at position `num_computed_tokens[row]`, into chunks.
+    """Cuts packed rows into chunks for the prefill ops.
 
-    A row's first chunk ends at the next multiple of `chunk_size`, its last at the row's end. On the device for JAX arrays
-    (jittable), on the host for NumPy arrays: the same numbers. Source: vLLM's `_compute_chunk_metadata`, vectorised, except
-    that a row of length zero has no chunk and -1 for its last. With `query_start_loc[:-1]` for positions the grid is that of
-    packed positions, which vLLM's `compute_varlen_chunk_metadata` cuts at.
+    A row's first chunk ends at the next multiple of `chunk_size` in the sequence, and its last chunk at the row's end. JAX
+    arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results.
+
+    Source: vLLM's `_compute_chunk_metadata`, vectorised, except that a row without tokens has no chunk and -1 as its last
+    one. If `num_computed_tokens` is `query_start_loc[:-1]`, rows are cut at multiples of the packed position, as vLLM's
+    `compute_varlen_chunk_metadata` does.
 
     Args:
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        num_computed_tokens: Absolute position of each row's first token.
-        num_tokens: Packed tokens, padding included: with the rows, what bounds the number of chunks.
-        chunk_size: Tokens of a cell of the grid of positions.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat it.
+        num_computed_tokens: Absolute position of each row's first token in its sequence.
+        num_tokens: Number of packed tokens, padding included. It and the number of rows determine the number of chunks.
+        chunk_size: The distance in tokens between two positions at which chunks are cut.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract, or there are no rows or chunk_size is not positive.
+        ValueError: if a shape or dtype breaks the contract, if there are no rows, or if `chunk_size` is not positive.
     """
     require(chunk_size >= 1, f"chunk_rows: chunk_size must be positive, got {chunk_size}")
     require(num_computed_tokens.shape[0] > 0, "chunk_rows: num_computed_tokens must have at least one row, got none")
@@ -70,9 +74,10 @@ def chunk_rows(
 
 
 def max_chunks(num_tokens: int, num_rows: int, chunk_size: int) -> int:
-    """A bound on the chunks that `num_tokens` in `num_rows` rows fall into, whatever position the rows start at."""
+    """Returns the most chunks into which `num_tokens` tokens of `num_rows` rows can fall, wherever the rows start."""
     # A row of n >= 1 tokens makes at most (n + 2 * (chunk_size - 1)) // chunk_size chunks, and never more than n.
-    # XLA would inline a loop over one chunk, and its bits could differ from those of a loop over many: hence 2.
+    # The result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from those
+    # of a loop over several.
     return max(2, min(num_tokens, (num_tokens + 2 * (chunk_size - 1) * num_rows) // chunk_size))
 
 
@@ -84,7 +89,7 @@ def _cut(xp: ModuleType, query_start_loc: Any, num_computed_tokens: Any, chunk_s
     first = stop - count
     chunk = xp.arange(max_chunks(num_tokens, num_rows, chunk_size) + 1, dtype=np.int32)
     row = xp.minimum(xp.searchsorted(stop, chunk, side="right"), num_rows - 1).astype(np.int32)
-    # Only a row's first chunk can start inside a cell of the grid.
+    # Only a row's first chunk can start between two positions at which chunks are cut.
     offset = xp.maximum((chunk - first[row]) * chunk_size - lead[row], 0)
     real = chunk < stop[-1]
     return Chunks(
@@ -107,7 +112,12 @@ def check_prefill(
     checkpoint_offset: jax.Array | None,
     checkpoint_block: jax.Array | None,
 ) -> None:
-    """Raises ValueError unless `chunks` fits these tokens and rows, and both checkpoint arguments are there or none."""
+    """Checks the arguments that all chunked prefill ops share.
+
+    Raises:
+        ValueError: in the name of op `name`, if `chunks` was made for other rows or tokens, or if only one of the two
+            checkpoint arguments is given.
+    """
     rows, bound = read_block.shape[0], max_chunks(tokens.shape[0], read_block.shape[0], chunks.chunk_size)
     came = chunks.first_chunk_indices.shape[0], chunks.seq_idx.shape[0]
     require(
@@ -119,22 +129,33 @@ def check_prefill(
 
 
 class Span(NamedTuple):
-    """Chunks as a loop over them sees them: int32, empty ones behind the last with `length` 0 and a clipped `row`."""
+    """The extent of each chunk, as a scan over the chunks needs it: one entry per chunk, or scalars inside the scan.
 
-    row: jax.Array
-    start: jax.Array  # first packed token
-    length: jax.Array
-    offset: jax.Array  # of `start`, from the row's first new token
+    Attributes:
+        row: The chunk's row, clipped to the existing rows for the padding after the last chunk.
+        start: Index of the chunk's first packed token.
+        length: The number of tokens in the chunk, 0 for padding.
+        offset: The number of tokens of the row before the chunk.
+    """
+
+    row: Int32[Array, "*chunks"]
+    start: Int32[Array, "*chunks"]
+    length: Int32[Array, "*chunks"]
+    offset: Int32[Array, "*chunks"]
 
 
 def spans(chunks: Chunks, query_start_loc: jax.Array) -> Span:
-    """What to scan over."""
+    """Returns the row, start, length and offset of each chunk, to scan over. `query_start_loc` is int32 [rows + 1]."""
     start, row = chunks.cu_chunk_seqlens[:-1], jnp.maximum(chunks.seq_idx, 0)
     return Span(row, start, jnp.diff(chunks.cu_chunk_seqlens), start - query_start_loc[row])
 
 
 def chunk_of_token(chunks: Chunks, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """For each packed token, its chunk and its place in it; out of range behind the last row."""
+    """Finds the chunk of each packed token and the token's index in that chunk.
+
+    Returns:
+        Chunks and indices, each int32 [num_tokens]. For tokens after the last row the chunk is out of range.
+    """
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     chunk = jnp.searchsorted(chunks.cu_chunk_seqlens[1:], token, side="right")
     return chunk, token - chunks.cu_chunk_seqlens[chunk]
@@ -148,19 +169,23 @@ def scan_chunks(
     offset: jax.Array,
     num_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs rows chunk after chunk, each of the same shape: that is what makes a split bit-identical.
+    """Advances the state of each row chunk by chunk, as plain XLA.
+
+    Every chunk runs in the same loop body of one shape. That is why results do not change by a bit when a row is split
+    between two chunks.
 
     Args:
-        advance: Takes a state, a function that takes a chunk's tokens [chunk, ...] of an array (0 where there is none), and
-            which there are [chunk]; returns the new state and the outputs [chunk, ...].
-        initial: State before each row. [rows, ...]
+        advance: Advances a state over one chunk: (state, take, live) -> (new state, outputs [chunk_size, ...]). `take(x)`
+            returns the chunk's tokens of an array x [tokens, ...], padded with 0 to chunk_size. `live`, bool [chunk_size],
+            is False for that padding.
+        initial: The state before each row, float32 [rows, ...].
         chunks: The rows' chunks.
-        query_start_loc: First token of each row.
-        offset: After how many tokens of a row its state is kept. [rows, places]
-        num_tokens: Packed tokens, padding included.
+        query_start_loc: Index of each row's first token, int32 [rows + 1].
+        offset: The numbers of tokens of each row after which its state is kept, int32 [rows, places].
+        num_tokens: Number of packed tokens, padding included.
 
     Returns:
-        The outputs [tokens, ...], 0 behind the last row, and the states kept [rows, places, ...].
+        The outputs [tokens, ...], which are 0 after the last row, and the kept states, float32 [rows, places, ...].
     """
     lane = jnp.arange(chunks.chunk_size, dtype=jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: named by the caller, or chosen by the platform at lowering."""
+"""Chooses the implementation of an op: the one that the caller names, or the platform's when the program is lowered."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class UnsupportedError(NotImplementedError):
-    """The implementation that was asked for by name can't run these arguments."""
+    """Raised if the implementation that the caller named cannot run these arguments."""
 
 
 @functools.cache
@@ -29,19 +29,21 @@ def dispatch(
     triton: Callable[..., Any],
     unsupported: str | None = None,
 ) -> Any:
-    """Runs `xla` or `triton` on `operands`. Logs a warning, once, where a GPU gets XLA because Triton can't run them.
+    """Runs an op by its "xla" or its "triton" implementation.
+
+    If the Triton kernel cannot run the arguments, a GPU runs the XLA implementation instead, and a warning is logged once.
 
     Args:
-        op: Its name, for messages.
-        implementation: A name, or None: Triton where the program is lowered for CUDA, XLA elsewhere.
-        operands: What both implementations take, as arrays.
-        xla: Takes any arguments.
-        triton: Takes what is not `unsupported`.
-        unsupported: Why Triton can't run these arguments; None if it can.
+        op: The op's name, for messages.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        operands: The arguments of both implementations: arrays, or None for optional ones that are left out.
+        xla: The XLA implementation. It accepts all arguments.
+        triton: The Triton implementation.
+        unsupported: The reason why the Triton implementation cannot run these arguments. None if it can.
 
     Raises:
-        UnsupportedError: "triton" was named and can't run these arguments.
-        ValueError: `implementation` is no known name.
+        UnsupportedError: if `implementation` is "triton" and `unsupported` gives a reason.
+        ValueError: if `implementation` is not a known name.
     """
     if implementation not in ("xla", "triton", None):
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")

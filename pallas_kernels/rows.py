@@ -1,23 +1,35 @@
-"""Packed rows: which row a token belongs to."""
+"""Packed rows: finds the row that each token belongs to."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 
 class TokenRows(NamedTuple):
-    """Where each packed token stands. Tokens behind the last row have `valid` False and a clipped `row`."""
+    """The place of each packed token.
 
-    row: jax.Array
-    offset: jax.Array
-    valid: jax.Array
+    Attributes:
+        row: The token's row, clipped to the existing rows for padding tokens.
+        offset: The token's index within its row.
+        valid: False for padding tokens, which belong to no row.
+    """
+
+    row: Int32[Array, " tokens"]
+    offset: Int32[Array, " tokens"]
+    valid: Bool[Array, " tokens"]
 
 
 def token_rows(query_start_loc: jax.Array, num_tokens: int) -> TokenRows:
-    """Finds the row of each of `num_tokens` packed tokens and the token's offset in it."""
+    """Finds the row of each packed token and the token's offset in that row.
+
+    Args:
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. int32 [rows + 1].
+        num_tokens: Number of packed tokens, padding included.
+    """
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Rows are few: to compare with all is one launch, to search is a loop of them.
+    # There are few rows. Comparing with all of them is one launch; a binary search is a loop of launches.
     row = jnp.searchsorted(query_start_loc[1:], token, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, query_start_loc.shape[0] - 2)
     valid = (token >= query_start_loc[0]) & (token < query_start_loc[-1])

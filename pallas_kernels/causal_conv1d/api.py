@@ -1,4 +1,4 @@
-"""Public functions of causal_conv1d: contract, checks, dispatch."""
+"""The public functions of causal_conv1d: their contracts, checks and dispatch."""
 
 import functools
 from typing import Literal
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_checkpoints, check_layout, checked, require
+from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
@@ -23,11 +24,12 @@ def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Act
     window, channels = pool.shape[2:] if layout == "SD" else pool.shape[:1:-1]
     require(channels == x.shape[1], f"{name}: pool must have {x.shape[1]} channels as {layout}, got {list(pool.shape)}")
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
-    require(2 <= width <= 5, f"{name}: weight must be 2 to 5 wide, got {width}")
+    require(2 <= width <= 5, f"{name}: weight must have 2 to 5 taps, got {width}")
     require(window >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {window}")
     require(activation in ("silu", None), f"{name}: activation must be 'silu' or None, got {activation!r}")
 
 
+@renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_update(
     x: Float[Array, "tokens channels"],
@@ -46,39 +48,43 @@ def causal_conv1d_update(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
-    """Advances decode and verify rows, keeping every position that acceptance may fall back to.
+    """Convolves the tokens of decode and verify rows causally, and keeps windows for every number of accepted tokens.
 
-    y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), u being the row's window followed by its tokens. The
-    window is rows window_row .. window_row + width-2 of the read block. The new block holds window rows 1 .. width-2 and
-    then all of the row's tokens, so that after accepting n of them the next read starts at row n - 1; the rows behind are
-    unspecified.
+    y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), where u is the row's window followed by its tokens. The window
+    is rows window_row .. window_row + width-2 of the read block. The new block holds rows 1 .. width-2 of that window and
+    then all of the row's tokens. After n of them have been accepted, the next step therefore reads from window row n - 1.
+    The rows of the new block after the last token are unspecified.
 
-    Numerics: products and sums in float32, tap by tap. Source: Dao-AILab/causal-conv1d `causal_conv1d_update` for the
-    operation, vLLM's speculative window for the layout. Outside a jit that donates `pool` the call copies the pool.
+    Numerics: products and sums are float32, tap by tap.
+
+    Sources: Dao-AILab/causal-conv1d's `causal_conv1d_update` for the operation, vLLM's speculative window for the layout.
 
     Args:
-        x: Tokens of all rows, packed.
-        pool: Windows, oldest input first, `window` >= width - 2 + the longest row, and best no more: the Triton kernel is
-            unrolled over as many tokens as fit. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        weight: Taps, the last one for the current token.
-        bias: Added before the activation.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
-        window_row: First window row to read: accepted tokens of the last step, less one.
-        write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
-        activation: "silu" or None.
-        layout: Of the pool's windows: "SD" [window, channels], or "DS" [channels, window], which has XLA alone.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        x: Inputs of all rows, packed.
+        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit donates
+            it, and copied otherwise. `window` is at least width - 2 + the length of the longest row. It is best not larger,
+            because the Triton kernel is unrolled over as many tokens as fit.
+        layer: The layer whose blocks are read and written.
+        weight: Taps; the last one is for the current token.
+        bias: Bias that is added before the activation, or None.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        read_block: The block that holds each row's window. NULL_BLOCK (0) reads as zeros.
+        window_row: The first window row that each row reads: the number of tokens accepted in the last step, minus one.
+        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own read
+            block.
+        activation: The activation function, "silu" or None.
+        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     _check("causal_conv1d_update", x, pool, weight.shape[0], activation, layout)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
@@ -87,6 +93,7 @@ def causal_conv1d_update(
     return _update(operands, activation, layout, implementation, config, interpret)
 
 
+@renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_prefill(
     x: Float[Array, "tokens channels"],
@@ -107,35 +114,40 @@ def causal_conv1d_prefill(
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
-    """Runs rows of any length, and keeps each row's last width-1 inputs (history included) in window rows 0 .. width-2.
+    """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
 
-    The same equation as `causal_conv1d_update`. A row's outputs and window are bit-identical however its tokens were
-    split over calls. "xla" differentiates. Outside a jit that donates `pool` the call copies the pool.
+    The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer than
+    width-1 tokens, the window starts with inputs from the old one. A row's outputs and window are the same bits, however
+    its tokens were split over calls. "xla" can be differentiated.
 
     Args:
-        x: Tokens of all rows, packed.
-        pool: Windows, oldest input first. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        weight: Taps, the last one for the current token.
-        bias: Added before the activation.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        read_block: Block that holds each row's window; NULL_BLOCK (0) gives zeros.
-        window_row: First window row to read (a chunk may follow a verify step).
-        write_block: Block that takes the new window; NULL_BLOCK skips. It may be the read block.
-        checkpoint_offset: Tokens of the row after which the window is kept as well, rising along a row.
-        checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
-        activation: "silu" or None.
-        layout: Of the pool's windows: "SD" [window, channels], or "DS" [channels, window], which has XLA alone.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        x: Inputs of all rows, packed.
+        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit donates
+            it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        weight: Taps; the last one is for the current token.
+        bias: Bias that is added before the activation, or None.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        read_block: The block that holds each row's window. NULL_BLOCK (0) reads as zeros.
+        window_row: The first window row that each row reads. It is not 0 if the chunk follows a verify step.
+        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own read
+            block.
+        checkpoint_offset: Numbers of tokens of the row after which the window is kept as well, in ascending order.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
+            may be the row's own read block.
+        activation: The activation function, "silu" or None.
+        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract, or if only one of the checkpoint arguments is given.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation, layout)
     check_checkpoints("causal_conv1d_prefill", checkpoint_offset, checkpoint_block)
@@ -148,7 +160,7 @@ def causal_conv1d_prefill(
 
 
 def _unsupported(layout: WindowLayout) -> str | None:
-    # A token's channels would lie `window` apart: no access of a warp could be one.
+    # In layout "DS" the channels of a token lie `window` elements apart, so a warp could not load them in one access.
     return None if layout == "SD" else "windows must be [window, channels] (layout='SD')"
 
 

@@ -1,13 +1,17 @@
-"""Public functions of gated_delta_rule: contract, checks, dispatch.
+"""The public functions of gated_delta_rule: their contracts, checks and dispatch.
 
-For one value head h with key head h // (value_heads // key_heads), state S [value_dim, key_dim] and token t:
+For one value head h with key head h // (value_heads // key_heads), its state S [value_dim, key_dim] and one token:
 
-    g = -exp(A_log) * softplus(a + dt_bias)                  or, bounded, lower_bound * sigmoid(exp(A_log) * (a + dt_bias))
-    beta = sigmoid(b)                                        or, with negative eigenvalues, 2 * sigmoid(b)
-    q, k = q / sqrt(sum(q^2) + 1e-6), likewise k;  q = q * scale
+    g = -exp(A_log) * softplus(a + dt_bias)
+    g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if `lower_bound` is given
+    beta = sigmoid(b)
+    beta = 2 * sigmoid(b)                                    if negative eigenvalues are allowed
+    q = q / sqrt(sum(q^2) + 1e-6) * scale
+    k = k / sqrt(sum(k^2) + 1e-6)
     S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q
 
-g is one number per head (gated delta net), or one per key channel (Kimi delta attention), which scales the columns of S.
+In a gated delta net g is one number per head. In Kimi delta attention it is one number per key channel and scales the
+columns of S.
 
 Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), with its UT transform for the chunked form; Kimi Team,
 "Kimi Linear" (2025) for the decay per channel; Grazzi et al., "Unlocking State-Tracking" (2024) for beta up to 2.
@@ -22,8 +26,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels._check import checked, require
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule import pallas_triton, pallas_triton_prefill, xla
+from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
+from pallas_kernels.gated_delta_rule.prefill import launch as pallas_triton_prefill
 
 
 @checked
@@ -39,20 +44,24 @@ def gated_delta_rule_gates(
     Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     Float32[Array, "tokens value_heads"],
 ]:
-    """The log decay g (<= 0) and the correction strength beta of raw projections, in float32.
+    """Computes the log decay g (at most 0) and the correction strength beta from raw projections, in float32.
 
-    `gated_delta_rule_update` computes the same inside its kernel; the other functions take these as arrays.
+    `gated_delta_rule_update` computes them inside its kernel; the other functions take them as arrays. The equations are at
+    the top of this file.
 
     Args:
-        a: Raw decay projection, per head or per key channel.
-        b: Raw beta projection.
-        A_log: Log decay rate per value head.
-        dt_bias: Added to `a`, whose trailing axes it has.
-        lower_bound: Least g of the bounded gate, < 0; None for the softplus gate.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+        a: Raw decay projection, per head, or per key channel for Kimi delta attention.
+        b: Raw projection of beta, per head.
+        A_log: Logarithm of the decay rate, per head.
+        dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
+        lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
+        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+
+    Returns:
+        g, which has the shape of `a`, and beta, which has the shape of `b`.
 
     Raises:
-        ValueError: a shape breaks the contract, or `lower_bound` isn't negative.
+        ValueError: if a shape breaks the contract, or if `lower_bound` is not negative.
     """
     _check_gates("gated_delta_rule_gates", a, dt_bias, lower_bound)
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
@@ -62,7 +71,7 @@ def gated_delta_rule_gates(
 def _check_gates(name: str, a: jax.Array, dt_bias: jax.Array, lower_bound: float | None) -> None:
     require(
         dt_bias.shape == a.shape[1:],
-        f"{name}: dt_bias must be of a's shape {a.shape[1:]} per token, got {dt_bias.shape}",
+        f"{name}: dt_bias must have the shape {a.shape[1:]} of one token of a, got {dt_bias.shape}",
     )
     require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
 
@@ -88,47 +97,49 @@ def gated_delta_rule_update(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
-    """Advances decode and verify rows token by token, from packed conv outputs and raw gates, in one launch.
+    """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
 
-    The state after token t of row r goes to write_blocks[r, t]. The equations stand at the top of this file.
+    It takes the convolution's outputs and the raw gates as the projections give them. The equations are at the top of this
+    file. The state after token t of row r is written to write_blocks[r, t].
 
-    Numerics: float32 throughout, the state rounded to the pool's dtype at each store only. A row's results do not depend
-    on other rows, bit for bit. Outside a jit that donates `pool` the call copies the pool.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's results
+    do not depend on other rows, to the bit.
 
     Args:
-        qkv: Convolved [queries | keys | values], heads in order; channels = 2 * key_heads * key_dim + value_heads *
-            value_dim.
-        a: Raw decay projection, per head or (Kimi delta attention) per key channel.
-        b: Raw beta projection.
-        A_log: Log decay rate per value head.
-        dt_bias: Added to `a`, whose trailing axes it has.
-        pool: States. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
-        write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
-            `window`. A block may be the row's own read block.
-        lower_bound: Least g of the bounded gate, < 0; None for the softplus gate.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-        scale: Of the queries; None is key_dim ** -0.5.
-        use_qk_l2norm: Whether queries and keys are normalised here.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        qkv: Outputs of the convolution, [queries | keys | values] of all rows, packed, the heads in order.
+            channels = 2 * key_heads * key_dim + value_heads * value_dim.
+        a: Raw decay projection, per head, or per key channel for Kimi delta attention.
+        b: Raw projection of beta, per head.
+        A_log: Logarithm of the decay rate, per head.
+        dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
+            has at most `window` tokens. A block may be the row's own read block.
+        lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
+        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in qkv's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in qkv's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_channels = qkv.shape[1] - value_heads * value_dim
     require(
         key_channels > 0 and key_channels % (2 * key_dim) == 0 and value_heads % (key_channels // (2 * key_dim)) == 0,
-        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels with "
-        f"key_heads dividing {value_heads}, got {qkv.shape[1]}",
+        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, where "
+        f"key_heads divides {value_heads}, got {qkv.shape[1]}",
     )
     _check_gates("gated_delta_rule_update", a, dt_bias, lower_bound)
     if qkv.shape[0] == 0 or read_block.shape[0] == 0:
@@ -157,32 +168,36 @@ def gated_delta_rule_recurrent(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
-    """`gated_delta_rule_update` from queries, keys, values, log decays and beta as they are.
+    """Runs the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
+
+    It differs from `gated_delta_rule_update` only in its inputs: they are given separately, and the gates are computed
+    already, for example by `gated_delta_rule_gates`.
 
     Args:
         q: Queries of all rows, packed.
-        k: Keys.
-        v: Values; value head h uses key head h // (value_heads // key_heads).
-        g: Log decay, <= 0, per head or per key channel.
+        k: Keys of all rows, packed.
+        v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
         beta: Correction strength, in [0, 2].
-        pool: States. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
-        write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
-            `window`. A block may be the row's own read block.
-        scale: Of the queries; None is key_dim ** -0.5.
-        use_qk_l2norm: Whether queries and keys are normalised here.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
+            has at most `window` tokens. A block may be the row's own read block.
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     _check_heads("gated_delta_rule_recurrent", k, v)
     if v.shape[0] == 0 or read_block.shape[0] == 0:
@@ -195,7 +210,7 @@ def gated_delta_rule_recurrent(
 def _check_heads(name: str, k: jax.Array, v: jax.Array) -> None:
     require(
         v.shape[1] % k.shape[1] == 0,
-        f"{name}: k must have a number of heads that divides v's {v.shape[1]}, got {k.shape[1]}",
+        f"{name}: the number of heads of k must divide v's {v.shape[1]}, got {k.shape[1]}",
     )
 
 
@@ -221,46 +236,51 @@ def gated_delta_rule_prefill(
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
-    """Runs rows of any length in chunks that end at multiples of `chunks.chunk_size` in the sequence's absolute position.
+    """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
 
-    The equations stand at the top of this file. With a float32 pool, states and outputs are bit-identical whether the
-    tokens ran whole, were split at a multiple of `chunks.chunk_size`, or resumed from a block. "xla" differentiates.
+    The equations are at the top of this file. Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute
+    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split at
+    the end of a chunk, or resumed from a block. "xla" can be differentiated.
 
-    Numerics: decays as exponentials of numbers that are not positive, or bounded, each sum of them as exact as if alone; the
-    triangular system by forward substitution; sums in float32. "xla" multiplies at Precision.HIGHEST. "triton" multiplies
-    bfloat16 inputs as they are with float32 values in two pieces of bfloat16 (2^-16; one, where only outputs depend on
-    them), and other inputs as float32 in three products of tf32 (2^-21). With a decay per key channel it decays bfloat16
-    keys to bfloat16 before it multiplies them, and takes one piece (2^-8) unless `config` says otherwise; section 6 of
-    docs/design.md says how little a token can decay there.
-    Outside a jit that donates `pool` the call copies the pool.
+    Numerics: sums are float32. Decays are exponentials of numbers that are not positive, or that are bounded, and each sum
+    of log decays is as exact as if it were computed alone. The triangular system is solved by forward substitution. "xla"
+    multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 inputs exactly with float32 values in two pieces of
+    bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other inputs as
+    float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys, rounds them to
+    bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single token's decay can be
+    there is described in docs/design.md, section 6.
 
     Args:
         q: Queries of all rows, packed.
-        k: Keys.
-        v: Values; value head h uses key head h // (value_heads // key_heads).
-        g: Log decay, <= 0, per head or per key channel.
+        k: Keys of all rows, packed.
+        v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
+        g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
         beta: Correction strength, in [0, 2].
-        pool: States. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        chunks: `chunk_rows` of the same rows.
-        read_block: Block of each row's initial state; NULL_BLOCK (0) gives zeros.
-        write_block: Where each row's final state goes; NULL_BLOCK skips. It may be the read block.
-        checkpoint_offset: Tokens of the row after which the state is kept as well, ends of chunks, rising along a row.
-        checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
-        scale: Of the queries; None is key_dim ** -0.5.
-        use_qk_l2norm: Whether queries and keys are normalised here.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernels; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernels' bodies as plain JAX, on any platform.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        chunks: The result of `chunk_rows` for the same rows.
+        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
+        write_block: The block that receives each row's final state. NULL_BLOCK skips the write. It may be the row's own
+            read block.
+        checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order. Each
+            must be the end of a chunk.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
+            may be the row's own read block.
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernels. None selects the default.
+        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
 
     Returns:
-        Outputs in v's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in v's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract, `chunks` is of other rows, or only one of the checkpoint arguments
-            is given.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract, if `chunks` was made for other rows, or if only one of the
+            checkpoint arguments is given.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     name = "gated_delta_rule_prefill"
     _check_heads(name, k, v)
@@ -270,7 +290,8 @@ def gated_delta_rule_prefill(
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    return _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret)
+    unsupported = pallas_triton_prefill.unsupported(chunks.chunk_size)
+    return _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, unsupported)
 
 
 _STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
@@ -302,8 +323,8 @@ def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret
     )
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "unsupported"))
+def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, unsupported):
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     return dispatch(
         "gated_delta_rule_prefill",
@@ -313,5 +334,5 @@ def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret):
         triton=functools.partial(
             pallas_triton_prefill.gated_delta_rule_prefill, **options, config=config, interpret=interpret
         ),
-        unsupported=pallas_triton_prefill.unsupported(operands[8].chunk_size),
+        unsupported=unsupported,
     )

@@ -1,6 +1,6 @@
-"""Public function of selective_scan: contract, checks, dispatch.
+"""The public function of selective_scan: its contract, checks and dispatch.
 
-The equations are selective_state_update's, with A per channel and state, and the rest per channel.
+The equations are those of selective_state_update, with A per channel and state, and dt, D and dt_bias per channel.
 
 Source: Gu, Dao, "Mamba" (2023).
 """
@@ -40,43 +40,46 @@ def selective_scan(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
-    """Runs rows of any length token by token, in one launch, and keeps each row's final state.
+    """Runs Mamba-1's recurrence over rows of any length, in one launch, and keeps each row's final state.
 
-    Numerics: float32 throughout, the state rounded to the pool's dtype at each store only. With a float32 pool, states
-    and outputs are bit-identical however a row's tokens were split over calls; a row's results do not depend on other
-    rows. "xla" differentiates. Outside a jit that donates `pool` the call copies the pool.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. With a float32
+    pool, states and outputs are the same bits, however a row's tokens were split over calls. A row's results do not depend
+    on other rows. "xla" can be differentiated.
 
     Args:
         x: Inputs of all rows, packed.
-        dt: Raw step sizes.
-        A: -exp(A_log).
-        B: Input projections; head h uses group h // (heads // groups).
-        C: Output projections, likewise.
-        pool: States. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        query_start_loc: First token of each row, from 0 on; the last entry ends the last row. Padding repeats it.
-        read_block: Block of each row's initial state; NULL_BLOCK (0) gives zeros.
-        write_block: Where each row's final state goes; NULL_BLOCK skips. It may be the read block.
-        checkpoint_offset: Tokens of the row after which the state is kept as well, rising along a row.
-        checkpoint_block: Where each checkpoint goes; NULL_BLOCK for none. It may be the row's read block.
-        D: Skip connection; None for none.
-        z: Raw gate of the outputs; None for none.
-        dt_bias: Added to `dt` before the softplus.
-        dt_softplus: Whether `dt` goes through a softplus.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        dt: Raw step sizes, per channel.
+        A: -exp(A_log), per channel and state.
+        B: Input projections. Head h uses group h // (heads // groups).
+        C: Output projections, in the same groups as B.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        query_start_loc: Index of each row's first token, starting at 0; the last entry is the end of the last row.
+            Padding rows repeat that entry.
+        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
+        write_block: The block that receives each row's final state. NULL_BLOCK skips the write. It may be the row's own
+            read block.
+        checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
+            may be the row's own read block.
+        D: Skip connection, or None.
+        z: Raw gate of the outputs, or None.
+        dt_bias: Bias that is added to `dt` before the softplus, or None.
+        dt_softplus: Whether a softplus is applied to `dt`.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract, or only one of the checkpoint arguments is given.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract, or if only one of the checkpoint arguments is given.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     require(
         x.shape[1] % B.shape[1] == 0,
-        f"selective_scan: B must have a number of groups that divides x's {x.shape[1]} heads, got {B.shape[1]}",
+        f"selective_scan: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
     check_checkpoints("selective_scan", checkpoint_offset, checkpoint_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:

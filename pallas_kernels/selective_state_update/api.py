@@ -1,11 +1,12 @@
-"""Public function of selective_state_update: contract, checks, dispatch.
+"""The public function of selective_state_update: its contract, checks and dispatch.
 
-For one head, its channels p, group g of B and C, state S [head_dim, state_dim] and token t:
+For one head with its group of B and C, its state S [head_dim, state_dim] and one token:
 
     dt = softplus(dt + dt_bias)
     S = exp(A * dt) * S + (dt * x) B^T;  y = S C + D * x;  y = y * silu(z)
 
-Mamba-2 has one A, D, dt and dt_bias per head. Mamba-1 has one head: A per channel and state, the rest per channel.
+Mamba-2 has one A, D, dt and dt_bias per head. Mamba-1 has one head, A per channel and state, and D, dt and dt_bias per
+channel.
 
 Sources: Gu, Dao, "Mamba" (2023); Dao, Gu, "Transformers are SSMs" (2024).
 """
@@ -43,43 +44,44 @@ def selective_state_update(
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
-    """Advances decode and verify rows token by token, in one launch. The equations stand at the top of this file.
+    """Runs Mamba's recurrence over decode and verify rows, in one launch, and keeps the state after each token.
 
-    The state after token t of row r goes to write_blocks[r, t].
+    The equations are at the top of this file. The state after token t of row r is written to write_blocks[r, t].
 
-    Numerics: float32 throughout, the state rounded to the pool's dtype at each store only. A row's results do not depend
-    on other rows, bit for bit. Outside a jit that donates `pool` the call copies the pool.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's results
+    do not depend on other rows, to the bit.
 
     Args:
         x: Inputs of all rows, packed.
         dt: Raw step sizes, per head or per channel.
         A: -exp(A_log), per head or per channel and state.
-        B: Input projections; head h uses group h // (heads // groups).
-        C: Output projections, likewise.
-        pool: States. Donate it: updated in place.
-        layer: Layer whose blocks are read and written.
-        query_start_loc: First token of each row; the last entry ends the last row. Padding repeats it.
-        read_block: Block of each row's state; NULL_BLOCK (0) gives zeros.
-        write_blocks: Where the state after each of the row's tokens goes; NULL_BLOCK skips. No row may be longer than
-            `window`. A block may be the row's own read block.
-        D: Skip connection, per head or per channel; None for none.
-        z: Raw gate of the outputs; None for none.
-        dt_bias: Added to `dt` before the softplus, per head or per channel.
-        dt_softplus: Whether `dt` goes through a softplus.
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        B: Input projections. Head h uses group h // (heads // groups).
+        C: Output projections, in the same groups as B.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        layer: The layer whose blocks are read and written.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
+            has at most `window` tokens. A block may be the row's own read block.
+        D: Skip connection, per head or per channel, or None.
+        z: Raw gate of the outputs, or None.
+        dt_bias: Bias that is added to `dt` before the softplus, per head or per channel, or None.
+        dt_softplus: Whether a softplus is applied to `dt`.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        Outputs in x's dtype, 0 for tokens behind the last row, and the pool.
+        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: a shape or dtype breaks the contract.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     require(
         x.shape[1] % B.shape[1] == 0,
-        f"selective_state_update: B must have a number of groups that divides x's {x.shape[1]} heads, got {B.shape[1]}",
+        f"selective_state_update: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool

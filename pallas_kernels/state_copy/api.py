@@ -1,4 +1,4 @@
-"""Public function of state_copy: contract, checks, dispatch."""
+"""The public function of state_copy: its contract, checks and dispatch."""
 
 import functools
 
@@ -6,12 +6,14 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, checked
+from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
 
+@renamed_keywords(row_offset="window_row")
 @checked
 def state_copy(
     pool: Float[Array, "layers blocks *state"],
@@ -24,37 +26,39 @@ def state_copy(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "layers blocks *state"]:
-    """Copies blocks of all layers inside one pool array, in one launch.
+    """Copies states from block to block inside one pool, for all layers at once, in one launch.
 
-    pool[:, destination[r]] = pool[:, source[r]], or with `window_row`, for conv windows [window, channels]:
-    pool[:, destination[r], i] = pool[:, source[r], i + window_row[r]] for i + window_row[r] < window; the window's last
-    rows keep what they held. Windows [channels, window] shift along their last axis. Copies are exact to the bit. A shift
-    within one block is memmove-safe.
+    Without `window_row`, row r of the batch copies a whole block: pool[:, destination[r]] = pool[:, source[r]].
 
-    Outside a jit that donates `pool` the call copies the whole pool.
+    With `window_row`, the pool holds windows [window, channels], and row r copies the window from its row window_row[r] on:
+    pool[:, destination[r], i] = pool[:, source[r], i + window_row[r]] for i + window_row[r] < window. The destination's last
+    window_row[r] window rows keep their values. Windows [channels, window] are shifted along their last axis.
+
+    Copies are exact to the bit. The source and destination of a shift may be the same block.
 
     Args:
-        pool: One pool array, layers stacked in front. Donate it: updated in place.
-        source: Block that each row reads; NULL_BLOCK (0) gives zeros.
-        destination: Block that each row writes; NULL_BLOCK skips the row, and so does a copy onto itself. No row may
-            read or write a block that another row writes (unchecked).
-        window_row: First window row that is read, in [0, window); None copies whole blocks.
-        layout: Of the windows that `window_row` shifts: "SD" [window, channels] or "DS" [channels, window].
-        implementation: "xla" or "triton"; None is Triton on CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernel; None takes the tuned or heuristic one.
-        interpret: Runs the Triton kernel's body as plain JAX, on any platform.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        source: The block that each row reads. NULL_BLOCK (0) reads as zeros.
+        destination: The block that each row writes. NULL_BLOCK skips the row, and a copy of a block onto itself does
+            nothing. No row may read or write a block that another row writes; this is not checked.
+        window_row: The first window row that each row reads, in [0, window). None copies whole blocks.
+        layout: The layout of the windows that `window_row` shifts: "SD" [window, channels] or "DS" [channels, window].
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        The pool with only the destination blocks changed.
+        The updated pool. Only the destination blocks have changed.
 
     Raises:
-        ValueError: a shape or dtype breaks the annotations, or `window_row` comes with states that are no windows.
-        UnsupportedError: `implementation` was named and can't run these arguments.
+        ValueError: if a shape or dtype breaks the contract, or if `window_row` is given for states that are not windows.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     check_layout("state_copy", layout)
     if window_row is not None and pool.ndim != 4:
         raise ValueError(
-            f"state_copy: window_row needs a pool [layers, blocks, window, channels] or transposed, got {list(pool.shape)}"
+            "state_copy: window_row needs a pool [layers, blocks, window, channels] or [layers, blocks, channels, window], "
+            f"got {list(pool.shape)}"
         )
     if pool.ndim < 4:
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")

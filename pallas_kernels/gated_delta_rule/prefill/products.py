@@ -1,0 +1,262 @@
+"""The first prefill kernel: for each chunk, the decayed products of its keys and queries with its keys, and its decays.
+
+It writes the triangular `system` (L in __init__.py) for the inverse, and `attention`, the products of queries with keys.
+With one decay per head it also writes the factors that scale a chunk's keys and queries (`scales`). With a decay per key
+channel, products cannot be scaled afterwards, and it writes the decayed keys and queries themselves.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._pallas_triton import Refs
+from pallas_kernels.gated_delta_rule.prefill.tiles import as_operand, iota, key_lanes, store_pieces
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+
+_MAX_KEYS = (
+    64  # keys in a tile of `products_per_channel`, where a whole head's would not fit into a program's registers
+)
+_MAX_EXPONENT = 112.0  # bound on the exponent, to base 2, of a decay that is undone; it leaves room for what it scales
+
+
+def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Sums log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
+
+    Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists of
+    multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. The unit follows the
+    size of the total, which adding and subtracting a large number does without a conversion to integers. `x` must have been
+    loaded from memory: a product could be fused into one of its uses and have other bits there. ssd's log decays are such
+    products, which is why ssd cuts them on a fixed grid instead.
+    """
+    magic = -4.0 * jnp.sum(x, axis=0)
+    coarse = (x + magic) - magic
+    return [(jnp.cumsum(part, axis=0), jnp.sum(part, axis=0)) for part in (coarse, x - coarse)]
+
+
+def _decay(*differences: jax.Array) -> jax.Array:
+    """Returns the decay for the sum of differences of log decays. Rounding may leave that sum above 0, so it is clipped."""
+    return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
+
+
+def _products_of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the product of each row of `x` with the same row of `y`, [rows]."""
+    return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
+
+
+def _norm(squares: jax.Array, use_qk_l2norm: bool) -> jax.Array:
+    """Returns the factors that normalise vectors, given the sums of their squares; 1 if they are not to be normalised."""
+    return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
+
+
+def products(
+    refs: Refs,
+    key_head: jax.Array,
+    chunk: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    size: int,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool,
+) -> None:
+    """Handles one chunk and key head, with one decay per value head: all value heads of that key head.
+
+    Args:
+        refs: Reads `q`, `k`, `g`, `beta`. Writes `system`, `attention`, `scales`, `decay`.
+        key_head: The key head.
+        chunk: The chunk, which is not empty.
+        start: Index of the chunk's first token.
+        end: Index after the chunk's last token.
+        size: The chunk size.
+        scale: Factor of the queries.
+        use_qk_l2norm: Whether queries and keys are normalised.
+        interpret: Whether the kernel runs as plain JAX.
+    """
+    _, key_heads, key_dim = refs.k.shape
+    repeats = refs.beta.shape[1] // key_heads
+    lane, later, earlier = iota((size,), 0), iota((size, size), 0), iota((size, size), 1)
+    key, key_inside = pt.lanes(0, key_lanes(key_dim), key_dim)
+    token = start + lane
+    inside = token < end
+
+    def tile(ref):
+        mask = inside[:, None] & key_inside[None, :]
+        return as_operand(pt.load(ref.at[token[:, None], key_head, key[None, :]], mask=mask, other=0.0))
+
+    # Inputs are multiplied as they are, and the products are scaled afterwards.
+    product = functools.partial(dot, contract=(1, 1), interpret=interpret)
+    q, k = tile(refs.q), tile(refs.k)
+    q_norm = scale * _norm(_products_of_rows(q, q), use_qk_l2norm)
+    k_norm = _norm(_products_of_rows(k, k), use_qk_l2norm)
+    keys = jnp.where(earlier < later, product(k, k) * (k_norm[:, None] * k_norm[None, :]), 0.0)
+    queries = jnp.where(earlier <= later, product(q, k) * (q_norm[:, None] * k_norm[None, :]), 0.0)
+
+    def of_value_head(n, _):
+        head = key_head * repeats + n
+
+        def take(ref):
+            return pt.load(ref.at[token, head], mask=inside, other=0.0)
+
+        (coarse, coarse_total), (fine, fine_total) = _sums_on_scaled_grid(take(refs.g))
+        between = _decay(coarse[:, None] - coarse[None, :], fine[:, None] - fine[None, :])
+        at = head, chunk, lane[:, None], lane[None, :]
+        pt.store(refs.system.at[at], between * keys * take(refs.beta)[:, None])
+        store_pieces(refs.attention, between * queries, *at)
+        before, after = _decay(coarse, fine), _decay(coarse_total - coarse, fine_total - fine)
+        for kind, values in enumerate((before * k_norm, before * q_norm, after * k_norm)):
+            pt.store(refs.scales.at[jnp.int32(kind), head, chunk, lane], values)
+        refs.decay[head, chunk] = _decay(coarse_total, fine_total)
+
+    jax.lax.fori_loop(0, repeats, of_value_head, None)
+
+
+def _halves(size: int, last: int) -> list[int]:
+    """Returns the lengths of the halves of a chunk, of the halves of its halves, and so on, down to `last` tokens."""
+    return [1 << n for n in reversed(range(last.bit_length() - 1, size.bit_length() - 1))]
+
+
+def decay_spans(size: int, last: int) -> jax.Array:
+    """Returns the matrices that sum log decays over spans of tokens, bfloat16 [spans, size, size].
+
+    Row i of a matrix has 1 (or -1) for the tokens whose log decays are added to (or subtracted from) the exponent of token
+    i. There is one matrix per length of `_halves`, then the one for blocks of `last` tokens that are decayed from their
+    middles, the one for all tokens up to i, and the one for all tokens after i.
+    """
+    row, column = np.arange(size)[:, None], np.arange(size)[None, :]
+    halves = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in _halves(size, last)]
+    middle = row // last * last + last // 2
+    in_block = 1 * ((middle <= column) & (column <= row)) - 1 * ((row < column) & (column < middle))
+    return jnp.asarray(np.stack([*halves, in_block, column <= row, column > row]), jnp.bfloat16)
+
+
+def last_block(decayed_keys: jax.ShapeDtypeStruct) -> int:
+    """Returns the number of tokens in a block that is decayed from its middle.
+
+    Within such a block a single token's decay counts as no less than 2^-14 if decayed keys are one bfloat16, and as no less
+    than 2^-28 otherwise. `decayed_keys` is the array of decayed keys, [pieces, ...].
+    """
+    return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
+
+
+def products_per_channel(
+    refs: Refs,
+    head: jax.Array,
+    chunk: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    *,
+    size: int,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool,
+) -> None:
+    """Handles one chunk and value head, with a decay per key channel.
+
+    Such a decay cannot scale a product of keys afterwards: queries and keys are decayed first. The chunk is cut into
+    halves, the halves into halves, and so on. To multiply tokens of the later half with tokens of the earlier half, the
+    later tokens are decayed from the cut on and the earlier ones up to the cut. No exponent is then positive. The last
+    blocks are decayed from their middles, forwards and backwards, where exponents are bounded.
+
+    Args:
+        refs: Reads `q`, `k`, `g`, `beta`, `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`, `k_before`,
+            `k_after`, `decay`.
+        head: The value head.
+        chunk: The chunk, which is not empty.
+        start: Index of the chunk's first token.
+        end: Index after the chunk's last token.
+        size: The chunk size.
+        scale: Factor of the queries.
+        use_qk_l2norm: Whether queries and keys are normalised.
+        interpret: Whether the kernel runs as plain JAX.
+    """
+    _, key_heads, key_dim = refs.k.shape
+    key_head = head // (refs.beta.shape[1] // key_heads)
+    lane, row, column = iota((size,), 0), iota((size, size), 0), iota((size, size), 1)
+    token = start + lane
+    live = token < end
+    product = functools.partial(dot, interpret=interpret)
+    exact, count = refs.k.dtype == jnp.bfloat16, refs.k_before.shape[0]
+    last = last_block(refs.k_before)
+    levels = len(_halves(size, last))
+    tile = min(key_lanes(key_dim), _MAX_KEYS)
+    tiles = key_lanes(key_dim) // tile
+
+    def split(x: jax.Array, count: int) -> Operand:
+        return pieces(x, count) if exact else x
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    def take(n):
+        """Loads q, k and log2 decays of tile n. Returns them, the tile's key indices, and which of these exist."""
+        key, inside = pt.lanes(n, tile, key_dim)
+        mask = live[:, None] & inside[None, :]
+
+        def load(ref, head):
+            return pt.load(ref.at[token[:, None], head, key[None, :]], mask=mask, other=0.0)
+
+        q, k = as_operand(load(refs.q, key_head)), as_operand(load(refs.k, key_head))
+        return q, k, pt.LOG2_E * load(refs.g, head), key, inside
+
+    def over_spans(g: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
+        """Returns a function that sums the log decays over the span with a given number, each sum on its own."""
+        parts = pieces(g, 2 if exact else 3)
+        return lambda span: product(pt.load(refs.spans.at[jnp.int32(span), lane[:, None], lane[None, :]]), parts)
+
+    def multiply(keys, queries, earlier):
+        """Returns the products of decayed keys, and those of decayed queries, with decayed earlier keys."""
+        earlier = split(earlier, count)
+        of_keys = product(split(keys, count), earlier, contract=(1, 1))
+        return of_keys, product(split(queries, 1), earlier[:1] if exact else earlier, contract=(1, 1))
+
+    def of_squares(n, carry):
+        q, k, _, _, _ = take(n)
+        return [x + _products_of_rows(y, z) for x, (y, z) in zip(carry, ((q, q), (k, k), (q, k)), strict=True)]
+
+    def of_tile(n, carry):
+        q, k, g, _, _ = take(n)
+        sums = over_spans(jnp.maximum(g, -_MAX_EXPONENT / (last // 2)))
+
+        def of_level(level, carry):
+            decay = jnp.exp2(sums(level))
+            decayed = wide(k) * decay
+            # The products of an earlier half's keys with the tokens of the half after it.
+            half = lane >> (size.bit_length() - 2 - level)
+            across = jnp.where(half % 2 == 1, half - 1, -1)[:, None] == half[None, :]
+            both = multiply(decayed, wide(q) * decay, decayed)
+            return [total + jnp.where(across, x, 0.0) for total, x in zip(carry, both, strict=True)]
+
+        exponents = sums(levels)
+        forwards, backwards = jnp.exp2(exponents), jnp.exp2(-exponents)
+        in_block = (row // last == column // last) & (column < row)
+        both = multiply(wide(k) * forwards, wide(q) * forwards, wide(k) * backwards)
+        carry = [total + jnp.where(in_block, x, 0.0) for total, x in zip(carry, both, strict=True)]
+        return jax.lax.fori_loop(0, levels, of_level, carry)
+
+    # The squares have a loop of their own, because the other one has no registers to spare.
+    vector, square = jnp.zeros((size,), jnp.float32), jnp.zeros((size, size), jnp.float32)
+    qq, kk, qk = jax.lax.fori_loop(0, tiles, of_squares, [vector] * 3)
+    q_norm, k_norm = scale * _norm(qq, use_qk_l2norm), _norm(kk, use_qk_l2norm)
+    keys, queries = jax.lax.fori_loop(0, tiles, of_tile, [square] * 2)
+    queries = jnp.where(row == column, qk[:, None], queries)
+    beta = pt.load(refs.beta.at[token, head], mask=live, other=0.0)
+    at = head, chunk, lane[:, None], lane[None, :]
+    pt.store(refs.system.at[at], keys * (beta * k_norm)[:, None] * k_norm[None, :])
+    store_pieces(refs.attention, queries * q_norm[:, None] * k_norm[None, :], *at)
+
+    def of_ends(n, _):
+        q, k, g, key, inside = take(n)
+        q, k, sums = wide(q) * q_norm[:, None], wide(k) * k_norm[:, None], over_spans(g)
+        before, after = jnp.exp2(sums(levels + 1)), jnp.exp2(sums(levels + 2))
+        at, mask = (head, chunk, lane[:, None], key[None, :]), jnp.broadcast_to(inside[None, :], (size, tile))
+        for ref, values in ((refs.k_before, before * k), (refs.q_before, before * q), (refs.k_after, after * k)):
+            store_pieces(ref, values, *at, mask=mask)
+        pt.store(refs.decay.at[head, chunk, key], jnp.exp2(jnp.sum(g, axis=0)), mask=inside)
+
+    jax.lax.fori_loop(0, tiles, of_ends, None)
