@@ -4,10 +4,12 @@ This is the only file that knows them. It imports no JAX, because modules that w
 in the next release, delete this file, its uses, and tests/test_deprecated.py.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import operator
 import sys
 import types
 import warnings
@@ -28,6 +30,10 @@ MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "mamba_align_jax.metadata.block_idx": (
             "mamba_align_jax.vllm_compat.block_idx",
             "mamba_align_jax.align.interior",
+        ),
+        "mamba_align_jax.metadata.attention": (
+            "mamba_align_jax.metadata.step_inputs",
+            "mamba_align_jax.metadata.layer_step",
         ),
         "mamba_align_jax.models.checkpoint": ("mamba_align_jax.models.weights",),
         "mamba_align_jax.engine.demo": ("mamba_align_jax.demo",),
@@ -124,17 +130,18 @@ def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
     """Makes a class accept old fields as well, as keywords and as attributes: `renamed_fields(old="new")`.
 
     It goes above `dataclass`, or above a NamedTuple, and changes the class in place. `dataclasses.replace` takes the old
-    names, too.
+    names, too. A new name may lead through another field, as "pages.positions": the old one is then an attribute only.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         is_tuple = issubclass(cls, tuple)
         make: Any = cls.__new__ if is_tuple else cls.__init__
+        keyword_names = {old: new for old, new in names.items() if "." not in new}
 
         @functools.wraps(make)
         def accept(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            if names.keys() & keywords.keys():
-                keywords = _with_new_keywords(cls.__name__, names, keywords)
+            if keyword_names.keys() & keywords.keys():
+                keywords = _with_new_keywords(cls.__name__, keyword_names, keywords)
             return make(self, *arguments, **keywords)
 
         setattr(cls, "__new__" if is_tuple else "__init__", accept)
@@ -148,9 +155,73 @@ def renamed_fields(**names: str) -> Callable[[type[T]], type[T]]:
 def _old_attribute(owner: str, old: str, new: str) -> property:
     def get(self: Any) -> Any:
         _warn(f"{owner}.{old} is now {owner}.{new}", stacklevel=2)
-        return getattr(self, new)
+        return operator.attrgetter(new)(self)
 
     return property(get, doc=f"The old name of `{new}`.")
+
+
+def old_mixer_call(call: Callable[..., T]) -> Callable[..., T]:
+    """Makes a mixer's `__call__(x, at, *pools)` accept the arguments that it had before `LayerStep`.
+
+    They were `(x, split, chunks, *pools, layer, group=, num_decode_tokens=, implementation=)`, and of attention layers
+    `(x, step_inputs, keys, values, layer)`.
+    """
+
+    @functools.wraps(call)
+    def wrapper(self: Any, x: Any, *arguments: Any, **keywords: Any) -> T:
+        from mamba_align_jax.metadata.layer_step import LayerStep
+        from mamba_align_jax.metadata.rows import RowSplit
+        from mamba_align_jax.metadata.step_inputs import StepInputs
+
+        if not arguments or not isinstance(arguments[0], RowSplit | StepInputs):
+            return call(self, x, *arguments, **keywords)
+        _warn(f"the arguments of {type(self).__name__} are now (x, LayerStep, *pools)", stacklevel=2)
+        first, *rest, layer = arguments
+        if isinstance(first, StepInputs):
+            return call(self, x, first.layer(layer), *rest)
+        split = dataclasses.replace(first, num_decode_tokens=keywords.pop("num_decode_tokens", None))
+        chunks, *pools = rest
+        return call(self, x, LayerStep(rows=split, chunks=chunks, layer=layer, **keywords), *pools)
+
+    return wrapper
+
+
+def dropped_fields(**derive: Callable[[Any], Any]) -> Callable[[type[T]], type[T]]:
+    """Makes a dataclass accept fields that it no longer has. Their values are ignored.
+
+    Args:
+        derive: By the old field's name, a function that computes the old attribute from an instance.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        make: Any = cls.__init__
+
+        @functools.wraps(make)
+        def accept(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            for name in derive.keys() & keywords.keys():
+                warn_dropped(f"{cls.__name__}: field {name!r}", stacklevel=2)
+                del keywords[name]
+            return make(self, *arguments, **keywords)
+
+        setattr(cls, "__init__", accept)  # noqa: B010 - type checkers allow no assignment to it
+        for name, function in derive.items():
+            setattr(cls, name, _dropped_attribute(cls.__name__, name, function))
+        return cls
+
+    return decorate
+
+
+def _dropped_attribute(owner: str, name: str, derive: Callable[[Any], Any]) -> property:
+    def get(self: Any) -> Any:
+        warn_dropped(f"{owner}.{name}", stacklevel=2)
+        return derive(self)
+
+    return property(get, doc="A field that goes in the next release.")
+
+
+def warn_dropped(what: str, stacklevel: int = 2) -> None:
+    """Warns that `what` has no use any more. `stacklevel` counts as in `warnings.warn`, from the caller of this function."""
+    warnings.warn(f"{what} has no use and goes in the next release", DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 def renamed_value(argument: str, value: T, names: Mapping[T, T]) -> T:

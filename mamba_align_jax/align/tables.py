@@ -1,4 +1,4 @@
-"""Block tables on the device: which physical block each column of each slot has."""
+"""Block tables on the device: the block id of each column of each slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,29 +15,38 @@ from pallas_kernels import NULL_BLOCK
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class BlockTables:
-    """`blocks` is int32 [groups, slots, columns]. Entries of released or skipped columns are stale and never used."""
+    """The block ids of all columns.
+
+    Attributes:
+        blocks: int32 [groups, slots, columns]. Entries of released or skipped columns are stale and are never used.
+    """
 
     blocks: jax.Array
 
     @classmethod
     def create(cls, spec: AlignConfig) -> "BlockTables":
-        """Tables without blocks."""
+        """Creates tables in which every entry is NULL_BLOCK."""
         shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
         return cls(blocks=jnp.full(shape, NULL_BLOCK, jnp.int32))
 
     def check(self, spec: AlignConfig) -> None:
-        """Raises ValueError unless the tables have the configuration's groups and slots, and columns for every window."""
-        least = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
-        if self.blocks.ndim != 3 or self.blocks.shape[:2] != least[:2] or self.blocks.shape[2] < least[2]:
+        """Raises ValueError unless the tables have the groups and slots of `spec`, and at least its columns."""
+        wanted = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+        if self.blocks.ndim != 3 or self.blocks.shape[:2] != wanted[:2] or self.blocks.shape[2] < wanted[2]:
             raise ValueError(
-                f"BlockTables: blocks must be [groups, slots, columns] = {list(least)}, or more columns, "
+                f"BlockTables: blocks must be [groups, slots, columns] = {list(wanted)}, or more columns, "
                 f"got {list(self.blocks.shape)}"
             )
 
     def lookup(self, slot: jax.Array, column: jax.Array) -> jax.Array:
-        """Blocks [groups, *slot.shape] of columns; NULL_BLOCK where the column is negative or behind the row's end."""
+        """Returns the blocks of columns, int32 [groups, *column.shape].
+
+        Args:
+            slot: int32, in a shape that broadcasts with that of `column`.
+            column: int32. NULL_BLOCK is returned for a column that is negative or beyond the last one.
+        """
         inside = (column >= 0) & (column < self.blocks.shape[2])
-        # Gathers clamp: an unchecked column would silently read its neighbour's block.
+        # A gather clamps its indices, so a column that is out of range would silently read another column's block.
         blocks = self.blocks[:, jnp.maximum(slot, 0), jnp.clip(column, 0, self.blocks.shape[2] - 1)]
         return jnp.where(inside, blocks, NULL_BLOCK)
 
@@ -45,7 +54,7 @@ class BlockTables:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TableUpdates:
-    """Entries to set, int32 [updates] each; slot -1 for padding."""
+    """Entries of the block tables to set. int32 [updates] each. An update with slot -1 is padding."""
 
     group: jax.Array
     slot: jax.Array
@@ -60,19 +69,32 @@ class TableUpdates:
         entries: Sequence[tuple[int, int, int, int]],
         put: Put = jax.device_put,
     ) -> "TableUpdates":
-        """Pads (group, slot, column, block) entries to `bucket`; for `put` see `StepBatch.from_host`.
+        """Checks (group, slot, column, block) entries and pads them to `bucket`.
+
+        Args:
+            spec: The configuration.
+            bucket: Entries of the result.
+            entries: May repeat an entry, but not give two blocks to one place.
+            put: See `StepBatch.from_host`.
 
         Raises:
-            ValueError: too many entries, or one out of range, named.
+            ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different blocks
+                to one place.
         """
         if len(entries) > bucket:
-            raise ValueError(f"TableUpdates: at most {bucket} entries, got {len(entries)}")
+            raise ValueError(f"TableUpdates: entries must be at most bucket = {bucket}, got {len(entries)}")
         limits = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
+        blocks: dict[tuple[int, ...], int] = {}
         for number, (*place, block) in enumerate(entries):
             if any(not 0 <= x < limit for x, limit in zip(place, limits, strict=True)) or block < 0:
                 raise ValueError(
                     f"TableUpdates: entry {number} must be (group, slot, column) inside {limits} and a block >= 0, "
                     f"got {(*place, block)}"
+                )
+            first = blocks.setdefault(tuple(place), block)
+            if first != block:
+                raise ValueError(
+                    f"TableUpdates: (group, slot, column) {tuple(place)} must have one block, got {first} and {block}"
                 )
         padded = np.full((4, bucket), -1, np.int32)
         padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
@@ -81,7 +103,7 @@ class TableUpdates:
 
 
 def update_block_tables(tables: BlockTables, updates: TableUpdates) -> BlockTables:
-    """Sets entries. Donate `tables`."""
+    """Returns the tables with the entries of `updates` set. A jitted caller may donate `tables`."""
     slot = jnp.where(updates.slot >= 0, updates.slot, tables.blocks.shape[1])
     blocks = tables.blocks.at[updates.group, slot, updates.column].set(updates.block, mode="drop")
     return BlockTables(blocks=blocks)

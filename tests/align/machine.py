@@ -319,9 +319,8 @@ class Machine(RuleBasedStateMachine):
                 num_sampled[r] = len(rows) % (2 + max(row.drafts, 0))
         type(self).steps += any(row.inputs for row in rows)
         ends = np.cumsum([0, *(len(row.inputs) for row in rows)]).tolist()
-        fields = [(row.slot, row.drafts, row.drafts < 0) for row in rows]
-        slots, drafts, prefilling = zip(*fields, strict=True) if fields else ((), (), ())
-        batch = StepBatch.from_host(self.spec, ROWS, slots, ends, drafts, prefilling)
+        slots, drafts = [row.slot for row in rows], [row.drafts for row in rows]
+        batch = StepBatch.from_host(self.spec, ROWS, slots, ends, drafts)
         slots, computed = zip(*entering, strict=True) if entering else ((), ())
         additions = Additions.from_host(self.spec, SLOTS, slots, computed)
         mirrored = [(g, *place, (b, self.num_blocks - b)[g]) for *place, b in entries for g in (0, 1)]

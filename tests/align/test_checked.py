@@ -58,7 +58,7 @@ def arguments(spec, step):
     return (
         TableUpdates.from_host(spec, UPDATES, entries),
         Additions.from_host(spec, SLOTS, slots_in, computed),
-        StepBatch.from_host(spec, ROWS, slots, loc, drafts, [n < 0 for n in drafts]),
+        StepBatch.from_host(spec, ROWS, slots, loc, drafts),
         jnp.asarray(np.array(sampled + [9] * (ROWS - len(sampled)), np.int32)),
     )
 

@@ -117,7 +117,7 @@ def make_step(spec, num_decode_rows, implementation):
 
 def arguments(spec, num_tokens, dtype):
     """Shapes of everything that a step takes; the first three are donated."""
-    batch = StepBatch.from_host(spec, ROWS, [], [0], [], [])
+    batch = StepBatch.from_host(spec, ROWS, [], [0], [])
     return jax.eval_shape(
         lambda: (
             StatePool.create(spec, BLOCKS),

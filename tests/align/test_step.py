@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def test_idle_rows_leave_state_and_pool_as_they_were(rng, slots, policy, K):
     pool = fill_pool(spec, rng)
     # Rows without tokens may be chunks, decode or verify rows, and sample anything.
     drafts = [min(r - 1, K) if slot >= 0 else -1 for r, slot in enumerate(slots)]
-    batch = StepBatch.from_host(spec, 6, slots, [0] * (1 + len(slots)), drafts, [False] * len(slots))
+    batch = StepBatch.from_host(spec, 6, slots, [0] * (1 + len(slots)), drafts)
     step = jax.jit(functools.partial(run, spec))
     after = step(state, pool, batch, jnp.arange(6, dtype=jnp.int32), tables)
     assert bits(after) == bits((state, pool))
@@ -96,7 +97,7 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
     # Slot 2 was at 13 with 3 accepted in window 2 .. 4. A verify row of 3 crosses to column 3, and reaches 16.
-    batch = StepBatch.from_host(spec, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1], [True, False, False])
+    batch = StepBatch.from_host(spec, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1])
     after, moved = run(spec, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [6, 7, 16, 0])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 1, 1])
@@ -112,7 +113,7 @@ def test_lost_states_are_counted(policy):
     spec = make_spec(policy=policy)
     state, tables = running(spec)
     # Slot 0 goes on from column 1, slot 1 from columns 2 and 1, slot 2 from columns 4 and 2; slot 3 is fresh.
-    batch = StepBatch.from_host(spec, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0], [False] * 5)
+    batch = StepBatch.from_host(spec, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0])
     counts = {
         (): 0,
         ((1, 0, 1),): 1,
@@ -145,7 +146,7 @@ def moves_states(text):
 
 def step_parts(spec, rng):
     state, tables = running(spec)
-    batch = StepBatch.from_host(spec, 2, [0, 1], [0, 1, 2], [0, 0], [False, False])
+    batch = StepBatch.from_host(spec, 2, [0, 1], [0, 1, 2], [0, 0])
     state, indices = begin_step(spec, state, batch, tables)
     return state, fill_pool(spec, rng), batch, indices, tables
 
@@ -200,7 +201,7 @@ def test_one_number_of_samples_stands_for_all_rows(rng, scalar):
     spec = make_spec()
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
-    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2], [False, False])
+    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2])
     one = run(spec, state, pool, batch, scalar, tables)
     assert bits(one) == bits(run(spec, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
 
@@ -209,7 +210,7 @@ def test_a_stage_that_samples_nothing_goes_on_from_its_last_token(rng):
     spec = make_spec()
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
-    batch = StepBatch.from_host(spec, 2, [0, 3], [0, 2, 10], [-1, -1], [True, True])
+    batch = StepBatch.from_host(spec, 2, [0, 3], [0, 2, 10], [-1, -1])
     after, same = run(spec, state, pool, batch, None, tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [8, 7, 13, 8])
     np.testing.assert_array_equal(after.num_accepted_tokens, [1, 2, 3, 1])
@@ -264,26 +265,22 @@ def test_columns_count_from_the_left_of_nothing(kind):
 
 
 def batch_of(**changes):
-    rows = dict(
-        bucket=4, idx_mapping=[0, 1], query_start_loc=[0, 3, 5], num_drafts=[2, -1], is_prefilling=[False, True]
-    )
+    rows = dict(bucket=4, idx_mapping=[0, 1], query_start_loc=[0, 3, 5], num_drafts=[2, -1])
     return StepBatch.from_host(make_spec(), **rows | changes)
 
 
 BAD_BATCHES = {
     "query_start_loc must describe 2 rows, got 1": dict(query_start_loc=[0, 3]),
     "num_drafts must describe 2 rows, got 3": dict(num_drafts=[2, -1, -1]),
-    "is_prefilling must describe 2 rows, got 0": dict(is_prefilling=[]),
     "bucket must be at least 2 rows, got 1": dict(bucket=1),
     "query_start_loc must start at 0, got 1": dict(query_start_loc=[1, 4, 5]),
     "row 1: idx_mapping must be in [-1, 4), got 4": dict(idx_mapping=[0, 4]),
     "row 0: idx_mapping must be in [-1, 4), got -2": dict(idx_mapping=[-2, 1]),
     "row 1: idx_mapping repeats slot 3 of row 0": dict(idx_mapping=[3, 3]),
-    "row 1: query_start_loc must not fall, got 3 then 2": dict(query_start_loc=[0, 3, 2]),
+    "row 1: query_start_loc must not decrease, got 3 then 2": dict(query_start_loc=[0, 3, 2]),
     "row 1: a padding row must have no tokens, got 2": dict(idx_mapping=[0, -1]),
     "row 1: num_drafts must be in [-1, 2], got 3": dict(num_drafts=[2, 3]),
     "row 0: num_drafts must be in [-1, 2], got -2": dict(num_drafts=[-2, -1]),
-    "row 0: a verify row can't be prefilling": dict(is_prefilling=[True, True]),
     "row 0: a verify row with 1 drafts must have 2 tokens, got 3": dict(num_drafts=[1, -1]),
     "row 1: must have at most max_model_len = 24 tokens, got 25": dict(query_start_loc=[0, 3, 28]),
 }
@@ -298,7 +295,8 @@ BAD_ADDITIONS = {
     "num_computed_tokens of entry 0 must be a multiple of 4 below 24, got -4": ([0], [-4]),
 }
 BAD_UPDATES = {
-    "at most 3 entries, got 4": [(0, 0, c, 1) for c in range(4)],
+    "entries must be at most bucket = 3, got 4": [(0, 0, c, 1) for c in range(4)],
+    "(group, slot, column) (1, 2, 3) must have one block, got 7 and 8": [(1, 2, 3, 7), (0, 2, 3, 9), (1, 2, 3, 8)],
     "entry 1 must be (group, slot, column) inside (2, 4, 8) and a block >= 0, got (2, 0, 0, 1)": [
         (0,) * 4,
         (2, 0, 0, 1),
@@ -342,7 +340,6 @@ def test_the_batch_that_others_are_changed_from_is_right():
     np.testing.assert_array_equal(batch.idx_mapping, [0, 1, -1, -1])
     np.testing.assert_array_equal(batch.query_start_loc, [0, 3, 5, 5, 5])
     np.testing.assert_array_equal(batch.num_drafts, [2, -1, -1, -1])
-    np.testing.assert_array_equal(batch.is_prefilling, [False, True, False, False])
     np.testing.assert_array_equal(batch.num_tokens, [3, 2, 0, 0])
 
 
@@ -364,6 +361,12 @@ def test_bad_table_updates_are_refused(message):
         TableUpdates.from_host(make_spec(), 3, BAD_UPDATES[message])
 
 
+def test_an_update_may_repeat_an_entry():
+    updates = TableUpdates.from_host(make_spec(), 3, [(1, 2, 3, 7), (0, 2, 3, 8), (1, 2, 3, 7)])
+    tables = update_block_tables(BlockTables.create(make_spec()), updates)
+    assert (int(tables.blocks[1, 2, 3]), int(tables.blocks[0, 2, 3])) == (7, 8)
+
+
 @pytest.mark.parametrize("message", BAD_SPECS)
 def test_bad_specs_are_refused(message):
     with raises(message):
@@ -374,7 +377,7 @@ def test_bad_specs_are_refused(message):
 def test_tables_of_another_configuration_are_refused(shape):
     """Too narrow for a window at the end of the longest sequence, or of other groups or slots."""
     spec = make_spec()
-    batch = StepBatch.from_host(spec, 1, [0], [0, 1], [0], [False])
+    batch = StepBatch.from_host(spec, 1, [0], [0, 1], [0])
     wanted = f"blocks must be [groups, slots, columns] = [2, 4, 8], or more columns, got {list(shape)}"
     with raises(wanted):
         begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=jnp.ones(shape, jnp.int32)))
@@ -488,7 +491,7 @@ def test_everything_stays_int32_in_64_bit_mode(rng, policy):
         entries = [(g, 1, c, 1 + c) for g, c in itertools.product(range(2), range(4))]
         tables = update_block_tables(tables, TableUpdates.from_host(spec, 8, entries))
         state = add_requests(state, Additions.from_host(spec, 2, [1], [4]))
-        batch = StepBatch.from_host(spec, 2, [1], [0, 3], [2], [False])
+        batch = StepBatch.from_host(spec, 2, [1], [0, 3], [2])
         step, indices = begin_step(spec, state, batch, tables)
         pool = StatePool.create(spec, 8)
         for num_sampled in (2, None, jnp.array([2, 0], jnp.int32)):
@@ -496,3 +499,16 @@ def test_everything_stays_int32_in_64_bit_mode(rng, policy):
             integers = jax.tree.leaves((tables, state, batch, step, indices, after))
             assert {x.dtype.name for x in integers} == {"int32", "bool"}
             assert {x.dtype.name for x in jax.tree.leaves(same)} == {"float32"}
+
+
+def test_is_prefilling_is_accepted_and_ignored_for_one_release():
+    spec, rows = make_spec(), (2, [0, 1], [0, 3, 5], [2, -1])
+    wanted, arrays = StepBatch.from_host(spec, *rows), []
+    put = lambda array: arrays.append(array) or array
+    with pytest.warns(DeprecationWarning, match="argument 'is_prefilling' has no use and goes in the next release"):
+        batch = StepBatch.from_host(spec, *rows, [True, True], put)
+    assert (bits(batch), len(arrays)) == (bits(wanted), 3)
+    with pytest.warns(DeprecationWarning, match="StepBatch.is_prefilling has no use"):
+        assert batch.is_prefilling.tolist() == [False, True]
+    with pytest.warns(DeprecationWarning, match="StepBatch: field 'is_prefilling' has no use"):
+        assert bits(replace(wanted, is_prefilling=jnp.ones(2, bool))) == bits(wanted)

@@ -175,13 +175,13 @@ def walk(policy, K, steps):
             assert slot_of(state, 1) == (step.nc, 1, step.column), where
             continue
         drafts = -1 if step.accepted == 0 else step.q - 1
-        batch = StepBatch.from_host(spec, 1, [1], [0, step.q], [drafts], [drafts < 0])
+        batch = StepBatch.from_host(spec, 1, [1], [0, step.q], [drafts])
         state, indices = begin_step(spec, state, batch, tables)
         state, plan = plan_finish(spec, state, batch, indices, jnp.array([step.accepted]), tables)
         at, plan = to_numpy(indices), to_numpy(plan)
 
         assert at.num_computed_tokens[0] == step.nc, where
-        assert at.column[0] == step.column, where
+        assert at.running_column[0] == step.column, where
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
         assert the_copy(at.migration) == (step.before if policy == "pre_copy" else None), where
         read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.window_row[0]))

@@ -102,9 +102,7 @@ class Slots:
     def step(self, *rows):
         """Runs one step, and checks that each row finds its own past and leaves the boundary that it passed."""
         slots, lengths, drafts, accepted = zip(*rows, strict=True)
-        batch = StepBatch.from_host(
-            self.spec, SLOTS, slots, np.cumsum([0, *lengths]).tolist(), drafts, [n < 0 for n in drafts]
-        )
+        batch = StepBatch.from_host(self.spec, SLOTS, slots, np.cumsum([0, *lengths]).tolist(), drafts)
         additions = Additions.from_host(self.spec, SLOTS, list(self._entering), list(self._entering.values()))
         self._entering = {}
         sampled = jnp.asarray(np.array([*accepted, *[9] * (SLOTS - len(rows))], np.int32))

@@ -85,5 +85,5 @@ class HostPath:
         self.steps += 1
         self.counts.expect(self.names, fused_accepted if self.steps % 2 else accepted)
         names, slots = list(slots), list(slots.values())
-        assert [self.state_idx[name] for name in names] == state.state_idx[slots].tolist()
+        assert [self.state_idx[name] for name in names] == state.running_column[slots].tolist()
         assert (self.counts.reorder(Scheduled(), names) == state.num_accepted_tokens[slots]).all()

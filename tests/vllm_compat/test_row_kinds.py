@@ -82,7 +82,7 @@ def test_sorted_rows_are_what_a_batch_takes(rows):
         assert drafts == {RowKind.DECODE: tokens - 1, RowKind.VERIFY: rows[r][2], RowKind.PREFILL: -1}[kind]
     spec = AlignConfig((GroupSpec("a", 1, (RecurrentState((1, 1)),)),), 8, 4, max_num_seqs=9)
     loc = np.cumsum([0, *(rows[r][0] for r in wanted)])
-    StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts, found.is_prefilling)
+    StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts)
 
 
 def test_unverified_drafts_are_refused():
@@ -95,9 +95,7 @@ def test_prefill_offsets_count_from_the_first_prefill_token():
     spec = AlignConfig(groups, 4, K, max_num_seqs=5, max_model_len=40)
     width = spec.num_columns
     tables = BlockTables(blocks=1 + jnp.arange(2 * 5 * width, dtype=jnp.int32).reshape(2, 5, width))
-    batch = StepBatch.from_host(
-        spec, 6, [3, 0, -1, 4, 1, 2], [0, 1, 4, 4, 9, 9, 16], [0, 2, -1, -1, -1, -1], [False] * 3 + [True] * 3
-    )
+    batch = StepBatch.from_host(spec, 6, [3, 0, -1, 4, 1, 2], [0, 1, 4, 4, 9, 9, 16], [0, 2, -1, -1, -1, -1])
     state = AlignState(
         num_computed_tokens=jnp.array([6, 9, 0, 5, 3], jnp.int32),
         num_accepted_tokens=jnp.ones(5, jnp.int32),
