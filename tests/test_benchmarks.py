@@ -1,4 +1,4 @@
-"""The harness itself: what it runs, what it counts, what it prints. Times need a GPU."""
+"""Tests of the benchmarks: what they run, what they count, and what they print. Times need a GPU."""
 
 import contextlib
 import dataclasses
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels import oracle_causal_conv1d, oracle_gated_delta_rule, oracle_selective_state_update
+from oracles import ops as oracles
 
 from benchmarks import kernels, pipeline, plot, precision, prefill, reference, timing, tune, workloads
 from benchmarks.kernels import OPS
-from benchmarks.report import table
+from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
@@ -52,7 +52,7 @@ UPDATES = [(op, case) for op, case in KINDS if op not in prefill.OPS]
 
 
 @pytest.mark.parametrize(("op", "case"), UPDATES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_every_kind_of_workload_runs_and_rotates(op, case, monkeypatch):
+def test_every_kind_of_workload_runs_and_rotates_through_its_blocks(op, case, monkeypatch):
     monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 19)
     workload = OPS[op][1](small(op, case))
     result = jax.jit(lambda inputs: workload.run(2, inputs, implementation="xla"))(workload.inputs)
@@ -69,16 +69,16 @@ PREFILL = [
 
 
 @pytest.mark.parametrize(("op", "case"), PREFILL, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_prefill_agrees_with_float64_and_keeps_every_turn(op, case, monkeypatch):
+def test_prefill_agrees_with_float64_and_returns_the_outputs_of_every_turn(op, case, monkeypatch):
     case = small(op, case, dtype="float32", lengths=(1, 70, 0, 130))
     monkeypatch.setattr(workloads, "ROTATION_BYTES", 2 * prefill.OPS[op][1](case).bytes)
     workload = prefill.OPS[op][1](case)
     pool, out = workload.first_turn(implementation="xla")
     assert workload.rms_error(out) < 1e-5
     assert workload.rms_error(2 * out) == pytest.approx(1, rel=1e-4)
-    # The longest row, not the first one.
+    # Errors are measured over the longest row, which is not the first one.
     assert workload.part[0] == slice(71, 201)
-    # Each turn's outputs stay alive; rows without tokens are no peer's.
+    # Every turn has outputs of its own. Rows without tokens are not given to a peer.
     sets = len(workload.given["write"])
     assert sets == 2
     after, *outputs = workload.run_sets(1, workload.inputs, implementation="xla")
@@ -89,8 +89,8 @@ def test_prefill_agrees_with_float64_and_keeps_every_turn(op, case, monkeypatch)
     assert workload.given["query_start_loc"].tolist() == [0, 1, 71, 201]
 
 
-def test_turns_are_not_merged():
-    """What depends on the inputs alone runs at every turn, in a loop and unrolled."""
+def test_the_compiler_does_not_merge_turns():
+    """What depends only on the inputs is computed again in every turn, in a loop and unrolled."""
     case = small("gated_delta_rule_prefill", gated_delta_rule_cases.PREFILL_CASES[0])
     workload = prefill.delta_rule_workload(case)
     work = lambda turn, carry, x: (carry[0] + 1, jnp.sin(x))
@@ -103,30 +103,31 @@ def test_turns_are_not_merged():
         assert body.count("optimization_barrier") == body.count("stablehlo.sine") == wanted
 
 
-def test_bytes_are_those_of_the_formulas():
+def test_bytes_equal_the_formulas():
     def bytes_of(name):
         op, case = next((op, case) for op, case in CASES if case.name == name)
         return OPS[op][1](case).bytes
 
     state = 32 * 128 * 128 * 4
-    # A state in, a state out; 2 * 16 * 128 + 32 * 128 inputs, two gates per head, 32 * 128 outputs, all bfloat16.
+    # A state is read and one is written. Inputs are 2 * 16 * 128 + 32 * 128 and two gates per head, outputs 32 * 128, all
+    # of them bfloat16.
     assert bytes_of("gdn_decode float32 1") == 2 * state + 2 * (8192 + 64 + 4096)
-    # Three states out per row.
+    # Each row writes three states.
     assert bytes_of("gdn_verify float32 8") == 8 * (4 * state + 3 * 2 * (8192 + 64 + 4096))
-    # A window of three rows in and out, a token in, out; and the taps.
+    # A window of three rows and a token are read and written, and the taps are read.
     assert bytes_of("conv_update 8") == 8 * 8 * 8192 * 2 + 4 * 8192 * 2
     assert bytes_of("state_copy idle 64") == 0
     assert bytes_of("state_copy 8") == 8 * 2 * 30 * (state + 3 * 8192 * 2)
-    # Two float32 gates per head and token.
+    # Each head has two float32 gates per token.
     assert bytes_of("gdn_prefill 1x8192") == 2 * state + 8192 * (2 * (8192 + 4096) + 4 * 64)
-    # A gate per key channel, and as many key heads as value heads.
+    # Each key channel has a gate, and there are as many key heads as value heads.
     assert bytes_of("kda_prefill 1x8192") == 2 * state + 8192 * (2 * 4 * 4096 + 4 * (32 * 128 + 32))
-    # The row without tokens has nothing to move.
+    # The row without tokens moves nothing.
     assert bytes_of("gdn_prefill olmo") == 8 * 30 * 96 * 192 * 4 + 894 * (2 * 2 * 30 * (96 + 192) + 4 * 60)
     assert bytes_of("conv_prefill ragged") == 2 * 8192 * (4 * 6 + 2 * 894 + 4)
 
 
-def test_bytes_of_state_space_prefill():
+def test_bytes_of_state_space_prefill_equal_the_formulas():
     def bytes_of(op, name):
         cases, make = prefill.OPS[op]
         return make(next(case for case in cases if case.name == name)).bytes
@@ -177,7 +178,7 @@ class TestReference:
 
     def test_conv(self):
         x, history, weight = (self.rng.normal(size=(n, 5)) for n in (7, 3, 4))
-        wanted, _ = oracle_causal_conv1d.causal_conv1d(x, history, weight, None, silu=True)
+        wanted, _ = oracles.causal_conv1d(x, history, weight, None, silu=True)
         np.testing.assert_allclose(reference.causal_conv1d(x, history, weight), wanted, rtol=1e-12)
 
     @pytest.mark.parametrize("gates", [(4,), (4, 6)])
@@ -185,7 +186,7 @@ class TestReference:
         normal = lambda *shape: self.rng.normal(size=shape)
         tokens = normal(5, 2, 6), normal(5, 2, 6), normal(5, 4, 3), -np.abs(normal(5, *gates)), np.abs(normal(5, 4))
         state = normal(4, 3, 6)
-        wanted, _ = oracle_gated_delta_rule.gated_delta_rule(*tokens, state, 6**-0.5)
+        wanted, _ = oracles.gated_delta_rule(*tokens, state, 6**-0.5)
         np.testing.assert_allclose(reference.gated_delta_rule(*tokens, state), wanted, rtol=1e-12)
 
     @pytest.mark.parametrize("gated", [False, True])
@@ -195,16 +196,16 @@ class TestReference:
         operands = normal(5, 4, 3), normal(5, *per), -np.abs(normal(*of_a)), normal(5, 2, 6), normal(5, 2, 6)
         options = dict(state=normal(4, 3, 6), D=normal(*per), dt_bias=normal(*per))
         options |= dict(z=normal(5, 4, 3)) if gated else {}
-        wanted, _ = oracle_selective_state_update.selective_state_update(*operands, **options)
+        wanted, _ = oracles.selective_state_update(*operands, **options)
         np.testing.assert_allclose(reference.state_space(*operands, **options), wanted, rtol=1e-12)
 
 
-def test_a_sweep_is_every_combination():
+def test_a_sweep_has_every_combination_of_settings():
     configs = tune.sweep(CopyConfig, num_warps=(4,), tile=(1, 2), programs=(3, 5))
     assert [dataclasses.astuple(config) for config in configs] == [(1, 3, 4), (1, 5, 4), (2, 3, 4), (2, 5, 4)]
 
 
-def test_the_span_is_the_difference_of_two_runs(monkeypatch):
+def test_the_span_of_a_turn_is_the_difference_of_two_runs(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
@@ -225,7 +226,7 @@ def step_case(policy, drafts):
 
 @functools.cache
 def one_step(policy, drafts, implementation):
-    """The inputs, the buffers before and after, and the outputs of the first and third row's step."""
+    """Returns the buffers before and after a step in which the first and third row cross, and the step's outputs."""
     case = step_case(policy, drafts)
     inputs, buffers = pipeline.make_inputs(case, 0, CROSSES), pipeline.make_buffers(case)
     before = jax.device_get(buffers)
@@ -242,13 +243,13 @@ class TestPipeline:
 
     @pytest.mark.parametrize("implementation", HOW)
     @pytest.mark.parametrize(("policy", "drafts"), STEPS)
-    def test_a_step_leaves_what_it_should(self, policy, drafts, implementation):
+    def test_a_step_advances_the_counts_and_writes_only_its_blocks(self, policy, drafts, implementation):
         before, after, _ = one_step(policy, drafts, implementation)
         computed, blocks = np.where(CROSSES, 16 - (1 + drafts) // 2, 8) + 1 + drafts, before.tables.blocks[0]
         running = (policy != "none") * (computed - 1) // 16
         assert after.state.num_computed_tokens[:3].tolist() == computed.tolist()
         assert after.state.running_column[:3].tolist() == running.tolist()
-        # With drafts the boundary that a row has crossed is saved to the column before it.
+        # With drafts, a row that crosses a boundary saves it to the column before its running column.
         window = {int(blocks[row, column]) for row, column in enumerate(running)}
         window |= {int(blocks[row, column - 1]) for row, column in enumerate(running) if drafts and column}
         recurrent = window | {int(blocks[row, running[row] + token]) for row in range(3) for token in range(1 + drafts)}
@@ -256,7 +257,7 @@ class TestPipeline:
             assert set(np.flatnonzero((old != new).reshape(old.shape[1], -1).any(axis=1)).tolist()) == written
 
     @pytest.mark.parametrize("implementation", HOW)
-    def test_policies_compute_the_same(self, implementation):
+    def test_both_policies_compute_the_same_outputs(self, implementation):
         *_, wanted = one_step("copy_free", 2, implementation)
         *_, out = one_step("pre_copy", 2, implementation)
         np.testing.assert_array_equal(out, wanted)
@@ -264,7 +265,7 @@ class TestPipeline:
 
     @pytest.mark.parametrize("drafts", [0, 3])
     @pytest.mark.parametrize("policy", pipeline.POLICIES)
-    def test_the_wanted_share_crosses_and_all_that_moves_is_counted(self, policy, drafts):
+    def test_a_cycle_has_its_share_of_crossing_rows_and_counts_the_bytes_that_move(self, policy, drafts):
         case = step_case(policy, drafts)
         buffers, slots = pipeline.make_buffers(case), case.spec.max_num_seqs
         state, window_row = 2 * 16 * 16 * 4, 6 * 16 * 2
@@ -287,13 +288,13 @@ class TestPipeline:
     @pytest.mark.parametrize("drafts", [0, 3])
     @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
     def test_bookkeeping_copies_nothing(self, policy, drafts):
-        """A copy of a few numbers is a launch too. CPU compilers make some in any case."""
+        """A copy of a few numbers is a launch as well. XLA's CPU compiler makes some in any case, so this needs a GPU."""
         books = pipeline.Bookkeeping(policy, drafts, 1)
         text = books.programs()[0].lower(*books.arguments()).compile().as_text()
         assert " copy(" not in text
         assert "copy-start(" not in text
 
-    def test_a_measurement_is_per_step(self, monkeypatch):
+    def test_a_row_of_a_step_has_times_per_step(self, monkeypatch):
         case, calls, spans = step_case("pre_copy", 0), [], []
         run = lambda buffers, inputs, tokens: (buffers, jnp.asarray(calls.append(inputs) or 0.0))
         steps = pipeline.Steps(run, pipeline.make_buffers(case), {})
@@ -316,7 +317,7 @@ class TestPipeline:
         with pytest.raises(RuntimeError, match="must divide into 2 steps, got 5 launches"):
             pipeline.kernels_per_step("a", range(5), 2)
 
-    def test_bookkeeping_is_the_sum_of_its_kernels_whatever_the_layers(self, monkeypatch):
+    def test_bookkeeping_time_is_the_sum_of_its_kernels_and_does_not_depend_on_layers(self, monkeypatch):
         few, many = (pipeline.Bookkeeping("pre_copy", 3, layers, slots=8, groups=2) for layers in (1, 60))
         monkeypatch.setattr(
             pipeline, "kernel_times", lambda launch: launch() or [("a", 1.0), ("b", 2.0)] * pipeline.STEPS
@@ -332,7 +333,7 @@ class TestPipeline:
         assert finish.lower(*given).as_text() == finish_many.lower(*given).as_text()
 
 
-def test_precision_has_every_architecture():
+def test_precision_measures_every_architecture():
     assert {models.ARCHITECTURES[name] for name in precision.MODELS} == set(models.ARCHITECTURES.values())
     for name in precision.MODELS:
         model = nnx.eval_shape(
@@ -341,8 +342,8 @@ def test_precision_has_every_architecture():
         assert model.state_groups()
 
 
-def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
-    """Rounding is seen and nothing else, and so is what a kernel can't take. Decode steps go on from prompts."""
+def test_precision_sees_only_rounding_and_names_ops_without_a_kernel(tmp_path, monkeypatch, capsys):
+    """Errors have the size of rounding. Decode steps continue from the states of the prompts."""
     monkeypatch.setitem(precision.MODELS, "mamba2", dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))
     monkeypatch.setattr(precision, "_SIZES", dict(vocab_size=64, hidden_size=32, num_hidden_layers=1))
     compiled, compile_ = [], precision.Pass.compile
@@ -360,7 +361,7 @@ def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
     assert row["ops_float32"] == [
         "causal_conv1d.prefill", "causal_conv1d.update", "selective_state_update.update", "ssd.prefill",
     ]  # fmt: skip
-    # Four tiles of 64 x 256 float32 are more than a GPU's shared memory.
+    # Four tiles of 64 x 256 float32 do not fit in a GPU's shared memory.
     assert (row["xla_ops_float32"], row["xla_ops_bfloat16"]) == (["ssd.prefill"], [])
     assert "without a kernel: ssd.prefill of float32" in capsys.readouterr().out
     assert "| - |" not in table(file).splitlines()[-1]
@@ -368,7 +369,7 @@ def test_precision_of_a_model(tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(exact.run(), exact.run([3, 24]), atol=1e-5)
 
 
-def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
+def test_tables_hold_the_newest_row_of_each_case(tmp_path):
     row = dict(case="a", us=2.0, bandwidth_fraction=0.5)
     rows = [row, dict(case="b", us=3.0, bandwidth_fraction=0.01), row | dict(us=1.0, peer="p", peer_us=4.0, ratio=0.25)]
     file = tmp_path / "rows.jsonl"
@@ -377,21 +378,21 @@ def test_the_report_takes_the_newest_row_of_each_case(tmp_path):
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
-def test_rows_that_are_kept_are_read(file):
+def test_every_results_file_has_a_table(file):
     lines = table(file).splitlines()
     assert len(lines) > 4
     assert all(line.startswith("|") for line in lines if line)
 
 
-def test_bars_of_serving_rows_are_of_one_load_and_different_modes():
+def test_plot_groups_serving_rows_by_load_with_a_bar_for_each_mode():
     (file,) = (file for file in RESULTS if file.stem == "serving")
-    loads = plot.bars([json.loads(line) for line in file.read_text().splitlines()])
+    loads = plot.bars(read_rows(file))
     assert {"none", "align/pre_copy", "align/copy_free"} == set(loads["prefix_repetition x64\nclosed, no drafts"])
     assert all(row["mode"] == mode for load in loads.values() for mode, row in load.items())
     assert any("by prompt_lookup" in load for load in loads)
 
 
-def test_the_report_has_a_table_of_spans_and_errors_for_rows_that_have_them(tmp_path):
+def test_spans_and_errors_have_a_table_with_only_the_rows_that_have_them(tmp_path):
     row = dict(case="a", us=2.0, bandwidth_fraction=0.5)
     more = dict(case="b", span_us=3.5, rms_error=0.00234, peer_span_us=None)
     file = tmp_path / "rows.jsonl"
@@ -399,7 +400,7 @@ def test_the_report_has_a_table_of_spans_and_errors_for_rows_that_have_them(tmp_
     assert table(file).splitlines()[-1] == "| b | 3.5 us | - | 2.3e-03 | - |"
 
 
-def test_the_report_sets_steps_side_by_side(tmp_path):
+def test_step_tables_compare_policies_side_by_side(tmp_path):
     step = dict(case="a", policy="none", rows=1, drafts=0, crossing="0", us=100.0, span_us=250.4, state_bytes=2e6)
     step |= dict(copied_bytes=0.0)
     other = dict(case="b", policy="pre_copy", crossing="1/8", us=200.0, copied_bytes=5e5)
@@ -423,3 +424,13 @@ def test_the_report_sets_steps_side_by_side(tmp_path):
         "| 1 | 0 | 2.0 MB | 2.5 MB | 2.5 MB |",
         "| 8 | 0 | 2.0 MB | - | - |",
     ]
+
+
+def test_tables_have_names_and_machines_are_listed_once():
+    about = dict(gpu="NVIDIA H200", driver="580", jax="0.11.2", commit="abc", date="2026-11-20")
+    row = dict(case="a", us=2.0, bandwidth_fraction=0.5) | about
+    rows = [row, row | dict(case="b", span_us=3.0, date="2026-11-22"), row | dict(case="c", commit="def")]
+    assert list(tables(rows)) == ["kernels", "kernel spans"]
+    assert tables(rows)["kernels"].count("\n") == 1 + len(rows)
+    assert machines(rows) == "- NVIDIA H200, driver 580, JAX 0.11.2, at abc, def, 2026-11-20 to 2026-11-22"
+    assert machines([row, row | dict(driver="590")]) == "- NVIDIA H200, driver 590, JAX 0.11.2, at abc, 2026-11-20"

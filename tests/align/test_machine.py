@@ -10,8 +10,7 @@ from align.machine import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machi
 from align.model import JUNK
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from kernels.oracle_causal_conv1d import causal_conv1d
-from kernels.oracle_gated_delta_rule import gated_delta_rule
+from oracles.ops import causal_conv1d, gated_delta_rule
 
 from mamba_align_jax import StatePool, split_rows
 from mamba_align_jax.align.step import copy_states

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
-from kernels.oracle_causal_conv1d import causal_conv1d
+from oracles.ops import causal_conv1d
 
 from pallas_kernels import UnsupportedError, causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouched, dirty_pool, how, pack
-from kernels.oracle_gated_delta_rule import gated_delta_rule, gates
+from oracles.ops import gated_delta_rule, gates
 
 from pallas_kernels import (
     gated_delta_rule_gates,

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import assert_close, assert_untouched, how, pack
-from kernels.oracle_gated_delta_rule import gated_delta_rule
 from kernels.test_gated_delta_rule import DIMS, LAYER, Dims, make, state_of, unpack
+from oracles.ops import gated_delta_rule
 
 from pallas_kernels import (
     UnsupportedError,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
-from kernels.oracle_selective_state_update import selective_state_update as oracle
+from oracles.ops import selective_state_update as oracle
 
 from pallas_kernels import UnsupportedError, chunk_rows, selective_state_update, ssd
 from pallas_kernels.ssd.config import Config

@@ -1,0 +1,130 @@
+"""The ops of pallas_kernels in NumPy float64: one row at a time, token by token from the equation."""
+
+import numpy as np
+
+
+def causal_conv1d(x, history, weight, bias, silu):
+    """Convolves one row with the inputs before it.
+
+    Args:
+        x: inputs [tokens, channels].
+        history: the inputs before them [width - 1, channels].
+        weight: taps [width, channels].
+        bias: [channels] or None.
+        silu: whether the outputs go through a SiLU.
+
+    Returns:
+        Outputs [tokens, channels], and all inputs [width - 1 + tokens, channels], the history first.
+    """
+    inputs = np.concatenate([history, x]).astype(np.float64)
+    width = weight.shape[0]
+    out = np.zeros(x.shape, np.float64)
+    for t in range(len(x)):
+        y = np.zeros(x.shape[1]) if bias is None else bias.astype(np.float64)
+        for j in range(width):
+            y = y + weight[j].astype(np.float64) * inputs[t + j]
+        out[t] = y / (1 + np.exp(-y)) if silu else y
+    return out, inputs
+
+
+def gates(a, b, A_log, dt_bias, lower_bound=None, beta_max=1):
+    """The log decay g and the step size beta of the gated delta rule.
+
+    Args:
+        a: [tokens, heads], or [tokens, heads, key_dim] for a decay per key channel.
+        b: [tokens, heads].
+        A_log: [heads].
+        dt_bias: of the shape of `a` without tokens.
+        lower_bound: the bound of g under the bounded gate; None for the softplus gate.
+        beta_max: the largest beta.
+
+    Returns:
+        g of the shape of `a`, and beta [tokens, heads].
+    """
+    a, b, A_log, dt_bias = (np.asarray(x, np.float64) for x in (a, b, A_log, dt_bias))
+    rate = np.exp(A_log)[:, None] if a.ndim == 3 else np.exp(A_log)
+    with np.errstate(invalid="ignore"):  # padding tokens are NaN
+        f = a + dt_bias
+        g = -rate * np.logaddexp(0, f) if lower_bound is None else lower_bound / (1 + np.exp(-rate * f))
+        return g, beta_max / (1 + np.exp(-b))
+
+
+def normalise(x):
+    """Scales the vectors in the last axis to unit length."""
+    return x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+def gated_delta_rule(q, k, v, g, beta, state, scale, l2norm=True):
+    """Runs the gated delta rule over one row.
+
+    Args:
+        q: queries [tokens, key_heads, key_dim].
+        k: keys, as q.
+        v: values [tokens, value_heads, value_dim].
+        g: log decays [tokens, value_heads], or [tokens, value_heads, key_dim] for a decay per key channel.
+        beta: step sizes [tokens, value_heads].
+        state: [value_heads, value_dim, key_dim].
+        scale: a factor of the queries.
+        l2norm: whether queries and keys are scaled to unit length first.
+
+    Returns:
+        Outputs of the shape of v, and a list of the states after each token.
+    """
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
+    if l2norm:
+        q, k = normalise(q), normalise(k)
+    repeats = v.shape[1] // k.shape[1]
+    outs, states = np.zeros(v.shape), []
+    for t in range(len(v)):
+        state = state.copy()
+        for h in range(v.shape[1]):
+            key, query = k[t, h // repeats], q[t, h // repeats] * scale
+            S = state[h] * np.exp(g[t, h])  # one decay, or one for each key channel
+            S = S + beta[t, h] * np.outer(v[t, h] - S @ key, key)
+            state[h] = S
+            outs[t, h] = S @ query
+        states.append(state)
+    return outs, states
+
+
+def selective_state_update(x, dt, A, B, C, state, D=None, z=None, dt_bias=None, dt_softplus=True):
+    """Runs the recurrence of Mamba 1 and 2 over one row. It is the oracle of selective_scan and ssd, too.
+
+    Args:
+        x: inputs [tokens, heads, head_dim].
+        dt: step sizes [tokens, heads] or [tokens, heads, head_dim].
+        A: rates [heads] or [heads, head_dim, state_dim].
+        B: [tokens, groups, state_dim].
+        C: [tokens, groups, state_dim].
+        state: [heads, head_dim, state_dim].
+        D: factor of the inputs that skip the state, [heads], [heads, head_dim] or None.
+        z: gate of the shape of x, or None.
+        dt_bias: [heads], [heads, head_dim] or None.
+        dt_softplus: whether the step sizes go through a softplus.
+
+    Returns:
+        Outputs of the shape of x, and a list of the states after each token.
+    """
+    x, dt, A, B, C, state = (np.asarray(v, np.float64) for v in (x, dt, A, B, C, state))
+    outs, states = np.zeros(x.shape), []
+    for t in range(len(x)):
+        state = state.copy()
+        for h in range(x.shape[1]):
+            group = h // (x.shape[1] // B.shape[1])
+            for p in range(x.shape[2]):
+                of_channel = lambda v, h=h, p=p: float(v[h, p] if v.ndim == 2 else v[h])
+                step = of_channel(dt[t])
+                if dt_bias is not None:
+                    step += of_channel(np.asarray(dt_bias, np.float64))
+                if dt_softplus:
+                    step = np.logaddexp(0, step)
+                rate = A[h, p] if A.ndim == 3 else A[h]
+                state[h, p] = np.exp(rate * step) * state[h, p] + step * x[t, h, p] * B[t, group]
+                y = state[h, p] @ C[t, group]
+                if D is not None:
+                    y += of_channel(np.asarray(D, np.float64)) * x[t, h, p]
+                if z is not None:
+                    y *= z[t, h, p] / (1 + np.exp(-float(z[t, h, p])))
+                outs[t, h, p] = y
+        states.append(state)
+    return outs, states
