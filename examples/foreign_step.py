@@ -1,7 +1,8 @@
-"""Somebody else's server: its own loop, slots and block ids, one GDN layer, and this library's step in its jitted one.
+"""A server of another project: it has its own loop, slots, block ids and layer, and calls this library in its jitted step.
 
-Request A is prefilled in chunks and decoded by verify steps of which parts are accepted. Request B shares A's first 32
-tokens and starts from the state that A left in a block. Both must produce what one uncached run over all tokens gives.
+Request A is prefilled in chunks and decoded by verify steps of which a part of the tokens is accepted. Request B shares A's
+first 32 tokens and starts from the state that A left in a block. Both must give the outputs of one uncached run over all
+tokens.
 """
 
 import functools
@@ -14,52 +15,69 @@ import mamba_align_jax as ma
 import pallas_kernels as pk
 
 HEADS, DIM, WIDTH, BLOCK, K = 2, 16, 4, 16, 2
-STATES = (ma.ConvState(WIDTH, 3 * HEADS * DIM, "float32"), ma.RecurrentState((HEADS, DIM, DIM)))
-SPEC = ma.AlignConfig((ma.GroupSpec("gdn", 1, STATES),), BLOCK, K, max_num_seqs=3, max_model_len=96)
 
 
-def decode(weights, rows, x, conv, recurrent):
-    """Decode and verify rows: token by token, a state kept after each."""
-    loc, write = rows.query_start_loc, rows.write[0]
-    qkv, conv = pk.causal_conv1d_update(
-        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.window_row, write[:, 0]
-    )
-    gates = x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"]
-    out, recurrent = pk.gated_delta_rule_update(qkv, *gates, recurrent, 0, loc, rows.recurrent_read[0], write)
-    return out, conv, recurrent
+class GatedDeltaNet:
+    """The server's own layer as a mixer: it says what states it keeps, and runs a step's rows over their pools."""
+
+    kind = "gdn"
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def states(self, conv_dtype, state_dtype):
+        """The window and the recurrent state of one block."""
+        return ma.ConvState(WIDTH, 3 * HEADS * DIM, conv_dtype), ma.RecurrentState((HEADS, DIM, DIM), state_dtype)
+
+    def __call__(self, x, at, *pools):
+        """Runs packed tokens [tokens, hidden]; `at` says where this layer is in this step."""
+        w, layer = self.weights, at.layer
+
+        def decode(rows, qkv, a, b, conv, recurrent):
+            """Decode and verify rows run token by token and keep a state after each token."""
+            loc, write = rows.query_start_loc, rows.write
+            qkv, conv = pk.causal_conv1d_update(
+                qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write[:, 0]
+            )
+            gates = a, b, w["A_log"], w["dt_bias"]
+            out, recurrent = pk.gated_delta_rule_update(qkv, *gates, recurrent, layer, loc, rows.recurrent_read, write)
+            return out, conv, recurrent
+
+        def prefill(rows, qkv, a, b, conv, recurrent):
+            """Prompt chunks run in chunks on the grid of absolute positions, and keep one state at their end."""
+            loc, write = rows.query_start_loc, rows.write[:, 0]
+            qkv, conv = pk.causal_conv1d_prefill(
+                qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write
+            )
+            q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
+            g, beta = pk.gated_delta_rule_gates(a, b, w["A_log"], w["dt_bias"])
+            out, recurrent = pk.gated_delta_rule_prefill(
+                q, k, v, g, beta, recurrent, layer, loc, at.chunks, rows.recurrent_read, write
+            )
+            return out, conv, recurrent
+
+        return at.apply(decode, prefill, (x @ w["qkv"], x @ w["a"], x @ w["b"]), pools)
 
 
-def prefill(weights, rows, x, conv, recurrent):
-    """Prompt chunks: chunked on the grid of absolute positions, one state kept at the end."""
-    loc, write = rows.query_start_loc, rows.write[0, :, 0]
-    qkv, conv = pk.causal_conv1d_prefill(
-        x @ weights["qkv"], conv, 0, weights["conv"], None, loc, rows.conv_read[0], rows.window_row, write
-    )
-    q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
-    g, beta = pk.gated_delta_rule_gates(x @ weights["a"], x @ weights["b"], weights["A_log"], weights["dt_bias"])
-    chunks = pk.chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
-    out, recurrent = pk.gated_delta_rule_prefill(
-        q, k, v, g, beta, recurrent, 0, loc, chunks, rows.recurrent_read[0], write
-    )
-    return out, conv, recurrent
+STATES = GatedDeltaNet(weights={}).states("float32", "float32")
+SPEC = ma.AlignConfig((ma.GroupSpec(GatedDeltaNet.kind, 1, STATES),), BLOCK, K, max_num_seqs=3, max_model_len=96)
 
 
 @functools.partial(jax.jit, static_argnames="decode_rows", donate_argnames=("pool", "state", "tables"))
 def step(weights, tokens, batch, updates, additions, accepted, pool, state, tables, decode_rows):
-    """The whole step in one program: nothing is copied, nothing synchronises with the host."""
+    """The whole step is one program: it copies no state, and it never waits for the host."""
     tables = ma.update_block_tables(tables, updates)
     state = ma.add_requests(state, additions)
     state, indices = ma.begin_step(SPEC, state, batch, tables)
     pool = ma.migrate(SPEC, pool, indices)
-    split = ma.split_rows(batch, indices, decode_rows)
-    layer = functools.partial(decode, weights), functools.partial(prefill, weights)
-    out, *arrays = split.apply(*layer, (weights["embed"][tokens],), pool.states[0], num_decode_tokens=1 + K)
+    at = ma.LayerStep.create(batch, indices, num_decode_rows=decode_rows, num_tokens=tokens.shape[0])
+    out, *arrays = GatedDeltaNet(weights)(weights["embed"][tokens], at, *pool.states[0])
     state, pool = ma.finish_step(SPEC, state, pool.with_group(0, arrays), batch, indices, accepted, tables)
     return out, pool, state, tables
 
 
 class Server:
-    """Their loop: one row per step. A slot owns as many blocks as it has columns, and may borrow those of a prefix."""
+    """The server's loop, one row per step. A slot owns a block for each column, and may borrow the blocks of a prefix."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -70,7 +88,7 @@ class Server:
         return 1 + slot * SPEC.num_columns + column
 
     def run(self, slot, start, tokens, accepted=None, enters=False, borrowed=None):
-        """Runs `tokens` from position `start` on: a prompt chunk, or a verify row of which `accepted` stand."""
+        """Runs `tokens` from position `start` on: a prompt chunk, or a verify row that accepts `accepted` tokens."""
         verify, columns = accepted is not None, range(SPEC.num_columns) if enters else ()
         row = {column: self.block(slot, column) for column in columns} | (borrowed or {})
         updates = [(0, slot, column, block) for column, block in row.items()]
@@ -79,7 +97,7 @@ class Server:
         out, self.pool, self.state, self.tables = step(
             self.weights,
             jnp.asarray(tokens),
-            ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts], [not verify]),
+            ma.StepBatch.from_host(SPEC, 1, [slot], [0, len(tokens)], [drafts]),
             ma.TableUpdates.from_host(SPEC, SPEC.num_columns, updates),
             ma.Additions.from_host(SPEC, 1, *entering),
             jnp.int32(accepted or 0),
@@ -99,10 +117,10 @@ def main():
 
     server = Server(weights)
     outs = [server.run(0, 0, a[:16], enters=True), server.run(0, 16, a[16:32]), server.run(0, 32, a[32:40])]
-    # Verify rows of three tokens, the rejected ones junk: two are accepted, then all, then one.
+    # Verify rows of three tokens: two are accepted, then all, then one. The rejected tokens are junk.
     outs += [server.run(0, 40, np.append(a[40:42], junk[:1]), accepted=2), server.run(0, 42, a[42:45], accepted=3)]
     outs += [server.run(0, 45, np.append(a[45:46], junk), accepted=1)]
-    # B starts behind 32 tokens: their state is in A's second column.
+    # B starts after 32 tokens: the state after them is in A's second column.
     resumed = server.run(1, 32, suffix, enters=True, borrowed={1: server.block(0, 1)})
 
     for name, got, tokens in (("A", np.concatenate(outs), a), ("B", resumed, b)):

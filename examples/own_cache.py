@@ -1,8 +1,9 @@
-"""A flax model with a recurrent cache of its own, before and after: the same weights over this library's pool.
+"""Puts this library's pool in the place of a flax model's own recurrent cache, without a change to the model's weights.
 
-The model is a tiny Mamba-2 whose cache holds one state per sequence and moves on by one token a call. All that it remembers
-goes through one function, `recur`; the swap is another one in its place. Prompts then run in chunks, and a prompt that
-begins like an earlier one starts from the state that was kept at a block boundary. The answers stay the same.
+The model is a tiny Mamba-2. Its own cache holds one state per sequence and advances by one token per call. Everything that
+the model remembers goes through one function, `recur`, and the swap is another function in its place. Prompts then run in
+chunks, and a prompt that begins like an earlier one starts from the state that was kept at a block boundary. The answers
+stay the same.
 """
 
 import functools
@@ -19,8 +20,8 @@ VOCAB, HIDDEN, LAYERS, HEADS, DIM, STATES, WIDTH = 64, 32, 2, 4, 16, 8, 4
 INNER, CHANNELS = HEADS * DIM, HEADS * DIM + 2 * STATES
 
 
-class Mixer(nnx.Module):
-    """Mamba-2 but for the recurrence."""
+class Block(nnx.Module):
+    """The weights of a Mamba-2 layer."""
 
     def __init__(self, rngs):
         self.into = nnx.Linear(HIDDEN, INNER + CHANNELS + HEADS, use_bias=False, rngs=rngs)
@@ -31,36 +32,36 @@ class Mixer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """`recur(number, mixer, xBC, dt)` is the recurrence: [tokens, CHANNELS] and [tokens, HEADS] to [tokens, INNER]."""
+    """The model; `recur(number, block, xBC, dt)` takes [tokens, CHANNELS] and [tokens, HEADS] to [tokens, INNER]."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(LAYERS)])
-        self.mixers = nnx.List([Mixer(rngs) for _ in range(LAYERS)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
 
     def __call__(self, tokens, recur):
         x = self.embed(tokens)
-        for number, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
-            z, xBC, dt = jnp.split(mixer.into(norm(x)), [INNER, INNER + CHANNELS], axis=1)
-            x = x + mixer.out(recur(number, mixer, xBC, dt) * jax.nn.silu(z))
+        for number, (norm, block) in enumerate(zip(self.norms, self.blocks, strict=True)):
+            z, xBC, dt = jnp.split(block.into(norm(x)), [INNER, INNER + CHANNELS], axis=1)
+            x = x + block.out(recur(number, block, xBC, dt) * jax.nn.silu(z))
         return self.embed.attend(x)
 
 
-# Before: the cache is one window and one state per sequence, and every call is one token of each.
+# Before: the cache is one window and one state per sequence, and every call runs one token of each sequence.
 
 
 @nnx.jit
 def own_step(model, tokens, windows, states):
     windows, states = list(windows), list(states)
 
-    def recur(number, mixer, xBC, dt):
+    def recur(number, block, xBC, dt):
         inputs = jnp.concatenate([windows[number], xBC[:, None]], axis=1)
         windows[number] = inputs[:, 1:]
-        x, B, C = jnp.split(jax.nn.silu((inputs * mixer.taps[...]).sum(1)), [INNER, INNER + STATES], axis=1)
-        x, dt = x.reshape(-1, HEADS, DIM), jax.nn.softplus(dt + mixer.dt_bias[...])
-        decay = jnp.exp(mixer.A[...] * dt)[..., None, None]
+        x, B, C = jnp.split(jax.nn.silu((inputs * block.taps[...]).sum(1)), [INNER, INNER + STATES], axis=1)
+        x, dt = x.reshape(-1, HEADS, DIM), jax.nn.softplus(dt + block.dt_bias[...])
+        decay = jnp.exp(block.A[...] * dt)[..., None, None]
         states[number] = decay * states[number] + (dt[..., None] * x)[..., None] * B[:, None, None]
-        y = (states[number] * C[:, None, None]).sum(-1) + mixer.D[...][:, None] * x
+        y = (states[number] * C[:, None, None]).sum(-1) + block.D[...][:, None] * x
         return y.reshape(-1, INNER)
 
     logits = model(tokens, recur)
@@ -79,11 +80,9 @@ def own_generate(model, prompt, count):
     return tokens, rows[len(prompt) - 1 :]
 
 
-# After: states live in blocks of a pool, the library says which, and its kernels run them.
+# After: states live in blocks of a pool, the library says which blocks, and its kernels run them.
 
 BLOCK, CHUNK = 16, 32
-KINDS = ma.ConvState(WIDTH, CHANNELS, "float32"), ma.RecurrentState((HEADS, DIM, STATES))
-SPEC = ma.AlignConfig((ma.GroupSpec("mamba2", LAYERS, KINDS),), BLOCK, max_num_seqs=2, max_model_len=128)
 
 
 def parts(xBC):
@@ -91,46 +90,66 @@ def parts(xBC):
     return x.reshape(-1, HEADS, DIM), B[:, None], C[:, None]
 
 
+class Mixer:
+    """The recurrence of one layer over pools: it follows the protocol `mamba_align_jax.Mixer`."""
+
+    kind = "mamba2"
+
+    def __init__(self, block=None):
+        self.block = block
+
+    def states(self, conv_dtype, state_dtype):
+        return ma.ConvState(WIDTH, CHANNELS, conv_dtype), ma.RecurrentState((HEADS, DIM, STATES), state_dtype)
+
+    def __call__(self, x, at, *pools):
+        """Takes [tokens, CHANNELS + HEADS] to [tokens, INNER] and the pools; `at` is this layer's place in the step."""
+        taps, A = self.block.taps[...], self.block.A[...]
+        weights = dict(D=self.block.D[...], dt_bias=self.block.dt_bias[...])
+
+        def decode(rows, xBC, dt, conv, recurrent):
+            loc, write = rows.query_start_loc, rows.write
+            xBC, conv = pk.causal_conv1d_update(
+                xBC, conv, at.layer, taps, None, loc, rows.conv_read, rows.window_row, write[:, 0]
+            )
+            x, B, C = parts(xBC)
+            y, recurrent = pk.selective_state_update(
+                x, dt, A, B, C, recurrent, at.layer, loc, rows.recurrent_read, write, **weights
+            )
+            return y, conv, recurrent
+
+        def prefill(rows, xBC, dt, conv, recurrent):
+            loc, write = rows.query_start_loc, rows.write[:, 0]
+            xBC, conv = pk.causal_conv1d_prefill(
+                xBC, conv, at.layer, taps, None, loc, rows.conv_read, rows.window_row, write
+            )
+            x, B, C = parts(xBC)
+            y, recurrent = pk.ssd(
+                x, dt, A, B, C, recurrent, at.layer, loc, at.chunks, rows.recurrent_read, write, **weights
+            )
+            return y, conv, recurrent
+
+        y, *pools = at.apply(decode, prefill, tuple(jnp.split(x, [CHANNELS], axis=1)), pools)
+        return y.reshape(-1, INNER), *pools
+
+
+GROUP = ma.GroupSpec(Mixer.kind, LAYERS, Mixer().states("float32", "float32"))
+SPEC = ma.AlignConfig((GROUP,), BLOCK, max_num_seqs=2, max_model_len=128)
+
+
 @functools.partial(nnx.jit, static_argnames="decode_rows", donate_argnames=("pool", "state", "tables"))
 def step(model, tokens, batch, updates, additions, pool, state, tables, decode_rows):
     tables = ma.update_block_tables(tables, updates)
     state = ma.add_requests(state, additions)
     state, indices = ma.begin_step(SPEC, state, batch, tables)
-    split, (conv, recurrent) = ma.split_rows(batch, indices, decode_rows), pool.states[0]
+    at = ma.LayerStep.create(batch, indices, num_decode_rows=decode_rows, num_tokens=tokens.shape[0])
 
-    def recur(number, mixer, xBC, dt):
-        nonlocal conv, recurrent
-
-        def decode(rows, xBC, dt, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write[0]
-            xBC, conv = pk.causal_conv1d_update(
-                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.window_row, write[:, 0]
-            )
-            x, B, C = parts(xBC)
-            y, recurrent = pk.selective_state_update(
-                x, dt, mixer.A[...], B, C, recurrent, number, loc, rows.recurrent_read[0], write,
-                D=mixer.D[...], dt_bias=mixer.dt_bias[...],
-            )  # fmt: skip
-            return y, conv, recurrent
-
-        def prefill(rows, xBC, dt, conv, recurrent):
-            loc, write = rows.query_start_loc, rows.write[0, :, 0]
-            xBC, conv = pk.causal_conv1d_prefill(
-                xBC, conv, number, mixer.taps[...], None, loc, rows.conv_read[0], rows.window_row, write
-            )
-            x, B, C = parts(xBC)
-            chunks = pk.chunk_rows(loc, rows.num_computed_tokens, x.shape[0])
-            y, recurrent = pk.ssd(
-                x, dt, mixer.A[...], B, C, recurrent, number, loc, chunks, rows.recurrent_read[0], write,
-                D=mixer.D[...], dt_bias=mixer.dt_bias[...],
-            )  # fmt: skip
-            return y, conv, recurrent
-
-        y, conv, recurrent = split.apply(decode, prefill, (xBC, dt), (conv, recurrent), num_decode_tokens=1)
-        return y.reshape(-1, INNER)
+    def recur(number, block, xBC, dt):
+        nonlocal pool
+        y, *states = Mixer(block)(jnp.concatenate([xBC, dt], axis=1), at.at(number), *pool.states[0])
+        pool = pool.with_group(0, states)
+        return y
 
     logits = model(tokens, recur)
-    pool = pool.with_group(0, (conv, recurrent))
     state, pool = ma.finish_step(SPEC, state, pool, batch, indices, jnp.ones(1, jnp.int32), tables)
     return logits, pool, state, tables
 
@@ -149,7 +168,7 @@ class Server:
         logits, self.pool, self.state, self.tables = step(
             self.model,
             jnp.asarray(padded),
-            ma.StepBatch.from_host(SPEC, 1, [0], [0, len(tokens)], [-1 if prefilling else 0], [prefilling]),
+            ma.StepBatch.from_host(SPEC, 1, [0], [0, len(tokens)], [-1 if prefilling else 0]),
             ma.TableUpdates.from_host(SPEC, SPEC.num_columns, [(0, 0, *entry) for entry in entries]),
             ma.Additions.from_host(SPEC, 1, [0] * enters, [start] * enters),
             *(self.pool, self.state, self.tables),
@@ -158,14 +177,14 @@ class Server:
         return np.asarray(logits)[len(tokens) - 1]
 
     def generate(self, name, prompt, count):
-        """The tokens, the logits behind the prompt's last and each new one, and how much of the prompt was there."""
+        """Returns the tokens, the logits after the prompt and each new token, and how much of the prompt was cached."""
         tokens, rows = list(prompt), []
         hit = self.blocks.lookup(tokens)
         start = hit.length
         while len(rows) < count:
             prefilling = start < len(prompt)
             end = ma.next_chunk_end(start, start + CHUNK, len(prompt), BLOCK) if prefilling else len(tokens)
-            # The blocks that a hit found come with those for the first step.
+            # In the first step the blocks of the hit come with the new ones.
             entries = self.blocks.allocate(name, start, start, end - start, hit=hit)
             logits = self.run(start, tokens[start:end], entries, start == hit.length, prefilling)
             self.blocks.release(name)

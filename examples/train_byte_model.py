@@ -31,10 +31,10 @@ from flax import nnx
 
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.layers.attention import attend
+from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import load_model, qwen3_5
 from mamba_align_jax.models.weights import save_weights
-from pallas_kernels import chunk_rows
 
 CONFIG = qwen3_5.Config(
     vocab_size=256, hidden_size=256, intermediate_size=352, num_hidden_layers=8,
@@ -127,7 +127,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     )  # fmt: skip
     prefill = rows(jnp.array([0, length], jnp.int32), one)
     split = RowSplit(decode=rows(one, none), prefill=prefill, first_prefill_token=one[0])
-    chunks = chunk_rows(prefill.query_start_loc, one, length)
+    at = LayerStep(rows=split, chunks=split.chunks(length), layer=one[0], implementation="xla")
     positions = jnp.arange(length, dtype=jnp.int32)
     x = model.embed_tokens(tokens)
     for layer in model.layers:
@@ -137,9 +137,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
             conv, recurrent = (
                 jnp.zeros((1, 2, *state.block_shape(0)), state.dtype) for state in mixer.states(model.dtype, "float32")
             )
-            run = lambda y, mixer=mixer, conv=conv, recurrent=recurrent: mixer(
-                y, split, chunks, conv, recurrent, one[0], implementation="xla"
-            )[0]
+            run = lambda y, mixer=mixer, conv=conv, recurrent=recurrent: mixer(y, at, conv, recurrent)[0]
             out = jax.vmap(jax.checkpoint(run))(normed)
         else:
             mixer = layer.self_attn

@@ -2,15 +2,19 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.lax import Precision
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.layers.split import Cut, SplitRMSNorm
+from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows
+from mamba_align_jax.sharding import Part, repeats
 from pallas_kernels.chunks import Span, chunk_of_token, spans
 from pallas_kernels.rows import token_rows
 
@@ -88,10 +92,9 @@ def _attend_chunks(
 
 def paged_attention(
     queries: jax.Array,
-    step: StepInputs,
+    at: LayerStep,
     keys: jax.Array,
     values: jax.Array,
-    layer: jax.Array,
     scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of packed tokens [tokens, heads, dim] over their rows' pages, a chunk of one row at a time.
@@ -100,7 +103,7 @@ def paged_attention(
 
     Plain XLA: full attention is here so that hybrid models run, not to be fast.
     """
-    num_decode_rows = step.split.decode.num_rows
+    num_decode_rows, page_table, layer = at.rows.decode.num_rows, at.token_pages.page_table, at.layer
 
     def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
         # A decode row has one token, a verify row a few: a row is a chunk.
@@ -108,18 +111,18 @@ def paged_attention(
         row = jnp.arange(rows.num_rows, dtype=jnp.int32)
         chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
         place, window = (tokens.row, tokens.offset), rows.write.shape[2]
-        table = step.page_table[:num_decode_rows]
+        table = page_table[:num_decode_rows]
         return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer, scale),)
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        chunks = step.chunks
-        assert chunks is not None
+        chunks = at.chunks
+        assert chunks is not None, "a step with prefill rows has chunks"
         place = chunk_of_token(chunks, queries.shape[0])
-        table = step.page_table[num_decode_rows:]
+        table = page_table[num_decode_rows:]
         cut = spans(chunks, rows.query_start_loc)
         return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer, scale),)
 
-    return step.split.apply(decode, prefill, (queries,), (), step.num_decode_tokens)[0]
+    return at.rows.apply(decode, prefill, (queries,), ())[0]
 
 
 class Attention(nnx.Module):
@@ -139,7 +142,7 @@ class Attention(nnx.Module):
         rotary_dim: int = 0,
         rope_theta: float = 1e4,
         gated: bool = False,
-        norm: Callable[[int], nnx.Module] | None = None,
+        norm: Callable[[int], Any] | None = None,
         norm_whole: bool = False,
         bias: bool = False,
         scale: float | None = None,
@@ -169,6 +172,8 @@ class Attention(nnx.Module):
         self.v_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs, bias=bias)
         self.o_proj = linear(heads * head_dim, hidden_size, dtype, rngs, bias=bias)
         sizes = (heads * head_dim, kv_heads * head_dim) if norm_whole else (head_dim, head_dim)
+        self.q_norm: Any
+        self.k_norm: Any
         self.q_norm, self.k_norm = map(norm, sizes) if norm else (None, None)
 
     @property
@@ -184,7 +189,7 @@ class Attention(nnx.Module):
         if self.gated:
             q, gate = (y.reshape(tokens, -1) for y in jnp.split(heads(q, self.heads), 2, axis=-1))
 
-        def finish(y: jax.Array, number: int, norm: nnx.Module | None) -> jax.Array:
+        def finish(y: jax.Array, number: int, norm: Any) -> jax.Array:
             if norm is not None and self.norm_whole:
                 y = norm(y)
             y = heads(y, number)
@@ -200,22 +205,31 @@ class Attention(nnx.Module):
         attended = attended.reshape(attended.shape[0], -1)
         return self.o_proj(attended if gate is None else attended * jax.nn.sigmoid(gate))
 
-    def __call__(
-        self, x: jax.Array, step: StepInputs, keys: jax.Array, values: jax.Array, layer: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
+    def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
+        """No states: attention keeps keys and values in pages."""
+        del conv_dtype, state_dtype
+        return ()
 
-        Args:
-            x: Decode and verify rows first.
-            step: The step's inputs.
-            keys: Pages of keys, all layers. Donate them.
-            values: Pages of values, likewise.
-            layer: This layer's place in the pages.
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values, of all layers."""
+        keys, values = pools
+        pages = at.token_pages
+        q, k, v, gate = self.project(x, pages.positions)
+        keys, values = pages.put(keys, at.layer, k), pages.put(values, at.layer, v)
+        return self.output(paged_attention(q, at, keys, values, self.scale), gate), keys, values
 
-        Returns:
-            [tokens, hidden] and the pages.
-        """
-        q, k, v, gate = self.project(x, step.positions)
-        put = lambda pool, new: pool.at[layer, step.kv_page, step.kv_offset].set(new.astype(pool.dtype), mode="drop")
-        keys, values = put(keys, k), put(values, v)
-        return self.output(paged_attention(q, step, keys, values, layer, self.scale), gate), keys, values
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        copies = repeats(self.kv_heads, cut.size)
+        q, kv = Part(self.heads, self.head_dim), Part(self.kv_heads, self.head_dim, copies)
+        cut.out(self.q_proj, Part(self.heads, (1 + self.gated) * self.head_dim))
+        cut.out(self.k_proj, kv)
+        cut.out(self.v_proj, kv)
+        cut.into(self.o_proj, q)
+        if self.norm_whole and self.q_norm is not None:
+            cut.put(self.q_norm.weight, 0, [q])
+            cut.put(self.k_norm.weight, 0, [kv])
+            self.q_norm, self.k_norm = SplitRMSNorm(self.q_norm), SplitRMSNorm(self.k_norm)
+        self.heads //= cut.size
+        self.kv_heads = self.kv_heads * copies // cut.size

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.metadata.rows import Rows, RowSplit
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.metadata.rows import LayerRows
 from pallas_kernels import (
-    Chunks,
-    Implementation,
     causal_conv1d_prefill,
     causal_conv1d_update,
     gated_delta_rule_gates,
@@ -22,72 +21,65 @@ def convolved_delta_rule(
     conv_weight: jax.Array,
     A_log: jax.Array,
     dt_bias: jax.Array,
-    split: RowSplit,
-    chunks: Chunks | None,
+    at: LayerStep,
     conv: jax.Array,
     recurrent: jax.Array,
-    layer: jax.Array,
     *,
-    group: int = 0,
-    num_decode_tokens: int = 0,
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
-    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs packed tokens, decode and verify rows first.
+    """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
     Args:
         qkv: Projected [queries | keys | values], before the convolution. [tokens, channels]
         a: Raw decay projection, [tokens, value_heads] or, with a decay per key channel, [tokens, value_heads, key_dim].
         b: Raw beta projection. [tokens, value_heads]
-        conv_weight: Taps. [width, channels]
-        A_log: Log decay rate per value head.
-        dt_bias: Added to `a`, whose trailing axes it has.
-        split: The step's rows.
-        chunks: `chunk_rows` of the prefill rows; None without such rows.
-        conv: Pool of windows. Donate it.
-        recurrent: Pool of states. Donate it.
-        layer: The layer's place in the pools.
-        group: The layer's place among the groups of block ids.
-        num_decode_tokens: Static bound on the tokens of decode and verify rows.
-        lower_bound: Least log decay of the bounded gate; None for the softplus gate.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-        implementation: Of the ops.
+        conv_weight: Taps of the convolution. [width, channels]
+        A_log: Log decay rate of each value head. [value_heads]
+        dt_bias: Added to `a`, in the shape of one token of `a`.
+        at: The step's rows, and the layer's place in the pools.
+        conv: Pool of windows [layers, blocks, window, channels]. It is donated.
+        recurrent: Pool of states [layers, blocks, value_heads, value_dim, key_dim]. It is donated.
+        lower_bound: Smallest log decay of the bounded gate; None for the softplus gate.
+        allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
 
     Returns:
-        [tokens, value_heads, value_dim] and the pools.
+        The outputs [tokens, value_heads, value_dim] and the pools.
     """
     value_heads, value_dim, key_dim = recurrent.shape[2:]
     keys = (qkv.shape[1] - value_heads * value_dim) // 2
     gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
+    layer, implementation = at.layer, at.implementation
 
-    def decode(rows: Rows, qkv, a, b, conv, recurrent):
-        loc, write = rows.query_start_loc, rows.write[group]
+    def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
         qkv, conv = causal_conv1d_update(
-            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.window_row, write[:, 0],
+            qkv, conv, layer, conv_weight, None, rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0],
             implementation=implementation,
         )  # fmt: skip
         out, recurrent = gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[group], write,
+            qkv, a, b, A_log, dt_bias, recurrent, layer, rows.query_start_loc, rows.recurrent_read, rows.write,
             **gates, implementation=implementation,
         )  # fmt: skip
         return out, conv, recurrent
 
-    def prefill(rows: Rows, qkv, a, b, conv, recurrent):
-        loc, write = rows.query_start_loc, rows.write[group, :, 0]
+    def prefill(rows: LayerRows, qkv, a, b, conv, recurrent):
         qkv, conv = causal_conv1d_prefill(
-            qkv, conv, layer, conv_weight, None, loc, rows.conv_read[group], rows.window_row, write,
+            qkv, conv, layer, conv_weight, None, rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0],
             implementation=implementation,
         )  # fmt: skip
-        heads = lambda x, dim: x.reshape(x.shape[0], -1, dim)
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
         g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, **gates)
-        assert chunks is not None
+        assert at.chunks is not None, "a step with prefill rows has chunks"
         out, recurrent = gated_delta_rule_prefill(
-            heads(q, key_dim), heads(k, key_dim), heads(v, value_dim), g, beta, recurrent, layer, loc, chunks,
-            rows.recurrent_read[group], write, implementation=implementation,
+            _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim), g, beta, recurrent, layer, rows.query_start_loc,
+            at.chunks, rows.recurrent_read, rows.write[:, 0], implementation=implementation,
         )  # fmt: skip
         return out, conv, recurrent
 
-    out, conv, recurrent = split.apply(decode, prefill, (qkv, a, b), (conv, recurrent), num_decode_tokens)
+    out, conv, recurrent = at.apply(decode, prefill, (qkv, a, b), (conv, recurrent))
     return out, conv, recurrent
+
+
+def _heads(x: jax.Array, dim: int) -> jax.Array:
+    """Splits channels [tokens, heads * dim] into heads [tokens, heads, dim]."""
+    return x.reshape(x.shape[0], -1, dim)

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
-from mamba_align_jax.metadata.rows import RowSplit
-from pallas_kernels import Chunks, Implementation
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.sharding import Part, repeats
 
 
 class GatedDeltaNet(nnx.Module):
@@ -46,44 +48,35 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = linear(values, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """What a block holds of this layer."""
+        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        split: RowSplit,
-        chunks: Chunks | None,
-        conv: jax.Array,
-        recurrent: jax.Array,
-        layer: jax.Array,
-        *,
-        group: int = 0,
-        num_decode_tokens: int = 0,
-        implementation: Implementation | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
-
-        Args:
-            x: Decode and verify rows first.
-            split: The step's rows.
-            chunks: `chunk_rows` of the prefill rows; None without such rows.
-            conv: Pool of windows. Donate it.
-            recurrent: Pool of states. Donate it.
-            layer: This layer's place in the pools.
-            group: This layer's place among the groups of block ids.
-            num_decode_tokens: Static bound on the tokens of decode and verify rows.
-            implementation: Of the ops.
-
-        Returns:
-            [tokens, hidden] and the pools.
-        """
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
+        conv, recurrent = pools
         out, conv, recurrent = convolved_delta_rule(
             self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), self.conv1d.weight[...], self.A_log[...],
-            self.dt_bias[...], split, chunks, conv, recurrent, layer, group=group, num_decode_tokens=num_decode_tokens,
-            allow_neg_eigval=self.allow_neg_eigval, implementation=implementation,
+            self.dt_bias[...], at, conv, recurrent,
+            allow_neg_eigval=self.allow_neg_eigval,
         )  # fmt: skip
         z = self.in_proj_z(x).reshape(out.shape)
         return self.out_proj(self.norm(out, z).reshape(x.shape[0], -1)), conv, recurrent
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        copies = repeats(self.key_heads, cut.size)
+        key, value = Part(self.key_heads, self.key_dim, copies), Part(self.value_heads, self.value_dim)
+        head = Part(self.value_heads, 1)
+        cut.out(self.in_proj_qkv, key, key, value)
+        cut.put(self.conv1d.weight, 1, (key, key, value))
+        cut.out(self.in_proj_z, value)
+        cut.out(self.in_proj_b, head)
+        cut.out(self.in_proj_a, head)
+        cut.put(self.A_log, 0, [head])
+        cut.put(self.dt_bias, 0, [head])
+        cut.into(self.out_proj, value)
+        self.key_heads = self.key_heads * copies // cut.size
+        self.value_heads //= cut.size

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
-from mamba_align_jax.metadata.rows import RowSplit
-from pallas_kernels import Chunks, Implementation
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.sharding import Part
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -59,46 +61,34 @@ class KimiDeltaAttention(nnx.Module):
         self.o_proj = linear(channels, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """What a block holds of this layer."""
+        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.heads, self.head_dim, self.head_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        split: RowSplit,
-        chunks: Chunks | None,
-        conv: jax.Array,
-        recurrent: jax.Array,
-        layer: jax.Array,
-        *,
-        group: int = 0,
-        num_decode_tokens: int = 0,
-        implementation: Implementation | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
-
-        Args:
-            x: Decode and verify rows first.
-            split: The step's rows.
-            chunks: `chunk_rows` of the prefill rows; None without such rows.
-            conv: Pool of windows. Donate it.
-            recurrent: Pool of states. Donate it.
-            layer: This layer's place in the pools.
-            group: This layer's place among the groups of block ids.
-            num_decode_tokens: Static bound on the tokens of decode and verify rows.
-            implementation: Of the ops.
-
-        Returns:
-            [tokens, hidden] and the pools.
-        """
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
+        conv, recurrent = pools
         heads = lambda y: y.reshape(*y.shape[:-1], self.heads, self.head_dim)
         f = self.f_proj(x) if hasattr(self, "f_proj") else self.f_b_proj(self.f_a_proj(x))
         out, conv, recurrent = convolved_delta_rule(
             self.in_proj_qkv(x), heads(f), self.b_proj(x), self.conv1d.weight[...], self.A_log[...],
-            heads(self.dt_bias[...]), split, chunks, conv, recurrent, layer, group=group,
-            num_decode_tokens=num_decode_tokens, lower_bound=self.lower_bound, implementation=implementation,
+            heads(self.dt_bias[...]), at, conv, recurrent, lower_bound=self.lower_bound,
         )  # fmt: skip
         z = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
         return self.o_proj(self.o_norm(out, heads(z)).reshape(x.shape[0], -1)), conv, recurrent
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        head, one = Part(self.heads, self.head_dim), Part(self.heads, 1)
+        cut.out(self.in_proj_qkv, head, head, head)
+        cut.put(self.conv1d.weight, 1, (head, head, head))
+        for name in ("f_proj", "f_b_proj", "g_proj", "g_b_proj"):
+            if hasattr(self, name):
+                cut.out(getattr(self, name), head)
+        cut.out(self.b_proj, one)
+        cut.put(self.A_log, 0, [one])
+        cut.put(self.dt_bias, 0, [head])
+        cut.into(self.o_proj, head)
+        self.heads //= cut.size

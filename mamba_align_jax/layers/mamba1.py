@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.metadata.rows import Rows, RowSplit
-from pallas_kernels import Chunks, Implementation, selective_scan, selective_state_update
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.metadata.rows import LayerRows
+from mamba_align_jax.sharding import Part
+from pallas_kernels import selective_scan, selective_state_update
 
 
 class Mamba1Mixer(nnx.Module):
@@ -61,57 +65,42 @@ class Mamba1Mixer(nnx.Module):
         self.out_proj = linear(inner_size, hidden_size, dtype, rngs, bias=proj_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """What a block holds of this layer."""
+        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
         return self.conv1d.state(conv_dtype), RecurrentState((1, *self.A_log.shape), state_dtype)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        split: RowSplit,
-        chunks: Chunks | None,
-        conv: jax.Array,
-        recurrent: jax.Array,
-        layer: jax.Array,
-        *,
-        group: int = 0,
-        num_decode_tokens: int = 0,
-        implementation: Implementation | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
-
-        Args:
-            x: Decode and verify rows first.
-            split: The step's rows.
-            chunks: Not needed: the scan goes token by token.
-            conv: Pool of windows. Donate it.
-            recurrent: Pool of states. Donate it.
-            layer: This layer's place in the pools.
-            group: This layer's place among the groups of block ids.
-            num_decode_tokens: Static bound on the tokens of decode and verify rows.
-            implementation: Of the ops.
-
-        Returns:
-            [tokens, hidden] and the pools.
-        """
-        del chunks
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
+        conv, recurrent = pools
         x, z = jnp.split(self.in_proj(x), 2, axis=1)
-        x, conv = self.conv1d(
-            x, split, conv, layer, group=group, num_decode_tokens=num_decode_tokens, implementation=implementation
-        )
+        x, conv = self.conv1d(x, at, conv)
         parts = jnp.split(self.x_proj(x), [self.dt_rank, self.dt_rank + self.state_dim], axis=1)
         norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
         dt, B, C = (part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True))
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))[None]
         D, dt_bias = self.D[...][None], self.dt_proj_bias[...][None]
 
-        def run(op, rows: Rows, write, x, dt, B, C, z, recurrent):
+        def run(op, rows: LayerRows, write, x, dt, B, C, z, recurrent):
             return op(
-                x, dt, A, B, C, recurrent, layer, rows.query_start_loc, rows.recurrent_read[group], write,
-                D=D, z=z, dt_bias=dt_bias, implementation=implementation,
+                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, rows.recurrent_read, write,
+                D=D, z=z, dt_bias=dt_bias, implementation=at.implementation,
             )  # fmt: skip
 
-        decode = lambda rows, *operands: run(selective_state_update, rows, rows.write[group], *operands)
-        prefill = lambda rows, *operands: run(selective_scan, rows, rows.write[group, :, 0], *operands)
+        decode = lambda rows, *operands: run(selective_state_update, rows, rows.write, *operands)
+        prefill = lambda rows, *operands: run(selective_scan, rows, rows.write[:, 0], *operands)
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
-        out, recurrent = split.apply(decode, prefill, tokens, (recurrent,), num_decode_tokens)
+        out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
         return self.out_proj(out[:, 0]), conv, recurrent
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        channel = Part(self.D.shape[0], 1)
+        cut.out(self.in_proj, channel, channel)
+        cut.put(self.conv1d.weight, 1, [channel])
+        if self.conv1d.bias is not None:
+            cut.put(self.conv1d.bias, 0, [channel])
+        cut.into(self.x_proj, channel)
+        cut.out(self.dt_proj, channel)
+        for variable in (self.dt_proj_bias, self.A_log, self.D):
+            cut.put(variable, 0, [channel])
+        cut.into(self.out_proj, channel)

@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
-from mamba_align_jax.metadata.rows import Rows, RowSplit
-from pallas_kernels import Chunks, Implementation, selective_state_update, ssd
+from mamba_align_jax.layers.split import Cut, SplitGroupNorm
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.metadata.rows import LayerRows
+from mamba_align_jax.sharding import Part, repeats
+from pallas_kernels import selective_state_update, ssd
 
 
 class Mamba2Mixer(nnx.Module):
@@ -70,69 +74,64 @@ class Mamba2Mixer(nnx.Module):
         self.out_proj = linear(inner, hidden_size, dtype, rngs, bias=out_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """What a block holds of this layer."""
+        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
         shape = (self.heads, self.head_dim, self.state_dim)
         return self.conv1d.state(conv_dtype), RecurrentState(shape, state_dtype)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        split: RowSplit,
-        chunks: Chunks | None,
-        conv: jax.Array,
-        recurrent: jax.Array,
-        layer: jax.Array,
-        *,
-        group: int = 0,
-        num_decode_tokens: int = 0,
-        implementation: Implementation | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
-
-        Args:
-            x: Decode and verify rows first.
-            split: The step's rows.
-            chunks: `chunk_rows` of the prefill rows; None without such rows.
-            conv: Pool of windows. Donate it.
-            recurrent: Pool of states. Donate it.
-            layer: This layer's place in the pools.
-            group: This layer's place among the groups of block ids.
-            num_decode_tokens: Static bound on the tokens of decode and verify rows.
-            implementation: Of the ops.
-
-        Returns:
-            [tokens, hidden] and the pools.
-        """
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
+        conv, recurrent = pools
         projected = self.in_proj(x)
         if self.multipliers is not None:
             projected = projected * jnp.asarray(np.repeat(self.multipliers, self.sizes), projected.dtype)
         inner = self.sizes[0]
         z, xBC, dt = jnp.split(projected, [inner, projected.shape[1] - self.heads], axis=1)
-        xBC, conv = self.conv1d(
-            xBC, split, conv, layer, group=group, num_decode_tokens=num_decode_tokens, implementation=implementation
-        )
+        xBC, conv = self.conv1d(xBC, at, conv)
         inputs, B, C = jnp.split(xBC, [inner, inner + self.sizes[2]], axis=1)
         fold = lambda y, parts: y.reshape(y.shape[0], parts, -1)
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=implementation)
+        same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
-        def decode(rows: Rows, *operands):
+        def decode(rows: LayerRows, *operands):
             x, dt, B, C, recurrent = operands
             return selective_state_update(
-                x, dt, A, B, C, recurrent, layer, rows.query_start_loc, rows.recurrent_read[group], rows.write[group],
+                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, rows.recurrent_read, rows.write,
                 **same,
             )  # fmt: skip
 
-        def prefill(rows: Rows, *operands):
+        def prefill(rows: LayerRows, *operands):
             x, dt, B, C, recurrent = operands
-            assert chunks is not None
+            assert at.chunks is not None, "a step with prefill rows has chunks"
             return ssd(
-                x, dt, A, B, C, recurrent, layer, rows.query_start_loc, chunks, rows.recurrent_read[group],
-                rows.write[group, :, 0], **same,
+                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read,
+                rows.write[:, 0], **same,
             )  # fmt: skip
 
         tokens = fold(inputs, self.heads), dt, fold(B, self.groups), fold(C, self.groups)
-        out, recurrent = split.apply(decode, prefill, tokens, (recurrent,), num_decode_tokens)
+        out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
         out = out.reshape(z.shape)
         out = (out * jax.nn.silu(z)) if self.norm is None else self.norm(out, z)
         return self.out_proj(out), conv, recurrent
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        copies = repeats(self.groups, cut.size)
+        inner, head = Part(self.heads, self.head_dim), Part(self.heads, 1)
+        group = Part(self.groups, self.state_dim, copies)
+        cut.out(self.in_proj, inner, inner, group, group, head)
+        cut.put(self.conv1d.weight, 1, (inner, group, group))
+        if self.conv1d.bias is not None:
+            cut.put(self.conv1d.bias, 0, (inner, group, group))
+        for variable in (self.A_log, self.D, self.dt_bias):
+            cut.put(variable, 0, [head])
+        cut.into(self.out_proj, inner)
+        self.heads //= cut.size
+        self.groups = self.groups * copies // cut.size
+        z, x, B, C, dt = (size // cut.size for size in self.sizes)
+        self.sizes = z, x, B * copies, C * copies, dt
+        if self.norm is not None:
+            cut.put(self.norm.weight, 0, [inner])
+            self.norm.groups = self.groups
+            if copies > 1:
+                self.norm = SplitGroupNorm(self.norm, self.groups, copies)

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.attention import paged_attention, rotary
 from mamba_align_jax.layers.linear import linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.metadata.layer_step import LayerStep
+from mamba_align_jax.sharding import Part
 
 _EPSILON = 1e-6  # of the norms inside the layer, whatever the model's
 
@@ -82,32 +85,39 @@ class MultiHeadLatentAttention(nnx.Module):
             k_rope = _rotary_pairs(k_rope[:, None], positions, self.rope_theta)[:, 0]
         return q, jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=1)
 
-    def __call__(
-        self, x: jax.Array, step: StepInputs, latents: jax.Array, values: jax.Array, layer: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs packed tokens [tokens, hidden].
+    def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
+        """No states: attention keeps keys and values in pages."""
+        del conv_dtype, state_dtype
+        return ()
 
-        Args:
-            x: Decode and verify rows first.
-            step: The step's inputs.
-            latents: Pages [layers, pages, page_size, 1, kv_lora_rank + rope_dim], all layers. Donate them.
-            values: Pages of values, which this layer has none of.
-            layer: This layer's place in the pages.
+    @old_mixer_call
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens: see `Mixer`.
 
-        Returns:
-            [tokens, hidden] and the pages.
+        The pools are the pages of latents [layers, pages, page_size, 1, kv_lora_rank + rope_dim], and pages of values, which
+        have no elements and are returned as they are.
         """
-        q, latent = self.project(x, step.positions)
-        new = latent[:, None].astype(latents.dtype)
-        latents = latents.at[layer, step.kv_page, step.kv_offset].set(new, mode="drop")
+        latents, values = pools
+        q, latent = self.project(x, at.token_pages.positions)
+        latents = at.token_pages.put(latents, at.layer, latent[:, None])
         product = functools.partial(jnp.einsum, precision=precision(x.dtype.name))
         kv_b = self.kv_b_proj.kernel[...].reshape(self.kv_lora_rank, self.heads, -1)
         to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=2)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
         q_latent = jnp.concatenate([product("thd,rhd->thr", q_nope, to_keys), q_rope], axis=2)
-        # The same pages as values: positional dims are attended in vain, and dropped.
-        attended = paged_attention(q_latent, step, latents, latents, layer, scale=q.shape[2] ** -0.5)
+        # The latents serve as values too. Their positional dims are attended in vain, and dropped.
+        attended = paged_attention(q_latent, at, latents, latents, scale=q.shape[2] ** -0.5)
         out = product("thr,rhd->thd", attended[:, :, : self.kv_lora_rank], to_values)
         if self.g_proj is not None:
             out = out * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32)).astype(x.dtype)[:, :, None]
         return self.o_proj(out.reshape(x.shape[0], -1)), latents, values
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`."""
+        queries = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
+        cut.out(queries, Part(self.heads, self.nope_dim + self.rope_dim))
+        cut.out(self.kv_b_proj, Part(self.heads, self.nope_dim + self.value_dim))
+        if self.g_proj is not None:
+            cut.out(self.g_proj, Part(self.heads, 1))
+        cut.into(self.o_proj, Part(self.heads, self.value_dim))
+        self.heads //= cut.size

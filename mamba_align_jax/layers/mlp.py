@@ -4,6 +4,8 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.sharding import Part
 
 
 class GatedMLP(nnx.Module):
@@ -17,3 +19,10 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's part of the width."""
+        width = Part(self.down_proj.kernel.shape[0], 1)
+        cut.out(self.gate_proj, width)
+        cut.out(self.up_proj, width)
+        cut.into(self.down_proj, width)

@@ -8,6 +8,8 @@ from flax import nnx
 
 from mamba_align_jax.layers.linear import linear, precision
 from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.sharding import AXIS, Part
 
 # Weights of the experts that run at once: 128 MiB of bfloat16.
 _ELEMENTS = 1 << 26
@@ -90,22 +92,35 @@ class Experts(nnx.Module):
         self.up = nnx.Param(draw(experts, hidden_size, size * (1 + gated)).astype(dtype))
         self.down = nnx.Param(draw(experts, size, hidden_size).astype(dtype))
         self.activation = activation
+        # The mesh axis over which the width is split, if it is.
+        self.axis: str | None = None
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's part of the width of every expert."""
+        width = Part(self.down.shape[1], 1)
+        # `up` makes [gate | up], or up alone.
+        cut.put(self.up, 2, [width] * (self.up.shape[2] // width.heads))
+        cut.put(self.down, 1, [width])
+        self.axis = AXIS
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """The weighted sum of each token's experts.
-
-        Rows are sorted by expert and cut into blocks of one expert each, so that only chosen experts are multiplied and
-        the weights of few are gathered at once. (Outside of TPUs `jax.lax.ragged_dot` multiplies every row by every expert,
-        and expands the rows by as much.)
+        """The weighted sum of each token's experts, over the devices if they are split.
 
         Args:
-            x: [tokens, hidden].
-            chosen: int32 [tokens, top_k].
-            weights: [tokens, top_k].
+            x: [tokens, hidden]
+            chosen: Numbers of each token's experts. int32 [tokens, top_k]
+            weights: [tokens, top_k]
 
         Returns:
-            [tokens, hidden] in x's dtype, summed in float32.
+            [tokens, hidden] in x's dtype. One device sums in float32.
         """
+        out = self._weighted_sum(x, chosen, weights)
+        return out if self.axis is None else jax.lax.psum(out.astype(jnp.float32), self.axis).astype(x.dtype)
+
+    def _weighted_sum(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        # Rows are sorted by expert and cut into blocks of one expert each, so that only chosen experts are multiplied and
+        # only a few experts' weights are gathered at once. (Outside of TPUs `jax.lax.ragged_dot` multiplies every row by
+        # every expert.)
         up, down = self.up[...], self.down[...]
         experts, top_k = up.shape[0], chosen.shape[1]
         rows = chosen.size

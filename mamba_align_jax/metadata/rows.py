@@ -1,7 +1,7 @@
-"""The two kinds of rows: decode and verify rows lead a batch, prefill rows follow; each kind has its own kernels."""
+"""The two kinds of rows of a step: decode and verify rows come first, prefill rows follow. Each kind has its own kernels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,45 @@ import jax.numpy as jnp
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
+from pallas_kernels import Chunks, chunk_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LayerRows:
+    """The rows of one kind, with the blocks that one layer's group has for them: the arguments of the kernels. All int32.
+
+    Attributes:
+        query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
+        num_computed_tokens: Position of each row's first token in its sequence. [rows]
+        recurrent_read: Block that holds each row's recurrent state; NULL_BLOCK for a fresh row. [rows]
+        conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [rows]
+        window_row: First row of that window to read. [rows]
+        write: Blocks that each row writes: column t takes the state after token t of a verify row, column 0 the final state
+            of any other row and every row's window. [rows, 1 + K]
+    """
+
+    query_start_loc: jax.Array
+    num_computed_tokens: jax.Array
+    recurrent_read: jax.Array
+    conv_read: jax.Array
+    window_row: jax.Array
+    write: jax.Array
 
 
 @renamed_fields(conv_row="window_row")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Consecutive rows of one kind with their packed tokens, as the kernels take them: int32 throughout.
+    """The rows of one kind with the blocks of every group: `LayerRows` with a group axis. All int32.
 
     Attributes:
-        query_start_loc: [rows + 1], counted from the kind's own first token.
-        num_computed_tokens: Position of each row's first token. [rows]
-        recurrent_read: [groups, rows]
-        conv_read: [groups, rows]
-        window_row: [rows]
-        write: [groups, rows, 1 + K]
+        query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
+        num_computed_tokens: Position of each row's first token in its sequence. [rows]
+        recurrent_read: Block that holds each row's recurrent state; NULL_BLOCK for a fresh row. [groups, rows]
+        conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [groups, rows]
+        window_row: First row of that window to read. [rows]
+        write: Blocks that each row writes; see `LayerRows`. [groups, rows, 1 + K]
     """
 
     query_start_loc: jax.Array
@@ -35,18 +59,44 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows, padding included."""
+        """The number of rows, padding rows included."""
         return self.window_row.shape[0]
+
+    def of_group(self, group: int) -> LayerRows:
+        """The rows with the blocks of one group."""
+        return LayerRows(
+            query_start_loc=self.query_start_loc,
+            num_computed_tokens=self.num_computed_tokens,
+            recurrent_read=self.recurrent_read[group],
+            conv_read=self.conv_read[group],
+            window_row=self.window_row,
+            write=self.write[group],
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """A batch whose decode and verify rows lead. `first_prefill_token` is where the packed tokens of the others begin."""
+    """A batch split into decode and verify rows, which come first, and prefill rows.
+
+    Attributes:
+        decode: The decode and verify rows.
+        prefill: The prefill rows.
+        first_prefill_token: Index of the prefill rows' first token among the packed tokens. int32 scalar
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each row.
+    """
 
     decode: Rows
     prefill: Rows
     first_prefill_token: jax.Array
+    num_decode_tokens: int | None = field(default=None, metadata=dict(static=True))
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """The static bound on the tokens of the decode and verify rows."""
+        if self.num_decode_tokens is not None:
+            return self.num_decode_tokens
+        return self.decode.num_rows * self.decode.write.shape[-1]
 
     def apply(
         self,
@@ -54,40 +104,61 @@ class RowSplit:
         prefill: Callable[..., tuple[jax.Array, ...]],
         tokens: tuple[jax.Array, ...],
         carry: tuple[jax.Array, ...],
-        num_decode_tokens: int,
+        num_decode_tokens: int | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Runs each kind's function on its tokens: `f(rows, *tokens, *carry) -> (outputs, *carry)`.
+        """Runs each kind's function on its rows and tokens: `f(rows, *tokens, *carry) -> (outputs, *carry)`.
 
-        Outputs must be 0 for tokens behind a kind's last row, which every op here promises. A batch of one kind calls one
-        function on all tokens, without a copy.
+        A function must return 0 for padding tokens after its last row, which every op of `pallas_kernels` does. In a batch
+        of one kind its function runs on all tokens, without a copy.
 
         Args:
-            decode: For decode and verify rows.
-            prefill: For the others.
-            tokens: Arrays with the packed tokens in front.
-            carry: What both thread through: pools.
-            num_decode_tokens: Static bound on the tokens of decode and verify rows.
+            decode: Runs the decode and verify rows.
+            prefill: Runs the prefill rows.
+            tokens: Arrays whose first axis is the packed tokens.
+            carry: Arrays that both functions take and return, such as pools.
+            num_decode_tokens: Another bound than the split's own.
 
         Returns:
-            The outputs of all tokens in packed order, then the carry.
+            The outputs of all tokens in packed order, followed by the carry.
         """
+        bound = self.max_decode_tokens if num_decode_tokens is None else num_decode_tokens
         num_tokens = tokens[0].shape[0]
         if self.prefill.num_rows == 0:
             return decode(self.decode, *tokens, *carry)
         if self.decode.num_rows == 0:
             return prefill(self.prefill, *tokens, *carry)
-        out, *carry_ = decode(self.decode, *(x[:num_decode_tokens] for x in tokens), *carry)
+        out, *carry_ = decode(self.decode, *(x[:bound] for x in tokens), *carry)
         begin = self.first_prefill_token
-        rest = [jax.lax.dynamic_slice_in_dim(x, begin, num_tokens - num_decode_tokens) for x in tokens]
+        rest = [jax.lax.dynamic_slice_in_dim(x, begin, num_tokens - bound) for x in tokens]
         tail, *carry_ = prefill(self.prefill, *rest, *carry_)
-        out = jnp.pad(out, ((0, num_tokens - num_decode_tokens), *((0, 0) for _ in out.shape[1:])))
+        out = jnp.pad(out, ((0, num_tokens - bound), *((0, 0) for _ in out.shape[1:])))
         return jax.lax.dynamic_update_slice_in_dim(out, tail, begin, axis=0), *carry_
 
+    def chunks(self, num_tokens: int) -> Chunks | None:
+        """Cuts the prefill rows into chunks, once for all layers; None if there are no prefill rows.
 
-def split_rows(batch: StepBatch, indices: StepIndices, num_decode_rows: int) -> RowSplit:
-    """Splits the rows at `num_decode_rows` (static): those before must be decode or verify rows or padding.
+        `num_tokens` is the number of packed tokens of the whole batch, padding included.
+        """
+        rows = self.prefill
+        if rows.num_rows == 0:
+            return None
+        num_prefill_tokens = num_tokens - (self.max_decode_tokens if self.decode.num_rows else 0)
+        return chunk_rows(rows.query_start_loc, rows.num_computed_tokens, num_prefill_tokens)
 
-    Token arrays of a batch with both kinds must have num_decode_rows * (1 + K) tokens more than the prefill rows need.
+
+def split_rows(
+    batch: StepBatch, indices: StepIndices, num_decode_rows: int, num_decode_tokens: int | None = None
+) -> RowSplit:
+    """Splits a batch's rows by kind.
+
+    Token arrays of a batch with both kinds must have room for `num_decode_tokens` more tokens than the prefill rows have.
+
+    Args:
+        batch: The step's rows. The first `num_decode_rows` must be decode, verify or padding rows, the others prefill or
+            padding rows.
+        indices: The result of `begin_step`.
+        num_decode_rows: Static.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each.
     """
 
     def rows(begin: int, end: int | None) -> Rows:
@@ -105,4 +176,5 @@ def split_rows(batch: StepBatch, indices: StepIndices, num_decode_rows: int) -> 
         decode=rows(0, num_decode_rows),
         prefill=rows(num_decode_rows, None),
         first_prefill_token=batch.query_start_loc[num_decode_rows],
+        num_decode_tokens=num_decode_tokens,
     )

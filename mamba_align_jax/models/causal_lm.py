@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +12,24 @@ from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import linear, precision
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
+from mamba_align_jax.layers.split import Cut, SplitEmbed
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Implementation
-
-ATTENTION = "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carry:
-    """What layers hand on within one step.
-
-    A mixer has a `kind`. Those of kind "attention" have `kv_dims` and are called as
-    `mixer(x, step, keys, values, layer) -> (out, keys, values)`. Those of any other keep states, which are alike within
-    the kind: they have `states(conv_dtype, state_dtype)` and are called as `mixer(x, split, chunks, *states, layer, group=,
-    num_decode_tokens=, implementation=) -> (out, *states)`.
+    """What one layer of a model hands to the next within a step.
 
     Attributes:
-        pool: States.
-        kv: Keys and values.
-        kinds: Of the pool's groups, in order.
-        implementation: Of the ops.
-        passed: Kinds of the mixers that ran, from which a mixer's place in its pool follows.
+        pool: The states.
+        kv: The keys and values.
+        kinds: The kind of each group of the pool, in order.
+        implementation: Implementation of the ops; None chooses by platform.
+        passed: The kinds of the mixers that have run in this step. A mixer's index in its group follows from it.
     """
 
     pool: StatePool
@@ -42,37 +38,43 @@ class Carry:
     implementation: Implementation | None = None
     passed: tuple[str, ...] = ()
 
-    def mix(self, mixer: Any, x: jax.Array, step: StepInputs) -> tuple[jax.Array, "Carry"]:
-        """Runs the next mixer of its kind on packed tokens [tokens, hidden]; returns as many, and what to carry on."""
-        layer = jnp.int32(self.passed.count(mixer.kind))
-        passed = (*self.passed, mixer.kind)
+    def mix(self, mixer: Mixer, x: jax.Array, step: StepInputs) -> tuple[jax.Array, "Carry"]:
+        """Runs the next mixer of its kind on packed tokens [tokens, hidden].
+
+        Returns:
+            The mixer's outputs [tokens, hidden], and the carry for the next mixer.
+        """
+        number, passed = self.passed.count(mixer.kind), (*self.passed, mixer.kind)
         if mixer.kind == ATTENTION:
-            out, keys, values = mixer(x, step, self.kv.keys, self.kv.values, layer)
+            at = step.layer(number, implementation=self.implementation)
+            out, keys, values = mixer(x, at, self.kv.keys, self.kv.values)
             return out, replace(self, kv=KVPages(keys=keys, values=values), passed=passed)
         group = self.kinds.index(mixer.kind)
-        out, *states = mixer(
-            x,
-            step.split,
-            step.chunks,
-            *self.pool.states[group],
-            layer,
-            group=group,
-            num_decode_tokens=step.num_decode_tokens,
-            implementation=self.implementation,
-        )
+        at = step.layer(number, group=group, implementation=self.implementation)
+        out, *states = mixer(x, at, *self.pool.states[group])
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
 
 
-class CausalLM(nnx.Module):
-    """A model over pools: every call is one step of a batch.
+class Layer(Protocol):
+    """A layer of a model: mixers and whatever else it has, around the residual stream."""
 
-    A layer is called as `layer(x, step, carry) -> (x, carry)` and runs its mixers, which are its attributes, by `carry.mix`.
-    """
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's mixers, in the order in which it runs them; () if it has none."""
+        ...
+
+    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+        """Runs packed tokens [tokens, hidden], and each of its mixers by `carry.mix`."""
+        ...
+
+
+class CausalLM(nnx.Module):
+    """A model over pools: every call is one step of a batch."""
 
     def __init__(
         self,
         config: ModelConfig,
-        layers: Sequence[Any],
+        layers: Sequence[Layer],
         norm: nnx.Module,
         rngs: nnx.Rngs,
         *,
@@ -112,17 +114,16 @@ class CausalLM(nnx.Module):
         """Of weights, activations, windows, keys and values."""
         return self.config.dtype
 
-    def mixers(self) -> dict[str, list[Any]]:
-        """The layers' mixers by kind, kinds in the order of their first."""
-        found: dict[str, list[Any]] = {}
+    def mixers(self) -> dict[str, list[Mixer]]:
+        """The mixers of all layers by kind, in the order of the layers."""
+        found: dict[str, list[Mixer]] = {}
         for layer in self.layers:
-            for module in vars(layer).values():
-                if isinstance(module, nnx.Module) and hasattr(module, "kind"):
-                    found.setdefault(module.kind, []).append(module)
+            for mixer in layer.mixers:
+                found.setdefault(mixer.kind, []).append(mixer)
         return found
 
     def state_groups(self, state_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """What `AlignConfig` needs: a group for each kind of mixer that keeps states."""
+        """The groups for `AlignConfig`: one for each kind of mixer that keeps states."""
         return tuple(
             GroupSpec(kind, len(mixers), mixers[0].states(self.dtype, state_dtype))
             for kind, mixers in self.mixers().items()
@@ -130,10 +131,21 @@ class CausalLM(nnx.Module):
         )
 
     def kv_spec(self, *, draft: bool = False) -> KVSpec:
-        """What `KVPages` needs; with one layer more, the last, if the draft head is to run."""
-        layers = self.mixers().get(ATTENTION, [])
-        heads, key_dim, value_dim = layers[0].kv_dims if layers else (1, 1, 0)
+        """The description of keys and values for `KVPages`. With `draft`, the draft head has one more layer, the last."""
+        layers: list[Any] = self.mixers().get(ATTENTION, [])
+        attention: AttentionMixer | None = layers[0] if layers else None
+        heads, key_dim, value_dim = attention.kv_dims if attention else (1, 1, 0)
         return KVSpec(len(layers) + draft, heads, key_dim, value_dim, self.dtype)
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's part of the vocabulary, if the vocabulary divides. Layers are split one by one."""
+        if self.config.vocab_size % cut.size:
+            return
+        cut.put(self.embed_tokens.embedding, 0)
+        self.embed_tokens = SplitEmbed(self.embed_tokens)
+        if self.lm_head is not None:
+            cut.put(self.lm_head.kernel, 1)
+        self.vocab_axis = AXIS
 
     def __call__(
         self,

@@ -8,9 +8,10 @@ from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.weights import Source, named
@@ -101,6 +102,11 @@ class Layer(nnx.Module):
             scale=c.key_multiplier * c.head_dim**-0.5,
         )  # fmt: skip
         self.feed_forward = FeedForward(c, rngs)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Both mixers, in the order in which they run."""
+        return (self.mamba, self.self_attn)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""

@@ -9,10 +9,11 @@ from flax import nnx
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, softmax_router
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.weights import Source, mapped, named, product, tensor
@@ -105,9 +106,14 @@ class Layer(nnx.Module):
         self.shared_mlp = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.dtype, rngs)
         self.block_sparse_moe = MoE(c, rngs) if c.num_local_experts else None
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
+
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""
-        mixer = self.mamba if hasattr(self, "mamba") else self.self_attn
+        (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out * self.residual_multiplier
         normed = self.post_attention_layernorm(x)

@@ -11,10 +11,11 @@ from flax import nnx
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, softmax_router
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.weights import Source, experts, named
@@ -103,9 +104,14 @@ class Layer(nnx.Module):
         dense = lambda: GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         self.feed_forward = MoE(c, rngs) if c.has_experts(number) else dense()
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
+
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""
-        mixer = self.mamba if hasattr(self, "mamba") else self.self_attn
+        (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out
         return x + self.feed_forward(self.pre_ff_layernorm(x)), carry

@@ -9,11 +9,12 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.weights import Source, experts, joined, mapped, named, product, taps, tensor
@@ -142,6 +143,11 @@ class Layer(nnx.Module):
         each = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
         shared = GatedMLP(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, c.dtype, rngs)
         self.mlp = SharedExpertsMoE(gate, each, shared)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""

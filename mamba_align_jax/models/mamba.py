@@ -9,8 +9,10 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.layers.registry import MIXERS
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.weights import Source, named
@@ -52,11 +54,16 @@ class Layer(nnx.Module):
         self.mixer = mixer
         self.dtype = config.dtype
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer; none where a feed-forward layer stands in its place."""
+        return (self.mixer,) if isinstance(self.mixer, MIXERS) else ()
+
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""
         normed = self.norm(x).astype(self.dtype)
-        if hasattr(self.mixer, "kind"):
-            out, carry = carry.mix(self.mixer, normed, step)
+        if self.mixers:
+            out, carry = carry.mix(self.mixers[0], normed, step)
         else:
             out = self.mixer(normed)
         return x + out.astype(x.dtype), carry

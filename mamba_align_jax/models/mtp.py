@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.linear import linear
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
 
 

@@ -12,9 +12,11 @@ from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.moe import Experts, SigmoidGate
+from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.weights import Source, experts
+from mamba_align_jax.sharding import Part
 
 MAMBA, ATTENTION, MLP_, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "attention": ATTENTION}
@@ -80,6 +82,12 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self.down_proj(relu2(self.up_proj(x)))
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's part of the width."""
+        width = Part(self.down_proj.kernel.shape[0], 1)
+        cut.out(self.up_proj, width)
+        cut.into(self.down_proj, width)
 
 
 def relu2(x: jax.Array) -> jax.Array:

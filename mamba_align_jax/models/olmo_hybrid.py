@@ -9,9 +9,10 @@ from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.weights import Source, joined, named, product, taps
@@ -78,6 +79,11 @@ class Layer(nnx.Module):
                 c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
                 rotary_dim=c.head_dim if c.rope_theta else 0, rope_theta=c.rope_theta, norm=norm, norm_whole=True,
             )  # fmt: skip
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""

@@ -9,10 +9,11 @@ from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
+from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import StepInputs
+from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.mtp import MTPHead
@@ -108,9 +109,14 @@ class Layer(nnx.Module):
                 rotary_dim=int(c.head_dim * c.partial_rotary_factor), rope_theta=c.rope_theta, norm=norm,
             )  # fmt: skip
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
+
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
         """Runs packed tokens [tokens, hidden]."""
-        mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+        (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), carry

@@ -58,8 +58,8 @@ class Speller(nnx.Module):
 
     def __call__(self, tokens, step, pool, kv):
         x = tokens.astype(jnp.float32) + 1
-        keys = kv.keys.at[0, step.kv_page, step.kv_offset].set(x[:, None, None], mode="drop")
-        num_decode_rows = step.split.decode.num_rows
+        keys = kv.keys.at[0, step.pages.kv_page, step.pages.kv_offset].set(x[:, None, None], mode="drop")
+        num_decode_rows = step.rows.decode.num_rows
         taps = jnp.asarray(np.array(TAPS, np.float32)[:, None])
         layer = jnp.int32(0)
 
@@ -109,12 +109,11 @@ class Speller(nnx.Module):
 
             return run
 
-        out, *states = step.split.apply(
-            rows_of(causal_conv1d_update, step.page_table[:num_decode_rows], True),
-            rows_of(causal_conv1d_prefill, step.page_table[num_decode_rows:], False),
+        out, *states = step.rows.apply(
+            rows_of(causal_conv1d_update, step.pages.page_table[:num_decode_rows], True),
+            rows_of(causal_conv1d_prefill, step.pages.page_table[num_decode_rows:], False),
             (x,),
             pool.states[0],
-            step.num_decode_tokens,
         )
         return out[:, None], pool.with_group(0, states), KVPages(keys=keys, values=kv.values)
 

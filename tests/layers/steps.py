@@ -7,7 +7,7 @@ import numpy as np
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 
 PAGE_SIZE, PAGES, BLOCKS, WINDOW = 16, 32, 32, 3
 
@@ -44,7 +44,6 @@ def make():
         idx_mapping=ints([row if rows[row].length else -1 for row in range(len(rows))]),
         query_start_loc=ints(loc),
         num_drafts=ints([row.length - 1 if row in DECODE else -1 for row in rows]),
-        is_prefilling=jnp.asarray([row in PREFILL for row in rows]),
     )
     indices = StepIndices(
         recurrent_read=ints([[row.read for row in rows]]),
@@ -63,7 +62,6 @@ def make():
         batch,
         indices,
         num_decode_rows=len(DECODE),
-        num_decode_tokens=num_decode_tokens,
         page_tables=jnp.asarray(tables),
         num_tokens=num_tokens,
         page_size=PAGE_SIZE,

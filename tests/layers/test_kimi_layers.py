@@ -69,9 +69,7 @@ def test_kimi_delta_attention(variant, rng):
 
     @jax.jit
     def run(x, conv, recurrent):
-        return layer(
-            x, step.split, step.chunks, conv, recurrent, jnp.int32(LAYER), num_decode_tokens=step.num_decode_tokens
-        )
+        return layer(x, step.layer(LAYER), conv, recurrent)
 
     out, conv_after, recurrent_after = map(np.asarray, run(x, conv, recurrent))
     weights, written = tensors(layer), set()
@@ -108,7 +106,7 @@ def test_multi_head_latent_attention(variant, rng):
     for row in steps.ROWS:
         for place in places(row, 0, row.computed):
             pages[place] = rng.normal(size=RANK + ROPE)
-    run = jax.jit(lambda x, pages: layer(x, step, pages, pages[..., :0], jnp.int32(LAYER))[:2])
+    run = jax.jit(lambda x, pages: layer(x, step.layer(LAYER), pages, pages[..., :0])[:2])
     out, after = map(np.asarray, run(x, pages))
     weights, written = tensors(layer), np.zeros(pages.shape[:3], bool)
     for row, at in real_rows(loc):

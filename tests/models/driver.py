@@ -16,7 +16,7 @@ from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import begin_step, finish_step, migrate
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 
 DATA = Path(__file__).parents[1] / "data"
 ATOL = 1e-4  # float32 against float32: transformers' own chunked and stepwise paths differ by 1e-5
@@ -48,7 +48,6 @@ def run_step(
         batch,
         indices,
         num_decode_rows=num_decode_rows,
-        num_decode_tokens=num_decode_rows * spec.window,
         page_tables=page_tables,
         num_tokens=tokens.shape[0],
         page_size=PAGE_SIZE,
@@ -132,9 +131,7 @@ class Driver:
                 self._allocate(slot, len(tokens))
         loc = np.cumsum([0, *(len(tokens) for _, tokens in rows)])
         drafts = [len(decode[slot]) - 1 if len(decode.get(slot, ())) > 1 else -1 for slot, _ in rows]
-        batch = StepBatch.from_host(
-            self.spec, len(rows), [slot for slot, _ in rows], loc, drafts, [slot in prefill for slot, _ in rows]
-        )
+        batch = StepBatch.from_host(self.spec, len(rows), [slot for slot, _ in rows], loc, drafts)
         packed = np.zeros(num_decode_rows * self.spec.window + PREFILL_TOKENS * prefilling, np.int32)
         packed[: loc[-1]] = np.concatenate([tokens for _, tokens in rows])
         sampled = np.array([accepted.get(slot, 1) for slot, _ in rows], np.int32)

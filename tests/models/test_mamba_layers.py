@@ -13,6 +13,7 @@ from models.float64 import mamba1, mamba2
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.norm import RMSNorm, UnitRMSNorm
+from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from pallas_kernels import chunk_rows
 
@@ -87,9 +88,15 @@ def test_layer(case):
         size = DECODE_TOKENS * (decode is not None) + PREFILL_TOKENS * (prefill is not None)
         padded = np.full((size, HIDDEN), 7.0, np.float32)
         padded[: len(x)] = x
-        split = RowSplit(decode=decode or none, prefill=prefill or none, first_prefill_token=jnp.int32(first))
+        split = RowSplit(
+            decode=decode or none,
+            prefill=prefill or none,
+            first_prefill_token=jnp.int32(first),
+            num_decode_tokens=DECODE_TOKENS,
+        )
         chunks = prefill and chunk_rows(prefill.query_start_loc, prefill.num_computed_tokens, PREFILL_TOKENS)
-        out, *pools = layer(jnp.asarray(padded), split, chunks, *pools, jnp.int32(1), num_decode_tokens=DECODE_TOKENS)
+        at = LayerStep(rows=split, chunks=chunks, layer=jnp.int32(1))
+        out, *pools = layer(jnp.asarray(padded), at, *pools)
         assert np.isfinite(out).all()
         return np.asarray(out)[: len(x)]
 

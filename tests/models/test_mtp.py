@@ -18,7 +18,7 @@ from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.engine.drafting.mtp import draft_with_head
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model
 
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
@@ -33,7 +33,7 @@ def _run(params, hidden, tokens, batch, computed, last, page_tables, kv, *, grap
     state = dataclasses.replace(AlignState.create(spec), num_computed_tokens=computed)
     _, indices = begin_step(spec, state, batch, BlockTables.create(spec))
     step = step_inputs(
-        batch, indices, num_decode_rows=DECODE, num_decode_tokens=DECODE * WINDOW, page_tables=page_tables,
+        batch, indices, num_decode_rows=DECODE, page_tables=page_tables,
         num_tokens=tokens.shape[0], page_size=PAGE, num_pages=kv.keys.shape[1],
     )  # fmt: skip
     out, _ = model.draft(hidden, tokens, step, kv)
@@ -76,7 +76,7 @@ class Sequences:
         loc = np.cumsum([0, *(length for *_, length in rows)])
         batch = StepBatch.from_host(
             self.spec, ROWS, [slot for slot, *_ in rows], loc,
-            [row[2] - 1 if row in decode else -1 for row in rows], [row in prefill for row in rows],
+            [row[2] - 1 if row in decode else -1 for row in rows],
         )  # fmt: skip
         computed, hidden, tokens = np.zeros(SLOTS, np.int32), np.zeros((DECODE * WINDOW + BUDGET, 64), np.float32), []
         for (slot, begin, length), start in zip(rows, loc, strict=False):

@@ -30,7 +30,7 @@ from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
@@ -229,13 +229,13 @@ def zoo(latent, rngs):
 def prompt(spec, model, tokens):
     """Logits and states of one prompt in one piece."""
     tables = BlockTables(blocks=jnp.ones((len(spec.groups), 1, spec.num_columns), jnp.int32))
-    batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1], [True])
+    batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1])
 
     def run(graph, params, tokens):
         model = nnx.merge(graph, params)
         _, indices = begin_step(spec, AlignState.create(spec), batch, tables)
         step = step_inputs(
-            batch, indices, num_decode_rows=0, num_decode_tokens=0, page_tables=jnp.ones((1, 1), jnp.int32),
+            batch, indices, num_decode_rows=0, page_tables=jnp.ones((1, 1), jnp.int32),
             num_tokens=tokens.shape[0], page_size=64, num_pages=2,
         )  # fmt: skip
         hidden, pool, _ = model(tokens, step, StatePool.create(spec, 2), KVPages.create(model.kv_spec(), 2, 64))

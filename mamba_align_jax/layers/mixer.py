@@ -1,0 +1,71 @@
+"""The contract of a mixer: a layer through which the tokens of a sequence see each other, over pools.
+
+A new mixer is a file of its own in this folder and a line in `registry.py`.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+
+from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.metadata.layer_step import LayerStep
+
+if TYPE_CHECKING:
+    from mamba_align_jax.layers.split import Cut
+
+# The kind of every mixer that keeps keys and values in pages instead of states in blocks.
+ATTENTION = "attention"
+
+
+class Mixer(Protocol):
+    """A layer that reads and writes pools.
+
+    Attributes:
+        kind: Names the mixers of a model that share a group: their states have the same shapes. A mixer of kind "attention"
+            keeps no states. Its pools are the pages of keys and values (`AttentionMixer`).
+    """
+
+    kind: str
+
+    def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState | RecurrentState, ...]:
+        """The states that a block holds for this layer, in the order of its pools; () for attention.
+
+        Args:
+            conv_dtype: Dtype of convolution windows.
+            state_dtype: Dtype of recurrent states.
+        """
+        ...
+
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+        """Runs a step's packed tokens.
+
+        Args:
+            x: Inputs, decode and verify rows first. [tokens, hidden]
+            at: The step's rows, and this layer's place in the pools.
+            *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
+
+        Returns:
+            The outputs [tokens, hidden], finite for padding tokens too, followed by the updated pools.
+        """
+        ...
+
+
+class AttentionMixer(Mixer, Protocol):
+    """A mixer of kind "attention": its pools are `KVPages.keys` and `KVPages.values`."""
+
+    @property
+    def kv_dims(self) -> tuple[int, int, int]:
+        """The heads of a page, the dims of a key, and the dims of a value (0: values are part of the keys)."""
+        ...
+
+
+class SplitMixer(Mixer, Protocol):
+    """A mixer that tensor parallelism can split."""
+
+    def split(self, cut: "Cut") -> None:
+        """Places the parameters on the mesh, and makes the layer's sizes those of one device's share.
+
+        Raises:
+            ValueError: the layer's heads or channels are no multiple of the devices.
+        """
+        ...

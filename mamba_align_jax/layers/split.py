@@ -1,0 +1,119 @@
+"""Layers split over the devices of a mesh: how their parameters are placed, and products and norms over what is split."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
+from mamba_align_jax.sharding import AXIS, Part, columns, devices
+
+
+def summed_product(
+    x: jax.Array, kernel: jax.Array, dimensions: Any, *, precision: Any = None, out_sharding: Any = None
+) -> jax.Array:
+    """Multiplies where the sum is split over the devices: adds up in float32 and rounds once, to the same bits everywhere.
+
+    Takes and returns what `jax.lax.dot_general` does, so that it can be the `dot_general` of an `nnx.Linear`.
+    """
+    del out_sharding
+    partial = jax.lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.psum(partial, AXIS).astype(x.dtype)
+
+
+class SplitEmbed(nnx.Module):
+    """Token embeddings of which each device holds a part of the vocabulary."""
+
+    def __init__(self, embed: nnx.Embed) -> None:
+        """Takes the parameter of `embed`, which is already placed."""
+        self.embedding = embed.embedding
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Embeds int32 [tokens] as [tokens, hidden]."""
+        embedding = self.embedding[...]
+        place = tokens - jax.lax.axis_index(AXIS).astype(tokens.dtype) * embedding.shape[0]
+        own = (place >= 0) & (place < embedding.shape[0])
+        return jax.lax.psum(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0), AXIS)
+
+
+class SplitRMSNorm(nnx.Module):
+    """A norm over the channels of all devices."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        """Takes the parameter of `norm`, which is already placed."""
+        self.weight, self.epsilon, self.offset = norm.weight, norm.epsilon, norm.offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis together with those of the other devices. Repeated heads don't change the mean."""
+        y = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jax.lax.pmean(jnp.mean(y * y, axis=-1, keepdims=True), AXIS) + self.epsilon)
+        return (y * scale * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class SplitGroupNorm(GatedGroupNorm):
+    """A group norm for repeated groups: there are `copies` of each, with different channels, perhaps on other devices."""
+
+    def __init__(self, norm: GatedGroupNorm, groups: int, copies: int) -> None:
+        """Takes the parameter of `norm`, which is already placed. `groups` is the number of groups of one device."""
+        self.weight, self.epsilon, self.norm_before_gate = norm.weight, norm.epsilon, norm.norm_before_gate
+        self.groups, self.copies = groups, copies
+
+    def normalise(self, parts: jax.Array) -> jax.Array:
+        """Divides float32 [tokens, groups, size] by the root mean square of whole groups."""
+        mean = jnp.mean(parts * parts, axis=-1)
+        everywhere = jax.lax.all_gather(mean, AXIS, axis=1, tiled=True)
+        whole = jnp.mean(everywhere.reshape(mean.shape[0], -1, self.copies), axis=-1).repeat(self.copies, axis=1)
+        own = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(AXIS) * self.groups, self.groups, axis=1)
+        return parts * jax.lax.rsqrt(own[..., None] + self.epsilon)
+
+
+@dataclass
+class Cut:
+    """Places the parameters of a model on a mesh. A layer's `split` method calls it for each of its parameters.
+
+    Attributes:
+        mesh: The mesh, with an axis "tensor".
+        placed: `id` of each variable that has been placed.
+    """
+
+    mesh: Mesh
+    placed: set[int] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """The number of devices that share the model."""
+        return devices(self.mesh)
+
+    def put(self, variable: nnx.Variable, axis: int | None = None, parts: Sequence[Part] = ()) -> None:
+        """Splits a parameter along `axis`; None copies it to all devices.
+
+        With `parts`, each device gets its heads of each part: see `sharding.columns`.
+
+        Raises:
+            ValueError: the heads of a part are no multiple of the devices.
+        """
+        array = variable[...]
+        if parts and axis is not None:
+            order = columns(parts, self.size)
+            if not np.array_equal(order, np.arange(array.shape[axis])):
+                array = jnp.take(array, order, axis=axis)
+        spec = P() if axis is None else P(*[None] * axis, AXIS)
+        variable.set_value(jax.device_put(array, NamedSharding(self.mesh, spec)))
+        self.placed.add(id(variable))
+
+    def out(self, linear: nnx.Linear, *parts: Part) -> None:
+        """Splits the outputs of a product, bias included."""
+        self.put(linear.kernel, 1, parts)
+        if linear.bias is not None:
+            self.put(linear.bias, 0, parts)
+
+    def into(self, linear: nnx.Linear, part: Part) -> None:
+        """Splits the inputs of a product. Its outputs are summed over the devices, and the bias is added once."""
+        self.put(linear.kernel, 0, [part])
+        linear.dot_general = summed_product

@@ -1,0 +1,125 @@
+"""The inputs of a step as a model takes them: its rows, and where each token's keys and values go."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from mamba_align_jax._deprecated import renamed_fields
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.step import StepIndices
+from mamba_align_jax.metadata.layer_step import LayerStep, TokenPages
+from mamba_align_jax.metadata.positions import token_positions
+from mamba_align_jax.metadata.rows import Rows, RowSplit, split_rows
+from pallas_kernels import Chunks, Implementation
+
+
+@renamed_fields(
+    split="rows",
+    positions="pages.positions",
+    kv_page="pages.kv_page",
+    kv_offset="pages.kv_offset",
+    page_table="pages.page_table",
+    num_decode_tokens="rows.max_decode_tokens",
+)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """One step as a model takes it: what all of its layers share.
+
+    Attributes:
+        rows: The step's rows by kind.
+        chunks: The chunks of the prefill rows; None without such rows.
+        pages: Where each token stands, and where its keys and values go.
+    """
+
+    rows: RowSplit
+    chunks: Chunks | None
+    pages: TokenPages
+
+    def layer(
+        self, layer: int | jax.Array, *, group: int = 0, implementation: Implementation | None = None
+    ) -> LayerStep:
+        """The step for one layer, given by its index in its group."""
+        return LayerStep(
+            rows=self.rows,
+            chunks=self.chunks,
+            pages=self.pages,
+            layer=jnp.int32(layer),
+            group=group,
+            implementation=implementation,
+        )
+
+
+def step_inputs(
+    batch: StepBatch,
+    indices: StepIndices,
+    *,
+    num_decode_rows: int,
+    page_tables: jax.Array,
+    num_tokens: int,
+    page_size: int,
+    num_pages: int,
+    num_decode_tokens: int | None = None,
+) -> StepInputs:
+    """Derives a step's inputs on the device.
+
+    Args:
+        batch: The step's rows, decode and verify rows first.
+        indices: The result of `begin_step`.
+        num_decode_rows: How many rows are decode or verify rows, padding included. Static.
+        page_tables: Pages of each slot, in the order of their positions. int32 [slots, pages]
+        num_tokens: Number of packed tokens, padding included. Static.
+        page_size: Tokens of a page. Static.
+        num_pages: Pages of the pool. Static.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each.
+    """
+    rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens)
+    tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens)
+    page_table = page_tables[jnp.maximum(batch.idx_mapping, 0)]
+    page = page_table[tokens.row, tokens.position // page_size]
+    pages = TokenPages(
+        positions=tokens.position,
+        kv_page=jnp.where(tokens.valid, page, num_pages),
+        kv_offset=tokens.position % page_size,
+        page_table=page_table,
+    )
+    return StepInputs(rows=rows, chunks=rows.chunks(num_tokens), pages=pages)
+
+
+def single_token_inputs(
+    page_table: jax.Array, position: jax.Array, alive: jax.Array, *, page_size: int, num_pages: int
+) -> StepInputs:
+    """The inputs of a step with one token per row, for attention layers alone: no state is read or written.
+
+    Keys at a position that has no page go to the NULL page. The same pass reads them there, and so does every other row
+    that wrote its keys there.
+
+    Args:
+        page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32 [rows, pages]
+        position: Position of each row's token. int32 [rows]
+        alive: Rows whose keys are kept. The outputs of the other rows mean nothing. bool [rows]
+        page_size: Tokens of a page. Static.
+        num_pages: Pages of the pool. Static.
+    """
+    count, number = position.shape[0], position // page_size
+    row = jnp.arange(count, dtype=jnp.int32)
+    page = page_table.at[row, number].get(mode="fill", fill_value=num_pages)
+    no_block = jnp.zeros((1, count), jnp.int32)
+    decode = Rows(
+        query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
+        num_computed_tokens=position,
+        recurrent_read=no_block,
+        conv_read=no_block,
+        window_row=no_block[0],
+        write=no_block[..., None],
+    )
+    no_rows = jax.tree.map(lambda x: x[..., :0], decode)
+    rows = RowSplit(decode=decode, prefill=no_rows, first_prefill_token=row[0] + count, num_decode_tokens=count)
+    pages = TokenPages(
+        positions=position,
+        kv_page=jnp.where(alive, page, num_pages),
+        kv_offset=position % page_size,
+        page_table=page_table,
+    )
+    return StepInputs(rows=rows, chunks=None, pages=pages)
