@@ -1,1 +1,1 @@
-"""Measurements on a GPU; results/ holds what was measured."""
+"""Measures kernels, steps and the engine on GPUs. Rows of results are in `results/`."""

@@ -1,12 +1,11 @@
-"""Draws the rows of the serving benchmark: `python -m benchmarks.plot benchmarks/results/serving.jsonl serving.svg`."""
+"""Draws the serving benchmark's rows: `python -m benchmarks.plot benchmarks/results/serving.jsonl serving.svg`."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.report import Row, read_rows
 
+# For each panel, the field whose values are bars and, if there is one, the field that thin lines reach to.
 PANELS = {
     "time to first token, ms": ("ttft_ms_mean", "ttft_ms_p99"),
     "time per token, ms": ("tpot_ms_mean", "tpot_ms_p99"),
@@ -15,7 +14,7 @@ PANELS = {
 
 
 def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The newest row of each load (workload, loop, who drafts how many) and mode."""
+    """Finds the newest row of each load and mode: result[load][mode]. A load is a workload, a loop and a way of drafting."""
     loads: dict[str, dict[str, Row]] = {}
     for row in rows:
         if "hit_rate_of_attainable" in row:
@@ -26,7 +25,10 @@ def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """A panel per quantity, in each a group of bars per load, a bar per mode; thin lines reach to the 99th percentile."""
+    """Draws the rows into `file`, whose suffix names the format.
+
+    Each of `PANELS` shows a group of bars for each load, with a bar for each mode. Thin lines reach to the 99th percentile.
+    """
     from matplotlib.figure import Figure
 
     loads = bars(rows)
@@ -49,4 +51,4 @@ def draw(rows: list[Row], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()], Path(sys.argv[2]))
+    draw(read_rows(Path(sys.argv[1])), Path(sys.argv[2]))

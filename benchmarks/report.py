@@ -1,83 +1,108 @@
-"""Prints the README's tables of measurements: `python -m benchmarks.report benchmarks/results/kernels.jsonl`."""
+"""Makes Markdown tables from rows of results: `python -m benchmarks.report benchmarks/results/kernels.jsonl`.
+
+A results file has one JSON row per line. Rows are only ever appended, so the newest row of each case counts. `tables` finds
+the kinds of rows in a list and makes a table of each kind. The functions that it calls can be used alone. Every number in a
+table comes from a row.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 
 
-def _markdown(*lines: Iterable[str]) -> list[str]:
-    """The first line is the header."""
-    header, *rest = (f"| {' | '.join(line)} |" for line in lines)
-    return [header, "|" + "---|" * (header.count("|") - 1), *rest]
+def read_rows(file: Path) -> list[Row]:
+    """Returns all rows of a results file, the oldest first."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _kernels(rows: list[Row]) -> list[str]:
-    """One table, and one of prefill's spans and errors where there are any."""
-    lines = []
-    for row in rows:
-        # A launch with nothing to move, or next to nothing, has no bandwidth to speak of.
-        share = f"{row['bandwidth_fraction']:.2f}" if row["bandwidth_fraction"] >= 0.05 else "-"
-        peer = (f"{row['peer']} {row['peer_us']:.1f} us", f"{row['ratio']:.2f}") if "peer" in row else ("-", "-")
-        lines.append((row["case"], f"{row['us']:.1f} us", share, *peer))
-    lines = _markdown(("case", "time", "of the copy rate", "peer", "ratio"), *lines)
-    spans = [row for row in rows if "span_us" in row]
-    if spans:
-        us, error = (lambda value: f"{value:.1f} us"), (lambda value: f"{value:.1e}")
-        columns = dict(span_us=us, peer_span_us=us, rms_error=error, peer_rms_error=error)
-        cells = lambda row: ["-" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
-        header = "case", "span", "peer's span", "rms error", "peer's rms error"
-        lines += ["", *_markdown(header, *((row["case"], *cells(row)) for row in spans))]
-    return lines
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Returns the newest row of each case, in the order in which the cases first appear.
+
+    The share of crossing rows and the number of devices are part of a case, if a row has them.
+    """
+    return list({(row["case"], row.get("crossing"), row.get("devices")): row for row in rows}.values())
 
 
-def _pivot(rows: list[Row], left: tuple[str, ...], top: Callable[[Row], str], show: Callable[[Row], str]) -> list[str]:
-    """A line per value of `left`, a column per value of `top`, both in the order in which they come."""
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Formats a table with one header line."""
+    first, *rest = (f"| {' | '.join(line)} |" for line in (header, *lines))
+    return "\n".join([first, "|" + "---|" * len(header), *rest])
+
+
+def pivot(rows: list[Row], left: Sequence[str], top: Callable[[Row], str], show: Callable[[Row], str]) -> str:
+    """Makes a table that compares rows side by side.
+
+    Args:
+        rows: The rows.
+        left: The fields that name a line. Each combination of their values has a line, in order of appearance.
+        top: Returns the heading of a row's column. Columns are in order of appearance.
+        show: Returns the text of a row's cell.
+    """
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         cells.setdefault(tuple(str(row[name]) for name in left), {})[top(row)] = show(row)
     columns = dict.fromkeys(map(top, rows))
-    return _markdown((*left, *columns), *((*key, *(each.get(c, "-") for c in columns)) for key, each in cells.items()))
+    return markdown((*left, *columns), ((*key, *(line.get(c, "-") for c in columns)) for key, line in cells.items()))
 
 
-def _steps(rows: list[Row]) -> list[str]:
-    """Kernels' time and span of a step, then what it moves, by policy and share of crossing rows."""
-    how = lambda row: row["policy"] if row["policy"] == "none" else f"{row['policy']} {row['crossing']}"
-    copies = lambda row: f"{(row['state_bytes'] + row['copied_bytes']) / 1e6:.1f} MB"
-    times = _pivot(rows, ("rows", "drafts"), how, lambda row: f"{row['us']:.0f} / {row['span_us']:.0f} us")
-    return [*times, "", *_pivot(rows, ("rows", "drafts"), how, copies)]
+def kernel_table(rows: list[Row]) -> str:
+    """Tabulates kernels: the time of a turn, its share of the GPU's copy rate, and the fastest peer."""
+    lines = []
+    for row in rows:
+        # A launch that moves next to nothing has no meaningful bandwidth.
+        share = f"{row['bandwidth_fraction']:.2f}" if row["bandwidth_fraction"] >= 0.05 else "-"
+        peer = (f"{row['peer']} {row['peer_us']:.1f} us", f"{row['ratio']:.2f}") if "peer" in row else ("-", "-")
+        lines.append((row["case"], f"{row['us']:.1f} us", share, *peer))
+    return markdown(("case", "time", "of the copy rate", "peer", "ratio"), lines)
 
 
-def _bookkeeping(rows: list[Row]) -> list[str]:
+def span_table(rows: list[Row]) -> str:
+    """Tabulates prefill kernels: the span from one turn's start to the next one's, and the error against float64."""
+    us, error = (lambda value: f"{value:.1f} us"), (lambda value: f"{value:.1e}")
+    columns = dict(span_us=us, peer_span_us=us, rms_error=error, peer_rms_error=error)
+    cells = lambda row: ["-" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
+    header = "case", "span", "peer's span", "rms error", "peer's rms error"
+    return markdown(header, ((row["case"], *cells(row)) for row in rows))
+
+
+def _policy(row: Row) -> str:
+    return row["policy"] if row["policy"] == "none" else f"{row['policy']} {row['crossing']}"
+
+
+def step_time_table(rows: list[Row]) -> str:
+    """Tabulates the time of a step's kernels and the span of a step, by policy and share of crossing rows."""
+    return pivot(rows, ("rows", "drafts"), _policy, lambda row: f"{row['us']:.0f} / {row['span_us']:.0f} us")
+
+
+def step_bytes_table(rows: list[Row]) -> str:
+    """Tabulates the bytes of states that a step moves, by policy and share of crossing rows."""
+    moved = lambda row: f"{(row['state_bytes'] + row['copied_bytes']) / 1e6:.1f} MB"
+    return pivot(rows, ("rows", "drafts"), _policy, moved)
+
+
+def bookkeeping_table(rows: list[Row]) -> str:
+    """Tabulates the time and the number of kernels of a step's bookkeeping, by the number of layers."""
     layers = lambda row: f"{row['layers']} layers"
-    return _pivot(rows, ("policy", "drafts"), layers, lambda row: f"{row['us']:.1f} us, {row['kernels']} kernels")
-
-
-# Of https://github.com/vllm-project/vllm/pull/42406: mean TTFT, TPOT, ITL in ms and output tokens per second.
-_VLLM = {
-    "v2, no cache": (212.02, 9.73, 19.75, 1558.75),
-    "v2, align": (174.29, 9.68, 19.68, 1583.50),
-    "v1, no cache": (216.91, 9.92, 20.38, 1538.68),
-    "v1, align": (174.91, 10.33, 21.32, 1483.84),
-}
+    return pivot(rows, ("policy", "drafts"), layers, lambda row: f"{row['us']:.1f} us, {row['kernels']} kernels")
 
 
 def _drafts(row: Row) -> str:
     return f"{row['drafts']}, {row['speculation']}" if row["drafts"] else "0"
 
 
-def _serving(rows: list[Row]) -> list[str]:
-    """Means, the tails, and what the cache is worth: ratios to mode "none" under the same load. Then vLLM's own table."""
+def serving_table(rows: list[Row]) -> str:
+    """Tabulates serving: latencies, rates, cache hits, and the ratio of latencies to mode "none" under the same load."""
     names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping"
     load = lambda row: tuple(row[name] for name in names)
-    without = {load(row): row for row in rows if row["mode"] == "none"}
+    uncached = {load(row): row for row in rows if row["mode"] == "none"}
 
     def line(row: Row) -> tuple[str, ...]:
         def ratio(name: str) -> str:
-            return f"{row[name] / without[load(row)][name]:.2f}" if load(row) in without else "-"
+            return f"{row[name] / uncached[load(row)][name]:.2f}" if load(row) in uncached else "-"
 
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
         return (
@@ -89,17 +114,27 @@ def _serving(rows: list[Row]) -> list[str]:
 
     header = (
         "workload", "loop", "mode", "drafts", "TTFT mean / p99 ms", "TPOT ms", "ITL mean / p99 ms", "E2E ms", "tokens/s",
-        "hits of attainable", "TTFT of none's", "TPOT of none's",
+        "hits of attainable", "TTFT vs none", "TPOT vs none",
     )  # fmt: skip
-    theirs = ((name, *(f"{value:.2f}" for value in values)) for name, values in _VLLM.items())
-    return [
-        *_markdown(header, *map(line, rows)),
-        "",
-        *_markdown(("vLLM, two H20, 35B-A3B-FP8, 2 drafts", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s"), *theirs),
-    ]
+    return markdown(header, map(line, rows))
 
 
-def _idle(rows: list[Row]) -> list[str]:
+def published_table(rows: list[Row]) -> str:
+    """Tabulates serving results that others have published, with their source."""
+    lines = (
+        (
+            row["case"], row["model"], row["gpu"], str(row["requests"]), str(row["drafts"]), f"{row['ttft_ms_mean']:.2f}",
+            f"{row['tpot_ms_mean']:.2f}", f"{row['itl_ms_mean']:.2f}", f"{row['output_tokens_per_s']:.2f}",
+            f"<{row['source']}>",
+        )
+        for row in rows
+    )  # fmt: skip
+    header = "case", "model", "GPUs", "requests", "drafts", "TTFT ms", "TPOT ms", "ITL ms", "tokens/s", "source"
+    return markdown(header, lines)
+
+
+def idle_table(rows: list[Row]) -> str:
+    """Tabulates decode steps: how long the GPU waits between them, and the share of time in which kernels run."""
     share = lambda row, name: f"{100 * row[name]:.1f} %"
     header = "mode", "drafts", "rows", "step", "gap", "idle between steps", "kernels run"
     lines = (
@@ -109,10 +144,11 @@ def _idle(rows: list[Row]) -> list[str]:
         )
         for row in rows
     )  # fmt: skip
-    return _markdown(header, *lines)
+    return markdown(header, lines)
 
 
-def _precision(rows: list[Row]) -> list[str]:
+def precision_table(rows: list[Row]) -> str:
+    """Tabulates bfloat16 against float32 for each architecture, and the ops that have no kernel."""
     header = (
         "model", "tokens", "same token first", "rms error", "of prompts", "of decode steps", "largest loss", "XLA runs",
     )  # fmt: skip
@@ -122,13 +158,14 @@ def _precision(rows: list[Row]) -> list[str]:
         errors = (f"{row[name]:.1e}" for name in ("rms_error", "prefill_rms_error", "decode_rms_error", "largest_loss"))
         return row["model"], str(row["tokens"]), f"{100 * row['top1_agreement']:.2f} %", *errors, ", ".join(xla) or "-"
 
-    return _markdown(header, *map(line, rows))
+    return markdown(header, map(line, rows))
 
 
-def _devices(rows: list[Row]) -> list[str]:
+def device_table(rows: list[Row]) -> str:
+    """Tabulates decode steps on several devices: times, memory, and the share of tokens that equal one device's."""
     header = (
-        "case", "devices", "step", "the engine's step", "weights of a device", "states and keys",
-        "tokens of one device's",
+        "case", "devices", "step", "the engine's step", "weights per device", "states and keys per device",
+        "tokens equal to one device's",
     )  # fmt: skip
     lines = (
         (
@@ -138,25 +175,60 @@ def _devices(rows: list[Row]) -> list[str]:
         )
         for row in rows
     )  # fmt: skip
-    return _markdown(header, *lines)
+    return markdown(header, lines)
 
 
-def _sequences(rows: list[Row]) -> list[str]:
+def sequence_table(rows: list[Row]) -> str:
+    """Tabulates the greedy float32 sequences that several devices generate, and how many differ from one device's."""
     names = "case", "devices", "sequences", "tokens_each", "sequences_that_differ", "of_these_wrong"
-    return _markdown([name.replace("_", " ") for name in names], *([str(row[name]) for name in names] for row in rows))
+    return markdown([name.replace("_", " ") for name in names], ([str(row[name]) for name in names] for row in rows))
+
+
+# For each kind of table: the field that only rows of this kind have, and the function that makes the table.
+TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "kernels": ("bandwidth_fraction", kernel_table),
+    "kernel spans": ("bandwidth_fraction", span_table),
+    "bookkeeping": ("groups", bookkeeping_table),
+    "step times": ("crossing", step_time_table),
+    "step bytes": ("crossing", step_bytes_table),
+    "serving": ("hit_rate_of_attainable", serving_table),
+    "idle": ("idle_share", idle_table),
+    "precision": ("top1_agreement", precision_table),
+    "devices": ("engine_us", device_table),
+    "sequences": ("sequences", sequence_table),
+    "published": ("source", published_table),
+}
+
+
+def tables(rows: Iterable[Row]) -> dict[str, str]:
+    """Makes a Markdown table of each kind of rows: the names are those of `TABLES`, the newest row of each case counts."""
+    latest, found = newest(rows), {}
+    for name, (field, make) in TABLES.items():
+        kind = [row for row in latest if field in row and (make is not span_table or "span_us" in row)]
+        if kind:
+            found[name] = make(kind)
+    return found
+
+
+def machines(rows: Iterable[Row]) -> str:
+    """Lists the machines on which the newest rows were measured, with commits and dates, as a Markdown list."""
+    dates: dict[tuple[str, ...], set[str]] = {}
+    commits: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in newest(rows):
+        if "driver" in row:
+            machine = row["gpu"], row["driver"], row["jax"]
+            dates.setdefault(machine, set()).update([row["date"]] if "date" in row else [])
+            commits.setdefault(machine, {})[row["commit"]] = None
+    return "\n".join(
+        f"- {gpu}, driver {driver}, JAX {jax}, at {', '.join(commits[gpu, driver, jax])}"
+        + (f", {' to '.join(sorted({min(days), max(days)}))}" if days else "")
+        for (gpu, driver, jax), days in dates.items()
+    )
 
 
 def table(file: Path) -> str:
-    """Markdown of the newest row of each case, a table per kind of row."""
-    newest = {
-        (row["case"], row.get("crossing"), row.get("devices")): row
-        for row in map(json.loads, file.read_text().splitlines())
-    }
-    kinds = {"bandwidth_fraction": _kernels, "groups": _bookkeeping, "crossing": _steps}
-    kinds |= {"hit_rate_of_attainable": _serving, "idle_share": _idle, "top1_agreement": _precision}
-    kinds |= {"engine_us": _devices, "sequences": _sequences}
-    found = [(show, [row for row in newest.values() if mark in row]) for mark, show in kinds.items()]
-    return "\n\n".join("\n".join(show(rows)) for show, rows in found if rows)
+    """Makes the tables of a results file, with an empty line between them."""
+    return "\n\n".join(tables(read_rows(file)).values())
 
 
 if __name__ == "__main__":
