@@ -1,0 +1,58 @@
+"""Configuration of the documentation site: `make docs` builds it with Sphinx, and treats every warning as an error."""
+
+import inspect
+import re
+
+import mamba_align_jax
+import pallas_kernels
+
+project = "mamba-align-jax"
+copyright = "the authors of mamba-align-jax, Apache-2.0"
+html_title = "mamba-align-jax"
+html_theme = "furo"
+html_show_sourcelink = False
+html_copy_source = False
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["figures/*.py"]
+
+# Pages link to headings as GitHub names them, so the same links work in the repository.
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
+
+# In docstrings, `name` is code, as it is in Markdown.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+maximum_signature_line_length = 88
+napoleon_use_ivar = True
+napoleon_preprocess_types = False
+python_use_unqualified_type_names = True
+nitpicky = False
+
+# Names that the packages export have a page of their own; the page of the module that defines them leaves them out.
+_EXPORTS = {id(getattr(mamba_align_jax, name)) for name in mamba_align_jax.__all__}
+_EXPORTS |= {id(value) for name, value in vars(pallas_kernels).items() if not name.startswith("_")}
+
+
+def _skip(app, what, name, obj, skip, options):
+    """Leaves out exports, old names that still work, and the fields of named tuples, which have no text of their own."""
+    doc = inspect.getdoc(obj) or ""
+    if what == "module" and id(obj) in _EXPORTS or doc.startswith(("The old name of", "Alias for field number")):
+        return True
+    return None
+
+
+def _escape(app, what, name, obj, options, lines):
+    """Keeps the stars of shapes such as [blocks, *state], which reStructuredText would read as emphasis."""
+    for number, line in enumerate(lines):
+        parts = line.split("`")
+        parts[::2] = [re.sub(r"(?<![\\\w*])\*(?=\w)", r"\\*", part) for part in parts[::2]]
+        lines[number] = "`".join(parts)
+
+
+def setup(app):
+    """Registers the rules above with Sphinx, the second one after napoleon's."""
+    app.connect("autodoc-skip-member", _skip)
+    app.connect("autodoc-process-docstring", _escape, priority=600)

@@ -1,0 +1,1 @@
+"""The figures of the pages, drawn by `python -m docs.generate`."""
