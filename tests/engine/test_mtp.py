@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.programs import decisions
-from models.head import write_small_with_head
+from fakes.draft_head_weights import write_small_with_head
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
@@ -19,10 +19,10 @@ from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.engine.drafting.mtp import draft_with_head
+from mamba_align_jax.engine.program import Graph, run_step
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import Graph, _step
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
@@ -42,12 +42,12 @@ def _whole(params, tokens, length, *, graph, spec):
     model, size = graph.model(params), tokens.shape[0]
     batch = StepBatch(
         idx_mapping=jnp.zeros(1, jnp.int32), query_start_loc=jnp.stack([jnp.int32(0), length - 1]),
-        num_drafts=jnp.full(1, -1, jnp.int32), is_prefilling=jnp.ones(1, bool),
+        num_drafts=jnp.full(1, -1, jnp.int32),
     )  # fmt: skip
     kv, tables = KVPages.create(model.kv_spec(draft=True), 3, size), jnp.ones((1, 1, spec.num_columns), jnp.int32)
     _, indices = begin_step(spec, AlignState.create(spec), batch, BlockTables(blocks=tables))
     step = step_inputs(
-        batch, indices, num_decode_rows=0, num_decode_tokens=0, page_tables=jnp.array([[1, 2]], jnp.int32), num_tokens=size,
+        batch, indices, num_decode_rows=0, page_tables=jnp.array([[1, 2]], jnp.int32), num_tokens=size,
         page_size=size, num_pages=3,
     )  # fmt: skip
     hidden, _, kv = model(tokens, step, StatePool.create(spec, 2), kv)
@@ -87,7 +87,7 @@ def run(engine, requests, fresh):
         state = engine.runner.device_state
         for request in engine.scheduler.running if engine.stats.steps % 3 == 0 else ():
             slot, held = request.slot, engine.cache.kv._requests[request.id].pages
-            row = engine.runner._page_tables[slot]
+            row = engine.runner.packer.page_tables[slot]
             assert row.tolist() == held + [0] * (len(row) - len(held)), "a guess would be written to another's page"
             if request.is_prefilling or not state.pending.num_drafts[slot]:
                 continue
@@ -112,7 +112,7 @@ def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fre
     batch = [rng.integers(1, 256, length).tolist() for length in (30, 25, 56, 28, 9, 17)]
     engine = make()
     engine.warmup()
-    programs = _step._cache_size()
+    programs = run_step._cache_size()
     outputs, compared = run(engine, [(prompt, GREEDY) for prompt in batch], fresh)
     assert compared > 60
     assert_right(reference, outputs)
@@ -126,7 +126,7 @@ def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fre
     )
     assert again.num_cached_tokens == 56
     assert_right(reference, [again])
-    assert _step._cache_size() == programs
+    assert run_step._cache_size() == programs
     # A GPU's host would wait for a decision, and not be a step ahead.
     assert [decisions(engine.runner.trace(bucket)) for bucket in engine.runner.buckets if not bucket.draws] == [0]
     engine.cache.check()
@@ -168,7 +168,7 @@ def test_what_the_head_cannot_do_is_refused(model):
         Engine(other, EngineConfig(**SIZES))
     assert Engine(other, EngineConfig(**SIZES | {"num_speculative_tokens": 0})).sizes.kv_page_bytes == 4096
     assert Engine(model, EngineConfig(**SIZES)).sizes.kv_page_bytes == 8192
-    with pytest.raises(ValueError, match=r"drafter must be None under async_stepping or speculation='mtp'"):
+    with pytest.raises(ValueError, match=r"drafter must be None or a DeviceDrafter under async_stepping or speculation='mtp'"):
         Engine(model, EngineConfig(**SIZES), drafter=object())
-    with pytest.raises(ValueError, match=r"speculation must be one of \('ngram', 'mtp'\), got 'eagle'"):
+    with pytest.raises(ValueError, match=r"speculation must be one of \('prompt_lookup', 'mtp'\), got 'eagle'"):
         EngineConfig(speculation="eagle")

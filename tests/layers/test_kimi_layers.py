@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from layers import steps
-from layers.oracle_kimi import kimi_delta_attention, multi_head_latent_attention
+from oracles.layers import kimi_delta_attention, multi_head_latent_attention
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention

@@ -9,20 +9,22 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from fakes import delta_net_weights, weights
 from flax import nnx
-from models import delta_nets, tiny
 from models.driver import ATOL, DATA, Driver
+from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 
-from mamba_align_jax.models import checkpoint, load_model, olmo_hybrid, qwen3_next
+from mamba_align_jax.models import load_model, olmo_hybrid, qwen3_next
+from mamba_align_jax.models import weights as model_files
 
-REFERENCES = {"olmo_hybrid": delta_nets.olmo, "qwen3_5_text": delta_nets.qwen, "qwen3_next": delta_nets.qwen}
+REFERENCES = {"olmo_hybrid": oracles.olmo, "qwen3_5_text": oracles.qwen, "qwen3_next": oracles.qwen}
 # One of them under the policy that copies: the references have the other.
 OTHERS = {
-    delta_nets.olmo_hybrid: (delta_nets.olmo, "copy_free"),
-    delta_nets.qwen3_5: (delta_nets.qwen, "pre_copy"),
-    delta_nets.qwen3_5_moe: (delta_nets.qwen, "copy_free"),
-    delta_nets.qwen3_next: (delta_nets.qwen, "copy_free"),
+    delta_net_weights.olmo_hybrid: (oracles.olmo, "copy_free"),
+    delta_net_weights.qwen3_5: (oracles.qwen, "pre_copy"),
+    delta_net_weights.qwen3_5_moe: (oracles.qwen, "copy_free"),
+    delta_net_weights.qwen3_next: (oracles.qwen, "copy_free"),
 }
 
 
@@ -41,8 +43,8 @@ def test_float64_is_transformers(name):
 
 @pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
 def test_logits(make, tmp_path):
-    config, tensors = tiny.write(tmp_path, make)
-    tokens = np.random.default_rng(7).integers(0, tiny.VOCAB, 69, dtype=np.int32)
+    config, tensors = weights.write(tmp_path, make)
+    tokens = np.random.default_rng(7).integers(0, weights.VOCAB, 69, dtype=np.int32)
     oracle, policy = OTHERS[make]
     wanted = oracle(config, exact(tensors), tokens)
     assert 0.3 < np.std(wanted) < 30
@@ -83,7 +85,7 @@ def rewrite(path, rename):
 
 
 def test_experts_of_their_own_and_together(tmp_path):
-    config, _ = tiny.write(tmp_path, delta_nets.qwen3_5_moe)
+    config, _ = weights.write(tmp_path, delta_net_weights.qwen3_5_moe)
     assert config.pop("model_type") == "qwen3_5_moe_text"
     together = parameters(tmp_path)
 
@@ -116,7 +118,7 @@ def test_experts_of_their_own_and_together(tmp_path):
 
 def test_released_and_saved_names_of_olmo(tmp_path):
     """One convolution and transformers' own names of norms, or three convolutions and the released ones."""
-    tiny.write(tmp_path, delta_nets.olmo_hybrid)
+    weights.write(tmp_path, delta_net_weights.olmo_hybrid)
     ours = parameters(tmp_path)
     released = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
@@ -139,7 +141,7 @@ def test_released_and_saved_names_of_olmo(tmp_path):
 
 
 def test_progress(tmp_path):
-    tiny.write(tmp_path, delta_nets.qwen3_next)
+    weights.write(tmp_path, delta_net_weights.qwen3_next)
     progress = []
     model = load_model(tmp_path, advance=lambda *counts: progress.append(counts))
     total = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -148,9 +150,9 @@ def test_progress(tmp_path):
 
 def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     """Host memory holds one parameter and what it is being made from, not a layer's 21 tensors of experts."""
-    tiny.write(tmp_path, delta_nets.qwen3_5_moe, fused=False)
+    weights.write(tmp_path, delta_net_weights.qwen3_5_moe, fused=False)
     alive, most = set(), []
-    opened = checkpoint._open
+    opened = model_files._open
 
     class Slice:
         def __init__(self, name, slice_):
@@ -167,23 +169,23 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
             return array
 
     tracked = lambda *arguments: {name: Slice(name, part) for name, part in opened(*arguments).items()}
-    monkeypatch.setattr(checkpoint, "_open", tracked)
+    monkeypatch.setattr(model_files, "_open", tracked)
     load_model(tmp_path)
     assert 1 <= max(most) <= 3
 
 
 def test_configurations():
-    make = lambda architecture, sizes, **fields: architecture.Config.from_dict(tiny.SHARED | sizes()[0] | fields)
+    make = lambda architecture, sizes, **fields: architecture.Config.from_dict(weights.SHARED | sizes()[0] | fields)
     # Qwen3-Next was released with its rotation beside the other fields.
     flat = dict(rope_parameters=None, rope_theta=7.0, partial_rotary_factor=0.75, layer_types=None)
-    qwen = make(qwen3_next, delta_nets.qwen3_next, **flat, full_attention_interval=2)
+    qwen = make(qwen3_next, delta_net_weights.qwen3_next, **flat, full_attention_interval=2)
     assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, 2)
     assert qwen.layer_types == ("linear_attention", "full_attention", "linear_attention")
     assert [qwen.is_sparse(n) for n in range(3)] == [True, False, True]
     # The released OLMo-Hybrid isn't rotated at all; sizes follow from others.
-    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", *delta_nets.delta_dims(0, 0, 0, 0, 0)))
-    olmo = make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters={"rope_theta": None}, **left_out)
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", *delta_net_weights.delta_dims(0, 0, 0, 0, 0)))
+    olmo = make(olmo_hybrid, delta_net_weights.olmo_hybrid, rope_parameters={"rope_theta": None}, **left_out)
     assert (olmo.rope_theta, olmo.num_key_value_heads, olmo.head_dim) == (0.0, 4, 12)
     assert (olmo.linear_num_key_heads, olmo.linear_num_value_heads) == (4, 4)
     assert (olmo.linear_key_head_dim, olmo.linear_value_head_dim, olmo.linear_conv_kernel_dim) == (9, 18, 4)
-    assert make(olmo_hybrid, delta_nets.olmo_hybrid, rope_parameters=None).rope_theta == 1e4
+    assert make(olmo_hybrid, delta_net_weights.olmo_hybrid, rope_parameters=None).rope_theta == 1e4

@@ -5,13 +5,15 @@ import functools
 
 import numpy as np
 import pytest
-from models import delta_nets, float64, oracle_kimi, tiny
+from fakes import delta_net_weights, kimi_weights, weights
+from fakes.draft_head_weights import write_with_head
 from models.driver import ATOL, DATA
-from models.head import write_with_head
+from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.runner import Bucket, StepRunner
+from mamba_align_jax.engine.packing import Bucket
+from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
 
@@ -26,7 +28,7 @@ def published(name):
     """A checkpoint of transformers, with the tokens that it generated and their logits."""
 
     def read(path):
-        arrays = float64.reference(DATA / name)
+        arrays = oracles.reference(DATA / name)
         return DATA / name, arrays["tokens"][0], arrays["logits"]
 
     return read
@@ -54,23 +56,23 @@ def random(make, oracle, seed=7):
     """A tiny checkpoint, and what the recurrence in float64 generates."""
 
     def read(path):
-        tiny.write(path, make)
-        return path, *generated(functools.partial(oracle, *float64.read(faint(path))), seed)
+        weights.write(path, make)
+        return path, *generated(functools.partial(oracle, *oracles.read(faint(path))), seed)
 
     return read
 
 
 def ling(path):
-    config, kind = oracle_kimi.LING, "bailing_hybrid"
-    tensors = oracle_kimi.write_random(path, config)
+    config, kind = kimi_weights.LING, "bailing_hybrid"
+    tensors = kimi_weights.write_random(path, config)
     name = "model.embed_tokens.weight"
     tensors[name] = load_file(faint(path) / "model.safetensors")["model.word_embeddings.weight"]
-    decode = functools.partial(oracle_kimi.decode, tensors, config | oracle_kimi.ORACLE[kind], oracle_kimi.KINDS[kind])
+    decode = functools.partial(oracles.kimi, config | kimi_weights.ORACLE[kind], kimi_weights.KINDS[kind], tensors)
     return path, *generated(decode, 7)
 
 
 def generated(decode, seed):
-    tokens = float64.greedy(decode, np.random.default_rng(seed).integers(0, tiny.VOCAB, PROMPT), LENGTH)
+    tokens = oracles.greedy(decode, np.random.default_rng(seed).integers(0, weights.VOCAB, PROMPT), LENGTH)
     return tokens, decode(tokens)
 
 
@@ -78,13 +80,13 @@ MODELS = {
     **{name: published(name) for name in ("kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid")},
     "qwen3_5_text": published("qwen3_5_text"),
     "qwen3_next": with_head("qwen3_next"),
-    "qwen3_5_moe_text": random(delta_nets.qwen3_5_moe, delta_nets.qwen),
+    "qwen3_5_moe_text": random(delta_net_weights.qwen3_5_moe, oracles.qwen),
     "bailing_hybrid": ling,
-    "falcon_mamba": random(tiny.falcon_mamba, float64.falcon_mamba),
-    "jamba": random(tiny.jamba, float64.jamba),
-    "granitemoehybrid": random(tiny.granitemoehybrid, float64.granitemoehybrid),
-    "falcon_h1": random(tiny.falcon_h1, float64.falcon_h1),
-    "published nemotron_h": random(tiny.nemotron_h, float64.nemotron_h),
+    "falcon_mamba": random(weights.falcon_mamba, oracles.falcon_mamba),
+    "jamba": random(weights.jamba, oracles.jamba),
+    "granitemoehybrid": random(weights.granitemoehybrid, oracles.granitemoehybrid),
+    "falcon_h1": random(weights.falcon_h1, oracles.falcon_h1),
+    "published nemotron_h": random(weights.nemotron_h, oracles.nemotron_h),
 }
 
 

@@ -7,9 +7,10 @@ import re
 import jax
 import numpy as np
 import pytest
+from fakes.kimi_weights import KIMI, KINDS, LING, ORACLE, write, write_random
 from flax import nnx
 from models.driver import ATOL, DATA, Driver
-from models.oracle_kimi import KIMI, KINDS, LING, ORACLE, decode, write, write_random
+from oracles.models import kimi
 from safetensors.numpy import load_file
 
 from mamba_align_jax.models import bailing_hybrid, kimi_linear, load_model
@@ -29,7 +30,7 @@ def test_other_models_in_every_kind_of_row(other, rng):
     config, tensors, path = other
     kind = config["model_type"]
     tokens = rng.integers(0, 96, 75).astype(np.int32)
-    wanted = decode(tensors, config | ORACLE[kind], KINDS[kind], tokens)
+    wanted = kimi(config | ORACLE[kind], KINDS[kind], tensors, tokens)
     driver, at, ends = Driver(load_model(path), one_program=True), 0, [0, 31, 33, 64, 71]
     for (begin, end), accepted in zip(itertools.pairwise(ends), [3, 1, 2, 3], strict=True):
         drafts = [*tokens[at : at + accepted], *(tokens[at + accepted : at + 3] + 1) % 96]

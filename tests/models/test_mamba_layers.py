@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernels.common import assert_untouched
-from models.float64 import mamba1, mamba2
+from oracles.layers import mamba1, mamba2
 
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from fakes import weights
 from flax import nnx
-from models import float64, tiny
 from models.driver import DATA, Driver, every_split
 from models.test_reference import close
+from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax import StatePool
@@ -37,11 +38,11 @@ class Case(NamedTuple):
 
 # Sizes, head ratios, layer patterns and options unlike those of the checkpoints in tests/data.
 TINY = {
-    "falcon_mamba": (tiny.falcon_mamba, float64.falcon_mamba),
-    "jamba": (tiny.jamba, float64.jamba),
-    "granitemoehybrid": (tiny.granitemoehybrid, float64.granitemoehybrid),
-    "falcon_h1": (tiny.falcon_h1, float64.falcon_h1),
-    "published nemotron_h": (tiny.nemotron_h, float64.nemotron_h),
+    "falcon_mamba": (weights.falcon_mamba, oracles.falcon_mamba),
+    "jamba": (weights.jamba, oracles.jamba),
+    "granitemoehybrid": (weights.granitemoehybrid, oracles.granitemoehybrid),
+    "falcon_h1": (weights.falcon_h1, oracles.falcon_h1),
+    "published nemotron_h": (weights.nemotron_h, oracles.nemotron_h),
 }
 
 
@@ -49,9 +50,9 @@ TINY = {
 def case(request, tmp_path_factory):
     make, decode = TINY[request.param]
     path = tmp_path_factory.mktemp("checkpoint")
-    tiny.write(path, make)
-    long = np.random.default_rng(7).integers(0, tiny.VOCAB, 150, dtype=np.int32)
-    decode = functools.partial(decode, *float64.read(path))
+    weights.write(path, make)
+    long = np.random.default_rng(7).integers(0, weights.VOCAB, 150, dtype=np.int32)
+    decode = functools.partial(decode, *oracles.read(path))
     return Case(load_model(path), long[:69], decode(long[:69]), long, decode(long)[-16:])
 
 
@@ -88,7 +89,11 @@ def test_decode_and_verify(case):
         if at + 3 > len(case.tokens):
             break
         right = case.tokens[at : at + accepted]
-        row = right if accepted == 1 and at % 2 else [*right, *((case.tokens[at + accepted : at + 3] + 1) % tiny.VOCAB)]
+        row = (
+            right
+            if accepted == 1 and at % 2
+            else [*right, *((case.tokens[at + accepted : at + 3] + 1) % weights.VOCAB)]
+        )
         logits.append(driver.step(decode={1: row}, accepted={1: accepted})[1][:accepted])
         at += accepted
     close(np.concatenate(logits), case.logits[:at])
@@ -124,11 +129,11 @@ def test_compiled_kernels(case):
 
 def test_float64_is_transformers_but_for_the_clamp():
     arrays = dict(np.load(DATA / "nemotron_h" / "reference.npz"))
-    decode = functools.partial(float64.nemotron_h, *float64.read(DATA / "nemotron_h"), arrays["tokens"][0])
+    decode = functools.partial(oracles.nemotron_h, *oracles.read(DATA / "nemotron_h"), arrays["tokens"][0])
     np.testing.assert_allclose(decode(least_dt=1e-3), arrays["logits"], atol=1e-5)
     assert np.abs(decode() - arrays["logits"]).max() > 1e-4
     # transformers' tokens were generated without an end. From its first place on, the sequences differ.
-    mended = float64.without_clamp(DATA / "nemotron_h", arrays)["tokens"][0]
+    mended = oracles.without_clamp(DATA / "nemotron_h", arrays)["tokens"][0]
     assert arrays["tokens"][0][:48].tolist() == mended[:48].tolist()
     assert mended[48] == 2
 
@@ -172,21 +177,25 @@ def test_names_in_memory(tmp_path):
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (tiny.falcon_mamba, {"hidden_act": "gelu"}, "hidden_act must be one of ('silu',), got 'gelu'"),
-        (tiny.granitemoehybrid, {"layer_types": ["mamba"]}, "layer_types must name 3 layers"),
-        (tiny.granitemoehybrid, {"position_embedding_type": "alibi"}, "position_embedding_type must be one of"),
-        (tiny.falcon_h1, {"mlp_bias": True}, "mlp_bias must be one of (False,), got True"),
-        (tiny.jamba, {"attn_layer_period": 1, "attn_layer_offset": 0}, "layer_types must have a 'mamba' layer"),
-        (tiny.jamba, {"layer_types": ["mamba"] * 3}, "layer_types must name 4 layers"),
-        (tiny.jamba, {"sliding_window": 128}, "sliding_window must be one of (), got 128"),
-        (tiny.nemotron_h, {"hybrid_override_pattern": "MX"}, "layers_block_type must name layers of"),
-        (tiny.nemotron_h, {"hybrid_override_pattern": "*-"}, "layers_block_type must name layers of"),
-        (tiny.nemotron_h, {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be one of ('relu2',), got 'silu'"),
-        (tiny.falcon_mamba, {"time_step_rank": 4}, "'backbone.layers.0.mixer.dt_proj.weight' must have shape [96, 4]"),
+        (weights.falcon_mamba, {"hidden_act": "gelu"}, "hidden_act must be one of ('silu',), got 'gelu'"),
+        (weights.granitemoehybrid, {"layer_types": ["mamba"]}, "layer_types must name 3 layers"),
+        (weights.granitemoehybrid, {"position_embedding_type": "alibi"}, "position_embedding_type must be one of"),
+        (weights.falcon_h1, {"mlp_bias": True}, "mlp_bias must be one of (False,), got True"),
+        (weights.jamba, {"attn_layer_period": 1, "attn_layer_offset": 0}, "layer_types must have a 'mamba' layer"),
+        (weights.jamba, {"layer_types": ["mamba"] * 3}, "layer_types must name 4 layers"),
+        (weights.jamba, {"sliding_window": 128}, "sliding_window must be one of (), got 128"),
+        (weights.nemotron_h, {"hybrid_override_pattern": "MX"}, "layers_block_type must name layers of"),
+        (weights.nemotron_h, {"hybrid_override_pattern": "*-"}, "layers_block_type must name layers of"),
+        (weights.nemotron_h, {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be one of ('relu2',), got 'silu'"),
+        (
+            weights.falcon_mamba,
+            {"time_step_rank": 4},
+            "'backbone.layers.0.mixer.dt_proj.weight' must have shape [96, 4]",
+        ),
     ],
 )
 def test_configurations_that_are_not_supported(tmp_path, make, change, message):
-    config, _ = tiny.write(tmp_path, make)
+    config, _ = weights.write(tmp_path, make)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=re.escape(message)):
         load_model(tmp_path)
@@ -195,9 +204,9 @@ def test_configurations_that_are_not_supported(tmp_path, make, change, message):
 def test_options_change_what_is_loaded(tmp_path):
     """A norm in Falcon-H1's mixers, and Granite without experts."""
     for make, options in (
-        (tiny.falcon_h1, {"mamba_rms_norm": True}),
-        (tiny.granitemoehybrid, {"num_local_experts": 0}),
+        (weights.falcon_h1, {"mamba_rms_norm": True}),
+        (weights.granitemoehybrid, {"num_local_experts": 0}),
     ):
-        _, tensors = tiny.write(tmp_path, make, **options)
+        _, tensors = weights.write(tmp_path, make, **options)
         loaded = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(load_model(tmp_path), nnx.Param)))
         assert loaded == sum(value.size for value in tensors.values())

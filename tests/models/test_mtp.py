@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.draft_head_weights import write_with_head
 from flax import nnx
 from models.driver import ATOL, DATA
-from models.head import NumpyHead, write_with_head
+from oracles.draft_head import NumpyHead
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig

@@ -6,8 +6,8 @@ A model under test is a directory of tests/data with a `reference.npz`.
 import jax
 import numpy as np
 import pytest
-from models import float64
 from models.driver import ATOL, DATA, PAGE_SIZE, Driver, every_split
+from oracles import models as oracles
 
 from mamba_align_jax.models import load_model
 
@@ -28,7 +28,7 @@ def model(name):
 
 @pytest.fixture(scope="module")
 def reference(name):
-    return float64.reference(DATA / name)
+    return oracles.reference(DATA / name)
 
 
 def close(got, wanted):
@@ -118,7 +118,7 @@ def test_logits_and_states_of_kernels(model, reference):
 
 def test_bfloat16():
     path = DATA / "qwen3_5_text"
-    model, reference = load_model(path, dtype="bfloat16"), float64.reference(path)
+    model, reference = load_model(path, dtype="bfloat16"), oracles.reference(path)
     assert model.dtype == "bfloat16"
     logits = Driver(model).step(prefill={0: reference["tokens"][0].astype(np.int32)})[0]
     assert logits.dtype == np.float32

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.draft_head_weights import write_with_head
 from flax import nnx
 from models.driver import ATOL, DATA
-from models.head import NumpyHead, write_with_head
+from oracles.draft_head import NumpyHead
 
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
@@ -42,7 +43,7 @@ def test_the_head_is_trained_as_it_is_served(script, tmp_path):
     model = load_model(write_with_head(CHECKPOINT, tmp_path))
     random = np.random.default_rng(0)
     hidden, tokens = random.normal(size=(2, 9, 64)).astype(np.float32), random.integers(0, 256, (2, 9))
-    said = jax.jit(lambda *rows: script.foretell(model, *rows, 3))(hidden, tokens)
+    said = jax.jit(lambda *rows: script.head_logits(model, *rows, 3))(hidden, tokens)
     assert [logits.shape for logits in said] == [(2, 6, 256)] * 3
     head = NumpyHead(tmp_path)
     for place in range(6):
@@ -89,7 +90,8 @@ def test_the_bundled_head_foretells_prose_better_than_prompt_lookup(script):
     """How often a draft, those before it being the text, is what the model itself says next: text that neither has seen."""
     graph, head, rest = nnx.split(load_model(BYTE_MODEL), nnx.PathContains("mtp"), ...)
     text = (DATA / "heldout_docs.txt").read_bytes()[2000:2515]
-    said, meant = jax.jit(lambda tokens: script.guesses(graph, head, rest, tokens))(jnp.array([list(text)], jnp.int32))
+    both = jax.jit(lambda tokens: script.head_and_model_logits(graph, head, rest, tokens))
+    said, meant = both(jnp.array([list(text)], jnp.int32))
     lookup = PromptLookupDrafter(4, 2)
     looked = [lookup.draft("text", list(text[: place + 2]), 3) or [-1] * 3 for place in range(512)]
     for n in range(3):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fakes.draft_head_weights import head_tensors
 from flax import nnx
 from models.driver import DATA
-from models.head import head_tensors
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.kv import KVSpec
