@@ -1,14 +1,16 @@
 """Trains the bundled byte-level model on text that ships with CPython, through the model's own layers.
 
-    python examples/train_byte_model.py --prepare corpus.npz          # reads a standard library's text
+    python examples/train_byte_model.py --prepare corpus.npz          # reads the standard library's text
     python examples/train_byte_model.py --corpus corpus.npz --minutes 3 --mtp-minutes 1 --out DIR
     python examples/train_byte_model.py --corpus corpus.npz --mtp-only --mtp-minutes 1 --out DIR
 
-Documentation (docstrings, the language reference of `pydoc_data.topics`) and source code, as bytes; byte 0 separates
-documents. Every tenth topic is held out for measuring and another tenth for choosing the best step. The text is
-CPython's, under the Python Software Foundation License. The draft head is trained behind the model, on the finished
-model's own predictions; the third command leaves the bundled model's weights as they are and trains a new head for it. The
-second and third want a GPU and take their minutes plus compilation.
+The text is documentation (docstrings and the language reference of `pydoc_data.topics`) and source code, as bytes. Byte 0
+separates documents. Every tenth topic is held out for measuring, and another tenth chooses the best step. The text is
+CPython's, under the Python Software Foundation License.
+
+The draft head is trained after the model, on the finished model's own predictions. The third command keeps the bundled
+model's weights and trains a new head for it. The second and third commands need a GPU; they take the given minutes and the
+time to compile.
 """
 
 import argparse
@@ -48,7 +50,7 @@ TINY = dataclasses.replace(
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_num_value_heads=2, linear_key_head_dim=16,
     linear_value_head_dim=16,
 )  # fmt: skip
-DEPTH = 3  # drafts that the head is trained to make in a row
+DEPTH = 3  # the number of consecutive drafts that the head is trained to make
 LICENSE = """The weights in this directory were trained on the documentation and source code of CPython's standard
 library, copyright the Python Software Foundation and others, which is distributed under the Python Software Foundation
 License Version 2 (https://docs.python.org/3/license.html). The weights are under this project's Apache-2.0 licence.
@@ -56,14 +58,14 @@ License Version 2 (https://docs.python.org/3/license.html). The weights are unde
 
 
 def topics(stdlib: Path) -> dict[str, str]:
-    """The language reference's sections, by name."""
+    """Returns the sections of the language reference by name."""
     tree = ast.parse((stdlib / "pydoc_data" / "topics.py").read_text())
     assignment = next(node for node in tree.body if isinstance(node, ast.Assign))
     return ast.literal_eval(assignment.value)
 
 
 def docstrings(source: str) -> list[str]:
-    """Docstrings of a module, its classes and functions, each behind the line that it documents."""
+    """Returns the docstrings of a module, its classes and its functions, each after the line that it documents."""
     lines, found = source.splitlines(), []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -75,7 +77,7 @@ def docstrings(source: str) -> list[str]:
 
 
 def builtin_docs() -> list[str]:
-    """Docstrings of the modules that are written in C, from the running interpreter."""
+    """Returns the docstrings of modules that are written in C, from the running interpreter."""
     found: dict[str, None] = {}
     for name in sorted(sys.builtin_module_names):
         with warnings.catch_warnings():
@@ -90,12 +92,12 @@ def builtin_docs() -> list[str]:
 
 
 def prepare(stdlib: Path) -> dict[str, np.ndarray]:
-    """uint8 arrays: docs, code, validation and heldout."""
+    """Reads the corpus: uint8 arrays "docs", "code", "validation" and "heldout"."""
     sections = topics(stdlib)
     names = sorted(sections)
     heldout = [sections[name] for name in names[::10]]
     validation = [sections[name] for name in names[5::10]]
-    # Topics quote one another: a paragraph that is measured must not be trained on.
+    # Topics quote one another. A paragraph that is used for measuring must not be trained on.
     measured = {part.strip() for text in heldout + validation for part in text.split("\n\n") if len(part) > 40}
     docs = []
     for name in sorted(set(names) - set(names[::10]) - set(names[5::10])):
@@ -118,7 +120,10 @@ def prepare(stdlib: Path) -> dict[str, np.ndarray]:
 
 
 def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
-    """Hidden states [sequences, length, hidden] of whole sequences: each one fresh prefill row that keeps no state."""
+    """Computes the hidden states, float [sequences, length, hidden], of tokens, int [sequences, length].
+
+    Each sequence is one new prefill row whose states are not kept.
+    """
     length = tokens.shape[1]
     none, one = jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
     rows = lambda loc, row: Rows(
@@ -149,11 +154,18 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     return model.norm(x)
 
 
-def foretell(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, depth: int) -> list[jax.Array]:
-    """What the draft head says of `depth` tokens in a row: logits [sequences, length - depth, vocab] of each.
+def head_logits(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, depth: int) -> list[jax.Array]:
+    """Computes the draft head's logits for `depth` consecutive drafts: `depth` arrays [sequences, length - depth, vocab].
 
-    As an engine runs it, but with the text in place of drafts: the first pass takes the model's hidden states, every later
-    one the last one's output. So a place sees the first pass' keys of all places up to it, and of later passes its own.
+    The head runs as in an engine, but reads the text in place of drafts. Its first pass takes the model's hidden states, and
+    each later pass takes the output of the pass before it. A position attends to the first pass' keys of all positions up to
+    itself, and to its own keys of later passes.
+
+    Args:
+        model: A model with a draft head.
+        hidden: The model's hidden states. float [sequences, length, hidden]
+        tokens: The text. int [sequences, length]
+        depth: The number of drafts.
     """
     head, length = model.mtp, tokens.shape[1] - depth
     assert head is not None
@@ -177,48 +189,48 @@ def foretell(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, depth: 
 
 
 def served(params: nnx.State) -> nnx.State:
-    """Weights rounded to bfloat16, as they are served."""
+    """Rounds weights to bfloat16, the dtype in which they are served."""
     return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 
 
 def bits(graph: nnx.GraphDef, params: nnx.State, fixed: None, tokens: jax.Array) -> jax.Array:
-    """Mean bits per byte of predicting each byte from those before."""
+    """Returns the mean bits per byte of predicting each byte from the bytes before it."""
     model = nnx.merge(graph, served(params))
     logits = model.logits(forward(model, tokens[:, :-1]))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])) / math.log(2)
 
 
-def guesses(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array):
-    """What the draft head says, and the model itself in its place: logits of each depth."""
+def head_and_model_logits(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array):
+    """Returns the logits of the draft head and those of the model for the same tokens: two lists with an array per depth."""
     model = nnx.merge(graph, served(params), fixed)
     hidden = forward(model, tokens)
-    said, length = foretell(model, hidden, tokens, DEPTH), tokens.shape[1] - DEPTH
-    return said, [model.logits(hidden[:, n : n + length]) for n in range(1, DEPTH + 1)]
+    of_head, length = head_logits(model, hidden, tokens, DEPTH), tokens.shape[1] - DEPTH
+    return of_head, [model.logits(hidden[:, n : n + length]) for n in range(1, DEPTH + 1)]
 
 
 def head_bits(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Mean bits per byte of foretelling the model's own predictions, over all depths."""
+    """Returns the mean bits per byte at which the draft head predicts the model's own predictions, over all depths."""
     losses = [
-        jnp.mean(optax.softmax_cross_entropy(said, jax.nn.softmax(meant)))
-        for said, meant in zip(*guesses(graph, params, fixed, tokens[:, :-1]), strict=True)
+        jnp.mean(optax.softmax_cross_entropy(of_head, jax.nn.softmax(of_model)))
+        for of_head, of_model in zip(*head_and_model_logits(graph, params, fixed, tokens[:, :-1]), strict=True)
     ]
     return jnp.mean(jnp.stack(losses)) / math.log(2)
 
 
 def agreement(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array) -> jax.Array:
-    """How often the draft head's best token is the model's, by depth, given that the drafts before are right."""
-    pairs = zip(*guesses(graph, params, fixed, tokens[:, :-1]), strict=True)
-    return jnp.stack([jnp.mean(said.argmax(-1) == meant.argmax(-1)) for said, meant in pairs])
+    """Returns, for each depth, how often the head's best token is the model's best, if all earlier drafts are right."""
+    pairs = zip(*head_and_model_logits(graph, params, fixed, tokens[:, :-1]), strict=True)
+    return jnp.stack([jnp.mean(of_head.argmax(-1) == of_model.argmax(-1)) for of_head, of_model in pairs])
 
 
 def windows(text: jax.Array, key: jax.Array, count: int, length: int) -> jax.Array:
-    """Random stretches of a corpus."""
+    """Draws `count` random parts of a text, int32 [count, length]."""
     start = jax.random.randint(key, (count, 1), 0, text.shape[0] - length)
     return text[start + jnp.arange(length)].astype(jnp.int32)
 
 
 def evaluate(measure, text: np.ndarray, length: int) -> np.ndarray:
-    """Mean of `measure(tokens)` over all whole windows of a text."""
+    """Returns the mean of `measure(tokens)` over all whole windows of `length` bytes of a text."""
     rows = np.asarray(text[: len(text) // length * length]).reshape(-1, length).astype(np.int32)
     return np.mean([measure(jnp.asarray(row[None])) for row in rows], axis=0)
 
@@ -231,9 +243,10 @@ def descend(
     minutes: float,
     options: argparse.Namespace,
 ) -> nnx.State:
-    """Trains `params` for some minutes, a few steps per call; returns those of the step that validates best.
+    """Trains `params` for some minutes and returns the parameters that validate best.
 
-    `objective(params, fixed, tokens)` is in bits per byte; `fixed` stays as it is.
+    `objective(params, fixed, tokens)` returns bits per byte. `fixed` is not trained. Each call of the compiled program runs
+    `options.calls` steps.
     """
     print(f"{sum(p.size for p in jax.tree.leaves(params)) / 1e6:.2f} M parameters", flush=True)
     decays = jax.tree.map(lambda p: p.ndim > 1, params)
@@ -270,7 +283,7 @@ def descend(
         key, now = jax.random.split(key)
         params, moments, losses = steps(params, moments, fixed, now, rate)
         loss = float(jnp.mean(losses))
-        begin = begin or time.monotonic()  # compilation is not training
+        begin = begin or time.monotonic()  # the time to compile does not count
         done = (time.monotonic() - begin) / (60 * minutes) if minutes else 1.0
         call += 1
         if call % 10 == 0 or done > 0.97:
@@ -285,7 +298,7 @@ def descend(
 
 
 def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argparse.Namespace) -> qwen3_5.Model:
-    """A model trained from random weights, in bfloat16."""
+    """Trains a model from random weights and returns it in bfloat16."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
     exact = dataclasses.replace(config, dtype="float32")
     params = nnx.state(qwen3_5.Model(exact, nnx.Rngs(0)), nnx.Param)
@@ -297,7 +310,7 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argpar
 
 
 def train_head(corpus: dict[str, np.ndarray], model: qwen3_5.Model, options: argparse.Namespace) -> qwen3_5.Model:
-    """A bfloat16 model with a newly trained draft head; its other weights are the same bits."""
+    """Trains a new draft head for a model and returns both in bfloat16. The model's own weights are unchanged."""
     config = qwen3_5.Config.from_dict(model.config.to_dict() | {"mtp_num_hidden_layers": 1})
     head = qwen3_5.draft_head(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))
     params = nnx.State({"mtp": nnx.state(head, nnx.Param)})
@@ -309,7 +322,7 @@ def train_head(corpus: dict[str, np.ndarray], model: qwen3_5.Model, options: arg
         shares = evaluate(measure, corpus[name], options.length)
         print(
             f"{name}: drafts 1 to {DEPTH} are the model's own choice in {', '.join(f'{share:.1%}' for share in shares)} if "
-            f"those before are; {np.cumprod(shares).sum():.2f} a step would stand",
+            f"all earlier drafts are; {np.cumprod(shares).sum():.2f} drafts of a step would be accepted",
             flush=True,
         )
     return nnx.merge(graph, served(chosen), fixed)
@@ -322,14 +335,12 @@ def main() -> None:
     parser.add_argument("--heldout", metavar="FILE", help="with --prepare: write the held-out text to FILE")
     parser.add_argument("--corpus", metavar="FILE", help="a prepared corpus; default: prepare one now")
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--mtp-minutes", type=float, default=1.0, help="for the draft head; 0 makes none")
-    parser.add_argument(
-        "--mtp-only", action="store_true", help="a new draft head for the bundled model, and nothing else"
-    )
+    parser.add_argument("--mtp-minutes", type=float, default=1.0, help="minutes for the draft head; 0 makes none")
+    parser.add_argument("--mtp-only", action="store_true", help="train only a new draft head for the bundled model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--calls", type=int, default=20, help="steps per call of the compiled program")
-    parser.add_argument("--tiny", action="store_true", help="a model for trying the script out")
+    parser.add_argument("--tiny", action="store_true", help="train a tiny model, to try the script")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.prepare:

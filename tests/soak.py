@@ -51,7 +51,7 @@ MODEL_CONFIGS = {
 STEPPING = {"": dict(), ", asynchronous": dict(async_stepping=True)}
 
 
-class Workload:
+class SoakTraffic:
     """Requests to come: fresh ones, ones on shared beginnings, ones that go on where others ended.
 
     `books` are long token lists: what requests share, and what fresh tokens are taken from.
@@ -344,13 +344,13 @@ class Watch:
             self.known[key] = name if self.known.get(key, name) == name else 0
 
 
-def soak(engine, workload, judge, count, report=lambda line: None):
+def soak(engine, traffic, judge, count, report=lambda line: None):
     """Serves `count` requests in bursts and lulls, some aborted, the cache reset now and then.
 
     Returns:
         What is wrong, how many tokens are ties, how much is leaked, and how many requests were aborted and refused.
     """
-    rng, watch, slots = workload.rng, Watch(engine), engine.config.max_num_seqs
+    rng, watch, slots = traffic.rng, Watch(engine), engine.config.max_num_seqs
     wrong, ties, added, judged, served, again = [], 0, 0, 0, [], None
     begin = said = time.perf_counter()
     # At most so many at once. In a crowd requests take each other's blocks; when few run, what others left is found.
@@ -358,12 +358,12 @@ def soak(engine, workload, judge, count, report=lambda line: None):
     while added < count or watch.live:
         if not crowd and not watch.live:
             watch.rest()
-            crowd = workload.pick(1, 3, slots, slots, 2 * slots, 2 * slots)
+            crowd = traffic.pick(1, 3, slots, slots, 2 * slots, 2 * slots)
         while added < count and len(watch.live) < crowd and rng.random() < 0.7:
-            asked, again = again or workload.request(), None
+            asked, again = again or traffic.request(), None
             if watch.add(*asked) is None:
                 # Sent again, or given up.
-                again = workload.pick(asked, None)
+                again = traffic.pick(asked, None)
                 break
             added += 1
             # A lull: all of them finish.
@@ -380,7 +380,7 @@ def soak(engine, workload, judge, count, report=lambda line: None):
             engine.cache.check()
         done += watch.step()
         for params, output in done:
-            workload.done(params, output)
+            traffic.done(params, output)
         served += done
         if len(served) >= 500 or not watch.live:
             verdict, more = judge(served)
@@ -411,20 +411,20 @@ def shares(count, configs):
 
 
 def parts(seed, stub, model):
-    """(name, number of requests, engine, workload, judge) of every configuration."""
+    """(name, number of requests, engine, traffic, judge) of every configuration."""
     rng = np.random.default_rng(seed)
     books = [rng.integers(0, VOCAB, 400).tolist() for _ in range(12)]
     speller = Speller(STUTTER)
     for name, share, options in shares(stub, STUB_CONFIGS):
         config = EngineConfig(**{**STUB, **options})
-        yield f"stub, {name}", share, Engine(speller, config), Workload([seed, share], books, config), Exactly()
+        yield f"stub, {name}", share, Engine(speller, config), SoakTraffic([seed, share], books, config), Exactly()
     if model:
         bundled = load_model(BYTE_MODEL, "float32")
         text = encode("".join(thing.__doc__ for thing in (argparse.ArgumentParser, SamplingParams, EngineConfig)))
         books, judge = [text[start:][:400] for start in range(0, 960, 80)], ByReference(bundled)
         for name, share, options in shares(model, MODEL_CONFIGS):
             config = EngineConfig(**{**MODEL, **options})
-            yield f"model, {name}", share, Engine(bundled, config), Workload([seed, share], books, config), judge
+            yield f"model, {name}", share, Engine(bundled, config), SoakTraffic([seed, share], books, config), judge
 
 
 def main(arguments=None):
@@ -436,14 +436,14 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     logging.disable()
     total, wrong, ties, leaked = 0, 0, 0, 0
-    for name, count, engine, workload, judge in parts(options.seed, options.requests, options.model_requests):
+    for name, count, engine, traffic, judge in parts(options.seed, options.requests, options.model_requests):
         if options.only not in name:
             continue
         begin = time.perf_counter()
         poison(engine)
         engine.warmup()
         say = lambda line, name=name: print(f"{name}: {line}", flush=True)
-        bad, tied, lost, aborted, refused = soak(engine, workload, judge, count, say)
+        bad, tied, lost, aborted, refused = soak(engine, traffic, judge, count, say)
         stats = engine.stats
         say(
             f"{count} requests in {time.perf_counter() - begin:.0f} s, {stats.steps} steps: {len(bad)} wrong, {tied} ties, "

@@ -53,7 +53,7 @@ def soaked(count, seed=0):
     engine = Engine(SPELLER, config)
     soak.poison(engine)
     books = np.random.default_rng(seed).integers(0, VOCAB, (4, 200)).tolist()
-    return engine, soak.soak(engine, soak.Workload(seed, books, config), soak.Exactly(), count)
+    return engine, soak.soak(engine, soak.SoakTraffic(seed, books, config), soak.Exactly(), count)
 
 
 def test_a_small_soak():
