@@ -41,6 +41,7 @@ MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
             "mamba_align_jax.engine.drafting.prompt_lookup_device",
             "mamba_align_jax.engine.drafting",
         ),
+        "mamba_align_jax.engine.block_size": ("mamba_align_jax.engine.block_size_warning",),
         "mamba_align_jax.engine.mtp_drafting": ("mamba_align_jax.engine.drafting.mtp",),
     }
 )
@@ -49,6 +50,9 @@ NAMES: Mapping[tuple[str, str], str] = types.MappingProxyType(
     {
         ("mamba_align_jax.models.checkpoint", "save_checkpoint"): "save_weights",
         ("mamba_align_jax.engine.device_drafting", "NGramLookup"): "DevicePromptLookup",
+        ("mamba_align_jax.engine.demo", "MODES"): "COMPARED_MODES",
+        ("mamba_align_jax.engine.demo", "Run"): "ModeResult",
+        ("mamba_align_jax.engine.demo", "Workload"): "DemoConversation",
     }
 )
 
