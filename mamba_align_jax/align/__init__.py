@@ -1,1 +1,1 @@
-"""The bookkeeping of align mode, on the device and as host Python; `columns`, `policy` and `host` import no JAX."""
+"""The bookkeeping of align mode on the device. `columns`, `config`, `interior` and `policy` import no JAX."""

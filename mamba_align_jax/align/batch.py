@@ -18,12 +18,12 @@ Put = Callable[[np.ndarray], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """The rows of one step. Each request has at most one row, and the tokens of all rows are packed one after the other.
+    """The rows of one step, at most one per request. The tokens of all rows are packed one after the other.
 
     Attributes:
         idx_mapping: The slot of each row, or -1 for a padding row. int32 [rows].
-        query_start_loc: The position of each row's first token among the packed tokens, followed by the number of packed
-            tokens, which padding rows repeat. int32 [rows + 1].
+        query_start_loc: The position of each row's first token among the packed tokens, followed by the number of
+            packed tokens, which padding rows repeat. int32 [rows + 1].
         num_drafts: The number of draft tokens of a verify row, or -1 for any other row. int32 [rows].
     """
 
@@ -51,8 +51,8 @@ class StepBatch:
             query_start_loc: See the attribute. One entry more than there are rows.
             num_drafts: See the attribute.
             is_prefilling: Has no use any more and is ignored.
-            put: Takes each NumPy array to the device, or leaves it on the host for a jitted function to transfer. Pass it
-                by keyword.
+            put: Takes each NumPy array to the device, or leaves it on the host for a jitted function to transfer. Pass
+                it by keyword.
 
         Raises:
             ValueError: A row is wrong. The text names the row, what was wanted and what came.

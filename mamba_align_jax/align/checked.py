@@ -1,4 +1,4 @@
-"""Verifies steps on the host, for debugging: which slot reads or writes which column that it must not."""
+"""Verifies each step on the host, for debugging: finds the slot that reads or writes a column that it must not."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ _KINDS = {RecurrentState: "recurrent state", ConvState: "conv window"}
 
 
 class _Row(NamedTuple):
-    """A row with tokens. `drafts` is -1 for a row that is no verify row; `places` None for a fresh one."""
+    """A row with tokens. `drafts` is -1 if it is no verify row. `places` is None if it is fresh."""
 
     slot: int
     num_tokens: int
@@ -36,17 +36,21 @@ class _Row(NamedTuple):
 
 
 class StepChecker:
-    """Keeps the device's books a second time, on the host, and which blocks were written since they were allocated.
+    """Repeats the device's bookkeeping on the host, and records which blocks were written since they were allocated.
 
-    Call `check` once per step, in the order of the steps. It does nothing unless the configuration is `checked`, and waits
-    for the device if it is. An engine with such a configuration does so itself.
+    Call `check` once per step, in the order of the steps. It does nothing unless the configuration has `checked` set.
+    If it has, `check` waits for the device. The engine calls it itself.
     """
 
     def __init__(self, spec: AlignConfig, num_blocks: int | Sequence[int]) -> None:
-        """For a pool of `num_blocks` blocks, NULL_BLOCK included, in every group or in each.
+        """Creates a checker for slots without tokens and an unwritten pool.
+
+        Args:
+            spec: The configuration.
+            num_blocks: The blocks of the pool, NULL_BLOCK included: one number for all groups, or one for each.
 
         Raises:
-            ValueError: there are not as many numbers as groups.
+            ValueError: `num_blocks` does not have one number per group.
         """
         groups, slots = len(spec.groups), spec.max_num_seqs
         counts = [num_blocks] * groups if isinstance(num_blocks, int) else list(num_blocks)
@@ -73,26 +77,27 @@ class StepChecker:
         num_sampled: Any,
         state: AlignState | None = None,
     ) -> None:
-        """Follows one step.
+        """Verifies one step.
 
         Args:
-            updates: What the step set in the block tables: new blocks, and those of a prefix hit.
-            additions: The slots that requests entered in it.
-            batch: Its rows.
-            num_sampled: As `finish_step` took it: int32 [rows], one number, or None.
-            state: What the step returned, to be compared. Before it is donated to the next step.
+            updates: The entries that the step set in the block tables: new blocks and those of a prefix hit.
+            additions: The slots that requests entered in the step.
+            batch: The step's rows.
+            num_sampled: What `finish_step` was given: int32 [rows], an int or None.
+            state: What the step returned, before it is donated to the next step. None to skip that comparison.
 
         Raises:
-            ValueError: names the slot and the column whose block is out of range, is missing though a state is read or
-                written there, or is read and was not written since it was allocated; or the slot that accepted more tokens
-                than it ran, or whose counts on the device are others. After an error the checker is of no use.
+            ValueError: A column's block is out of range, a column that is read or written has no block, or a block is
+                read that was not written since it was allocated. The text names the slot and the column. Also if a slot
+                accepted more tokens than it ran, or has other counts on the device. After an error the checker cannot
+                be used again.
         """
         if not self.spec.checked:
             return
         entering = self._enter(additions)
         self._allocate(updates, entering)
         rows = list(self._rows(batch, num_sampled))
-        # Phase after phase, as on the device: no row may read what another one writes in the same step.
+        # All rows copy, then all read, then all write, as on the device: no row may read what another row writes.
         for row in rows:
             if row.places is not None and row.places.migration is not None and row.places.migration.needed:
                 moves = row.places.migration
@@ -112,12 +117,12 @@ class StepChecker:
             self._compare(state)
 
     def wrote(self, group: int, block: int) -> None:
-        """Says that `StatePool.write_block` filled a block. Before the step in which a request enters with it."""
+        """Records that `StatePool.write_block` filled a block. Call it before a request enters with that block."""
         for written in self._written[group].values():
             written[block] = True
 
     def _enter(self, additions: Additions) -> dict[int, int]:
-        """Seeds slots; returns the column that each goes on from."""
+        """Initialises the slots that requests enter. Returns the column from which each continues."""
         entering = {}
         for slot, computed in _entries(additions.slot, additions.num_computed_tokens):
             if slot >= 0:
@@ -136,7 +141,7 @@ class StepChecker:
             if not 0 <= block < self._num_blocks[group]:
                 wanted = f"must have a block in [0, {self._num_blocks[group]}), got {block}"
                 raise ValueError(f"{self._name(group, slot, column)} {wanted}")
-            # A prefix's columns hold what others have written, and an entry that is sent again is no allocation.
+            # Other requests wrote the columns of a prefix hit, and an entry that is repeated is no allocation.
             is_prefix = column <= entering.get(slot, -1)
             is_same = slot not in entering and self._tables[group, slot, column] == block
             if not is_prefix and not is_same:
@@ -150,9 +155,9 @@ class StepChecker:
         for slot, length, drafts, accepted in _entries(batch.idx_mapping, batch.num_tokens, batch.num_drafts, sampled):
             if slot < 0 or length == 0:
                 continue
-            most = 1 + max(drafts, 0)
-            if not 0 <= accepted <= most:
-                raise ValueError(f"slot {slot}: num_sampled must be in [0, {most}], got {accepted}")
+            max_sampled = 1 + max(drafts, 0)
+            if not 0 <= accepted <= max_sampled:
+                raise ValueError(f"slot {slot}: num_sampled must be in [0, {max_sampled}], got {accepted}")
             computed, before, old = (int(array[slot]) for array in self._slots.values())
             current = running_column(computed, length, self.spec.state_block_size)
             places = POLICIES[self.spec.policy](old, before, current) if old >= 0 else None
@@ -172,10 +177,10 @@ class StepChecker:
         return f"slot {slot}: column {column} of group {self.spec.groups[group].name!r}"
 
     def _blocks(self, slot: int, column: int, kind: type, verb: str) -> Iterator[tuple[str, np.ndarray, int]]:
-        """Of every group that has the kind of state: what happens there, its record, and the column's block in it."""
+        """Yields for each group with that kind of state: a text of what happens, the record, and the column's block."""
         for group, records in enumerate(self._written):
             if kind in records:
-                what = f"{self._name(group, slot, column)} {verb} a {_KINDS[kind]}"
+                what = f"{self._name(group, slot, column)} is {verb} a {_KINDS[kind]}"
                 inside = 0 <= column < self._tables.shape[2]
                 block = int(self._tables[group, slot, column]) if inside else NULL_BLOCK
                 if block == NULL_BLOCK:
@@ -184,17 +189,17 @@ class StepChecker:
 
     def _read(self, slot: int, recurrent_column: int, conv_column: int) -> None:
         for kind, column in ((RecurrentState, recurrent_column), (ConvState, conv_column)):
-            for what, written, block in self._blocks(slot, column, kind, "gives"):
+            for what, written, block in self._blocks(slot, column, kind, "read for"):
                 if not written[block]:
                     raise ValueError(f"{what}, but block {block} was not written since it was allocated")
 
     def _write(self, slot: int, column: int, *kinds: type) -> None:
         for kind in kinds:
-            for _, written, block in self._blocks(slot, column, kind, "takes"):
+            for _, written, block in self._blocks(slot, column, kind, "written with"):
                 written[block] = True
 
     def _keep(self, row: _Row) -> None:
-        """Boundaries inside a chunk are kept where their columns have blocks; NULL_BLOCK's record is never read."""
+        """Records the boundaries inside a chunk. The record of NULL_BLOCK, which stands for no block, is never read."""
         for column in range(row.computed // self.spec.state_block_size, row.current):
             for group, records in enumerate(self._written):
                 for written in records.values():

@@ -1,4 +1,4 @@
-"""Static description of a model's recurrent states: everything that shapes, bytes and columns follow from."""
+"""The static description of a model's recurrent states, which determines all shapes, sizes and columns."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,16 +23,19 @@ def _itemsize(dtype: str) -> int:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype given as a name, a NumPy dtype or a JAX scalar type."""
+    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type."""
     return dtype if isinstance(dtype, str) else np.dtype(dtype).name
 
 
 @dataclass(frozen=True)
 class ConvState:
-    """Window of a depthwise causal convolution: the last width-1 inputs, and one more row per speculative token.
+    """The window of a depthwise causal convolution: the last width - 1 inputs, and one more row per speculative token.
 
-    `layout` is "SD", [window, channels], or vLLM's other one, "DS", [channels, window], which the convolution's Triton
-    kernels don't take.
+    Attributes:
+        width: Taps of the convolution, 2 to 5.
+        channels: Channels of the convolution.
+        dtype: "float32", "bfloat16" or "float16".
+        layout: "SD" for [window, channels], or "DS" for [channels, window]. Only the XLA convolution takes "DS".
     """
 
     width: int
@@ -51,14 +54,19 @@ class ConvState:
             raise ValueError(f"ConvState: layout must be 'SD' or 'DS', got {self.layout!r}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
-        """Of one layer's block, in the order of `layout`."""
+        """Returns the shape of one layer's block, in the order of `layout`."""
         window = self.width - 1 + num_speculative_tokens
         return (window, self.channels) if self.layout == "SD" else (self.channels, window)
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """State of one layer: [heads, value_dim, key_dim], or [heads, head_dim, state_dim] for Mamba."""
+    """The recurrent state of one layer.
+
+    Attributes:
+        shape: [heads, value_dim, key_dim], or [heads, head_dim, state_dim] for Mamba.
+        dtype: "float32", "bfloat16" or "float16".
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -71,14 +79,20 @@ class RecurrentState:
             raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
-        """The state's own shape: tokens that may be rejected have blocks of their own."""
+        """Returns `shape`. Drafts do not enlarge a block, because the state after each draft has its own block."""
         del num_speculative_tokens
         return self.shape
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Layers that share a block table and block ids."""
+    """Layers that share a block table and block ids.
+
+    Attributes:
+        name: Distinct from the names of other groups.
+        num_layers: Recurrent layers in the group.
+        states: The states that each of these layers keeps.
+    """
 
     name: str
     num_layers: int
@@ -87,7 +101,7 @@ class GroupSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "states", tuple(self.states))
         if self.num_layers < 1 or not self.states:
-            raise ValueError(f"GroupSpec {self.name!r}: needs at least one layer and one state")
+            raise ValueError(f"GroupSpec {self.name!r}: must have at least one layer and one state")
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
@@ -96,18 +110,22 @@ class GroupSpec:
 @renamed_fields(max_num_reqs="max_num_seqs")
 @dataclass(frozen=True)
 class AlignConfig:
-    """How states are kept: what `StatePool`, `AlignState`, `BlockTables` and every step are made from.
+    """Describes how states are kept. `StatePool`, `AlignState`, `BlockTables` and every step are made from it.
 
     Attributes:
-        groups: Layers that share block ids; most models have one group.
+        groups: The groups of layers. Most models have one group.
         block_size: Tokens between state boundaries.
-        num_speculative_tokens: Draft tokens that a verify row may carry (K).
-        max_num_seqs: Slots.
-        max_model_len: Longest sequence in tokens, drafts included.
-        mode: "align" keeps states at block boundaries; "none" keeps only the running state; "all" is "align" whose prefill
-            chunks also keep the boundaries inside them (`align.interior.prefill_checkpoints`), and so may end anywhere.
-        policy: "copy_free" reads from the old block and writes to the new; "pre_copy" copies at a crossing.
-        checked: Whether `align.checked.StepChecker` verifies each step on the host, which waits for it: for debugging.
+        num_speculative_tokens: The largest number of draft tokens in a verify row, K.
+        max_num_seqs: Slots, that is the largest number of requests that run at once.
+        max_model_len: The longest sequence in tokens, drafts included.
+        mode: "align" keeps states at block boundaries. "none" keeps only the running state. "all" is "align" with
+            prefill chunks that may end anywhere and that also keep the boundaries inside them
+            (`align.interior.prefill_checkpoints`).
+        policy: "copy_free" reads from the old block and writes to the new one. "pre_copy" copies the state to the new
+            block first, and reads and writes there.
+        checked: True if `align.checked.StepChecker` verifies each step on the host. It waits for each step, so it is
+            for debugging only.
+        state_block_size: Tokens per column. It is `block_size`, except in mode "none", where it is `max_model_len` + 1.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -127,53 +145,53 @@ class AlignConfig:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"AlignConfig: groups must have distinct names, got {names}")
-        for name, least in (
+        for name, minimum in (
             ("block_size", 1),
             ("num_speculative_tokens", 0),
             ("max_num_seqs", 1),
             ("max_model_len", 1),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"AlignConfig: {name} must be at least {least}, got {getattr(self, name)}")
+            if getattr(self, name) < minimum:
+                raise ValueError(f"AlignConfig: {name} must be at least {minimum}, got {getattr(self, name)}")
         if self.mode not in ("none", "align", "all"):
             raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
         if self.mode != "none" and self.block_size < self.num_speculative_tokens + 1:
-            # A decode step could jump a whole column, and the boundary to save would have no block.
+            # Otherwise a decode step could jump over a whole column, and the boundary to save would have no block.
             raise ValueError(
                 f"AlignConfig: block_size must be at least num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {self.block_size}"
             )
-        # Mode "none" is one block that no sequence outgrows: its boundary is never reached, so nothing is ever saved.
+        # In mode "none" a block is longer than any sequence. Its boundary is never reached, so nothing is ever saved.
         size = self.max_model_len + 1 if self.mode == "none" else self.block_size
         object.__setattr__(self, "state_block_size", size)
 
     @property
     def window(self) -> int:
-        """Columns that one step may write: the running one and one per draft."""
+        """The number of columns that one step may write: the running column and one per draft."""
         return 1 + self.num_speculative_tokens
 
     @property
     def num_columns(self) -> int:
-        """Columns of a block table's row."""
+        """The number of columns in a block table."""
         return _ceil_div(self.max_model_len, self.state_block_size) + self.num_speculative_tokens
 
     def blocks_per_request(self, steps_in_flight: int = 0) -> int:
-        """Blocks per group that a running request holds at most, prefix-cached ones aside."""
+        """Returns the largest number of blocks per group that a running request holds, apart from cached ones."""
         if self.mode == "none":
             return self.window
         if self.mode == "all":
-            # A chunk may keep a state in every column that it passes.
+            # A chunk may keep a state in each column that it passes.
             return self.num_columns
         return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
 
     def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:
-        """Bytes of one block of one state of one group, all layers together."""
+        """Returns the bytes of one block of one state of a group, all layers together."""
         shape = state.block_shape(self.num_speculative_tokens)
         return self.groups[group].num_layers * math.prod(shape) * _itemsize(state.dtype)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in every group."""
+        """The bytes of one block in all groups together."""
         return sum(self.state_bytes_per_block(g, s) for g, group in enumerate(self.groups) for s in group.states)

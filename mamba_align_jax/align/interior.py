@@ -1,4 +1,4 @@
-"""The block boundaries strictly inside a prefill row, which mode "all" keeps beside the row's last state."""
+"""Finds the block boundaries inside a prefill row. Mode "all" keeps their states as well as the row's last state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,18 @@ from mamba_align_jax.align.columns import NULL_BLOCK, choose, column_of, last_bo
 def prefill_checkpoints(
     num_computed_tokens: int, num_tokens: int, block_size: int, block_row: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The boundaries strictly inside a prefill row: what mode "all" gives the prefill ops beside the row's last state.
+    """Finds the boundaries strictly inside one prefill row, on the host.
 
     Args:
-        num_computed_tokens: Before the row.
-        num_tokens: Of the row.
-        block_size: Tokens between boundaries; for chunked ops a multiple of their `chunk_size`.
-        block_row: Block of each column, of one group.
+        num_computed_tokens: Tokens computed before the row.
+        num_tokens: Tokens in the row.
+        block_size: Tokens between boundaries. For chunked ops, a multiple of their `chunk_size`.
+        block_row: The block of each column, for one group.
 
     Returns:
-        `checkpoint_offset` and `checkpoint_block`: tokens of the row, rising, and blocks, NULL_BLOCK for a column without
-        one. To pad them, repeat `num_tokens` and NULL_BLOCK.
+        The prefill ops' `checkpoint_offset` and `checkpoint_block`: for each boundary the number of the row's tokens
+        before it, in rising order, and its block, or NULL_BLOCK if the column has none. To pad them, repeat
+        `num_tokens` and NULL_BLOCK.
     """
     first = last_boundary(num_computed_tokens, block_size) + block_size
     boundaries = range(first, num_computed_tokens + num_tokens, block_size)
@@ -35,19 +36,18 @@ def prefill_checkpoints(
 def interior_checkpoints(
     num_computed_tokens: Any, num_tokens: Any, block_size: int, checkpoints: int
 ) -> tuple[Any, Any]:
-    """The block boundaries inside each row's chunk, as the prefill ops' `checkpoint_offset`, and their columns.
-
-    The row's end is none of them: that is its final state. The columns go through `BlockTables.lookup` to become the ops'
-    `checkpoint_block`; -1, for none, becomes NULL_BLOCK there.
+    """Finds the boundaries strictly inside each prefill row, for NumPy or JAX arrays, as inside a jitted step.
 
     Args:
-        num_computed_tokens: Position of each row's first token. [rows], NumPy or JAX
-        num_tokens: Tokens of each row. [rows]
+        num_computed_tokens: Position of each row's first token. int32 [rows].
+        num_tokens: Tokens in each row. int32 [rows].
         block_size: Tokens between boundaries.
-        checkpoints: Bound on the boundaries inside a row: (most tokens of a row + block_size - 2) // block_size do.
+        checkpoints: The number of boundaries to return per row. For rows of at most n tokens,
+            (n + block_size - 2) // block_size is enough.
 
     Returns:
-        Tokens of the row up to each boundary, and the boundary's column. [rows, checkpoints] each.
+        The prefill ops' `checkpoint_offset`, and the boundaries' columns, int32 [rows, checkpoints] each. The column is
+        -1 where there is no further boundary. `BlockTables.lookup` turns the columns into the ops' `checkpoint_block`.
     """
     first = column_of(num_computed_tokens + 1, block_size)
     last = column_of(num_computed_tokens + num_tokens, block_size)

@@ -1,8 +1,8 @@
-"""Where a step finds the states that the last one left: the only place that knows the two policies apart.
+"""The two policies, "copy_free" and "pre_copy": where a step reads the states that the last one left.
 
-A policy gets, per row, the running column before the step (`old`, negative for a fresh row), what was accepted last
-step, and the step's own running column `current`. It says which column holds the recurrent state, which the conv window
-and from which row, and which states must be copied first.
+A policy is a function of three integers per row: `old`, the running column before the step, which is negative for a
+fresh row; `accepted`, the tokens accepted in the last step; and `current`, the running column of this step. It returns
+the columns that hold the row's states, and the copies that must be made first.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,15 @@ from mamba_align_jax.align.columns import choose
 
 @renamed_fields(conv_row="window_row")
 class Migration(NamedTuple):
-    """Columns to copy before the step, per row: recurrent and conv source, first window row, destination."""
+    """The copies to make before the step, per row.
+
+    Attributes:
+        recurrent_source: The column from which the recurrent state is copied.
+        conv_source: The column from which the conv window is copied.
+        window_row: The first row of the window to copy.
+        destination: The column to which both are copied.
+        needed: True for the rows that need the copy.
+    """
 
     recurrent_source: Any
     conv_source: Any
@@ -26,7 +34,14 @@ class Migration(NamedTuple):
 
 @renamed_fields(conv_row="window_row")
 class ReadPlaces(NamedTuple):
-    """Columns that hold each row's states when the model runs, and the copies that must come first (None: none)."""
+    """Where the model reads each row's states.
+
+    Attributes:
+        recurrent_column: The column of the recurrent state.
+        conv_column: The column of the conv window.
+        window_row: The first window row to read.
+        migration: The copies to make first, or None if the policy has none.
+    """
 
     recurrent_column: Any
     conv_column: Any
@@ -35,13 +50,13 @@ class ReadPlaces(NamedTuple):
 
 
 def copy_free(old: Any, accepted: Any, current: Any) -> ReadPlaces:
-    """Kernels read where the last step wrote and write where this one belongs: nothing moves (vLLM PR 42406)."""
+    """Kernels read where the last step wrote and write to the new running column. Nothing is copied (vLLM PR 42406)."""
     del current
     return ReadPlaces(old + accepted - 1, old, accepted - 1, None)
 
 
 def pre_copy(old: Any, accepted: Any, current: Any) -> ReadPlaces:
-    """States move to the new running column when it changes, and count as fully accepted there (vLLM 0.33)."""
+    """States are copied to the running column when it changes, and read there as after one token (vLLM 0.33)."""
     crosses = (old >= 0) & (old != current)
     migration = Migration(old + accepted - 1, old, accepted - 1, current, crosses)
     accepted = choose(crosses, 1, accepted)

@@ -1,4 +1,4 @@
-"""The state pools: one array per group and kind of state, layers stacked in front."""
+"""The state pools: one array per group and state, with the layers as the first axis."""
 
 import functools
 from collections.abc import Sequence
@@ -27,9 +27,14 @@ def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruc
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StatePool:
-    """`states[g][s]` is [layers, blocks, *state] for state s of group g, in the order of `GroupSpec.states`.
+    """The states of all blocks.
 
-    Block 0 is NULL_BLOCK: reading it gives a fresh, zero state, writing it does nothing, and its bytes mean nothing.
+    Block 0 is NULL_BLOCK. Kernels that read it get a zero state, and kernels that write it do nothing. Its bytes have
+    no meaning.
+
+    Attributes:
+        states: `states[g][s]` is [layers, blocks, *state shape] for state s of group g, in the order of
+            `GroupSpec.states` and with the dtype of that state.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]
@@ -38,19 +43,21 @@ class StatePool:
     def create(
         cls, spec: AlignConfig, num_blocks: int, sharding: "jax.sharding.Sharding | StatePool | None" = None
     ) -> "StatePool":
-        """A pool of zeros with `num_blocks` blocks per group, NULL_BLOCK among them.
+        """Creates a pool of zeros.
 
         Args:
             spec: How states are kept.
-            num_blocks: Of each group.
-            sharding: Of all arrays, or of each, as `sharding.pool_sharding` has them.
+            num_blocks: Blocks in each group, NULL_BLOCK included.
+            sharding: One sharding for all arrays, or one for each, as `sharding.pool_sharding` returns them.
 
         Raises:
-            ValueError: not one request fits.
+            ValueError: `num_blocks` is too small for one request.
         """
-        least = 1 + spec.blocks_per_request()
-        if num_blocks < least:
-            raise ValueError(f"StatePool.create: num_blocks must be at least {least} for one request, got {num_blocks}")
+        minimum = 1 + spec.blocks_per_request()
+        if num_blocks < minimum:
+            raise ValueError(
+                f"StatePool.create: num_blocks must be at least {minimum} for one request, got {num_blocks}"
+            )
         shapes = _shapes(spec, num_blocks)
         each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
         make = lambda shape, where: jnp.zeros(shape.shape, shape.dtype, device=where)
@@ -58,60 +65,65 @@ class StatePool:
 
     @classmethod
     def from_arrays(cls, spec: AlignConfig, states: Sequence[Sequence[jax.Array]]) -> "StatePool":
-        """Takes the caller's own arrays, in the order of `spec.groups` and their states.
+        """Makes a pool of the caller's own arrays, in the order of `spec.groups` and their states.
 
         Raises:
-            ValueError: an array has not the shape or dtype that `spec` wants.
+            ValueError: An array does not have the shape or dtype that `spec` gives it.
         """
         if [len(group) for group in states] != [len(group.states) for group in spec.groups]:
             raise ValueError(
-                f"StatePool.from_arrays: wanted {[len(g.states) for g in spec.groups]} arrays per group, "
+                f"StatePool.from_arrays: states must have {[len(g.states) for g in spec.groups]} arrays per group, "
                 f"got {[len(g) for g in states]}"
             )
         for number, (group, arrays) in enumerate(zip(spec.groups, states, strict=True)):
             for wanted, array in zip(_shapes(spec, arrays[0].shape[1])[number], arrays, strict=True):
                 if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
                     raise ValueError(
-                        f"StatePool.from_arrays: group {group.name!r} wants {wanted.dtype}{list(wanted.shape)}, "
-                        f"got {array.dtype}{list(array.shape)}"
+                        f"StatePool.from_arrays: arrays of group {group.name!r} must be "
+                        f"{wanted.dtype}{list(wanted.shape)}, got {array.dtype}{list(array.shape)}"
                     )
         return cls(states=tuple(map(tuple, states)))
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the smallest group, NULL_BLOCK included."""
+        """The number of blocks in the smallest group, NULL_BLOCK included."""
         return min(group[0].shape[1] for group in self.states)
 
     def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":
-        """The pool with the arrays of one group replaced: what a kernel returned.
+        """Returns the pool with the arrays of one group replaced by `states`, which a kernel returned.
 
         Raises:
-            ValueError: the group has not as many arrays.
+            ValueError: `states` does not have as many arrays as the group.
         """
         if len(states) != len(self.states[group]):
             raise ValueError(
-                f"StatePool.with_group: group {group} has {len(self.states[group])} arrays, got {len(states)}"
+                f"StatePool.with_group: states of group {group} must be {len(self.states[group])} arrays, "
+                f"got {len(states)}"
             )
         return replace(self, states=(*self.states[:group], tuple(states), *self.states[group + 1 :]))
 
     def read_block(self, group: int, block: int) -> list[np.ndarray]:
-        """One block of a group in host memory: per state [layers, *state]. Waits for the device.
+        """Copies one block of a group to host memory. Waits for the device.
 
-        For debugging, or a host tier of the caller's own: what `write_block` puts into any block continues from there.
+        It is meant for debugging and for a cache in host memory. `write_block` can put the result into any block.
+
+        Returns:
+            One array per state, [layers, *state shape].
 
         Raises:
-            ValueError: there is no such group or block, or it is NULL_BLOCK, whose bytes mean nothing.
+            ValueError: There is no such group or block, or the block is NULL_BLOCK.
         """
         self._check_block("read_block", group, block)
         return [np.asarray(array) for array in _take_block(self.states[group], jnp.int32(block))]
 
     def write_block(self, group: int, block: int, states: Sequence[np.ndarray]) -> "StatePool":
-        """The pool with one block of a group replaced by what `read_block` returned.
+        """Returns the pool with one block of a group replaced by what `read_block` returned.
 
-        The group's arrays are donated: this pool's are gone, as after a step. No step in flight may use the block.
+        The group's arrays are donated, so this pool must not be used afterwards. No step in flight may use the block.
 
         Raises:
-            ValueError: there is no such group or block, or an array has not its shape or dtype. The pool is as it was.
+            ValueError: There is no such group or block, or an array has a wrong shape or dtype. Then the pool is
+                unchanged.
         """
         self._check_block("write_block", group, block)
         if len(states) != len(self.states[group]):

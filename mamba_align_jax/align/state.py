@@ -1,4 +1,4 @@
-"""What the device knows of each slot between steps."""
+"""What the device keeps for each slot between steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ from mamba_align_jax.align.config import AlignConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AlignState:
-    """int32 [slots] each. The device's counts are the truth; the host may lag.
+    """The counts of each slot. The host may know them only some steps later.
 
     Attributes:
-        num_computed_tokens: Tokens whose states exist, rejected drafts not counted.
-        num_accepted_tokens: Tokens accepted in the slot's last step, the bonus token included: at least 1.
-        running_column: Running column, the first of the last step's window; negative before the first token.
+        num_computed_tokens: Tokens whose states exist. Rejected drafts are not counted. int32 [slots].
+        num_accepted_tokens: Tokens accepted in the slot's last step, the bonus token included, so at least 1. int32
+            [slots].
+        running_column: The first column that the last step wrote. Negative before the first token. int32 [slots].
     """
 
     num_computed_tokens: jax.Array
@@ -31,7 +32,7 @@ class AlignState:
 
     @classmethod
     def create(cls, spec: AlignConfig) -> "AlignState":
-        """Every slot as for a request without tokens."""
+        """Creates the state in which no slot has computed any token."""
         fill = lambda value: jnp.full((spec.max_num_seqs,), value, jnp.int32)
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
 
@@ -40,7 +41,13 @@ class AlignState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Additions:
-    """Slots that a request enters: new, resumed or re-used. int32 [additions], slot -1 for padding."""
+    """The slots that requests enter in this step, whether the requests are new or resumed.
+
+    Attributes:
+        slot: The slot, or -1 for padding. int32 [additions].
+        num_computed_tokens: Tokens of the request's prefix hit. int32 [additions].
+        running_column: The column that holds the state after these tokens. int32 [additions].
+    """
 
     slot: jax.Array
     num_computed_tokens: jax.Array
@@ -55,21 +62,21 @@ class Additions:
         num_computed_tokens: Sequence[int],
         put: Put = jax.device_put,
     ) -> "Additions":
-        """Pads to `bucket` entries.
+        """Checks the entries and pads them to `bucket`.
 
         Args:
             spec: The configuration.
             bucket: Entries of the result.
-            slots: One per request, distinct.
-            num_computed_tokens: Tokens of a prefix hit, a multiple of the block size; 0 without one.
+            slots: The slot of each request, all distinct.
+            num_computed_tokens: Tokens of each request's prefix hit, a multiple of the block size. 0 without a hit.
             put: See `StepBatch.from_host`.
 
         Raises:
-            ValueError: names the entry that can't be.
+            ValueError: An entry is wrong. The text names it.
         """
         if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
             raise ValueError(
-                f"Additions: wanted equally many slots and counts, at most {bucket}, "
+                f"Additions: slots and num_computed_tokens must have the same length, at most {bucket}, "
                 f"got {len(slots)} and {len(num_computed_tokens)}"
             )
         if len(set(slots)) != len(slots):
@@ -90,8 +97,8 @@ class Additions:
 
 
 def add_requests(state: AlignState, additions: Additions) -> AlignState:
-    """Seeds the slots that requests enter. Donate `state`; other slots stay as they are."""
-    # A negative index would wrap to the last slot, so padding goes out of range instead.
+    """Initialises the slots that requests enter. Other slots do not change. A jitted caller may donate `state`."""
+    # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
     slot = jnp.where(additions.slot >= 0, additions.slot, state.running_column.shape[0])
     put = lambda array, values: array.at[slot].set(values, mode="drop")
     return AlignState(

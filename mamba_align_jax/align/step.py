@@ -1,4 +1,4 @@
-"""One step's bookkeeping: where every row reads and writes, what is copied, and what the slots become."""
+"""The bookkeeping of one step: where each row reads and writes, what is copied, and the new counts of the slots."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,14 @@ from pallas_kernels import NULL_BLOCK, Implementation, state_copy
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """Copies between blocks: int32 [groups, rows], but `window_row` [rows]. Destination NULL_BLOCK: no copy."""
+    """Copies of states between blocks, one per group and row.
+
+    Attributes:
+        recurrent_source: The block from which the recurrent states are copied. int32 [groups, rows].
+        conv_source: The block from which the conv windows are copied. int32 [groups, rows].
+        window_row: The first row of the window to copy. int32 [rows].
+        destination: The block to which both are copied, or NULL_BLOCK for no copy. int32 [groups, rows].
+    """
 
     recurrent_source: jax.Array
     conv_source: jax.Array
@@ -34,7 +41,10 @@ class CopyPlan:
     destination: jax.Array
 
     def num_copies(self) -> tuple[jax.Array, jax.Array]:
-        """Blocks that move, int32 [groups] each: recurrent states, conv windows. A copy onto itself moves nothing."""
+        """Counts the recurrent states and the conv windows that are copied, int32 [groups] each.
+
+        A copy of a block onto itself moves nothing and is not counted.
+        """
         real = self.destination != NULL_BLOCK
         recurrent = real & (self.recurrent_source != self.destination)
         conv = real & ((self.conv_source != self.destination) | (self.window_row > 0))
@@ -45,18 +55,21 @@ class CopyPlan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepIndices:
-    """What `begin_step` found. Rows of padding, or without tokens, have NULL_BLOCK everywhere.
+    """Where each row reads and writes, as `begin_step` found it. Idle and padding rows have NULL_BLOCK everywhere.
 
     Attributes:
-        recurrent_read: Block of the state before the row's first token; NULL_BLOCK if fresh. int32 [groups, rows].
-        conv_read: Block of the conv window before it, likewise.
-        window_row: First window row to read. int32 [rows].
-        write: Block of the window's columns: after token t of a verify row the state goes to `write[..., t]`, after the
-            last token of any other row to `write[..., 0]`; the conv window to `write[..., 0]`. int32 [groups, rows, 1+K].
-        num_computed_tokens: Position of the row's first token. int32 [rows].
-        has_initial_state: Whether the row has any. bool [rows].
-        running_column: Running column of the step. int32 [rows].
-        migration: Copies that `migrate` makes before the model runs; None where the policy has none.
+        recurrent_read: The block with the recurrent state before the row's first token, or NULL_BLOCK for a fresh row.
+            int32 [groups, rows].
+        conv_read: The block with the conv window before the row's first token, or NULL_BLOCK for a fresh row.
+            int32 [groups, rows].
+        window_row: The first row to read in that window. int32 [rows].
+        write: The blocks of the columns that the row writes. The recurrent state after token t of a verify row goes to
+            `write[..., t]`. The recurrent state after the last token of any other row, and the conv window of every
+            row, go to `write[..., 0]`. int32 [groups, rows, 1 + K].
+        num_computed_tokens: The position of the row's first token. int32 [rows].
+        has_initial_state: True if the row has a state to continue. bool [rows].
+        running_column: The running column of the step. int32 [rows].
+        migration: The copies that `migrate` makes before the model runs, or None if the policy has none.
     """
 
     recurrent_read: jax.Array
@@ -69,7 +82,7 @@ class StepIndices:
     migration: CopyPlan | None
 
     def num_null_reads(self) -> jax.Array:
-        """Rows that have computed tokens and yet read NULL_BLOCK, that is zeros: their state was lost. int32 scalar."""
+        """Counts the rows that have computed tokens but read NULL_BLOCK, so that their state is lost. int32 scalar."""
         missing = (self.recurrent_read == NULL_BLOCK) | (self.conv_read == NULL_BLOCK)
         if self.migration is not None:
             plan = self.migration
@@ -79,7 +92,7 @@ class StepIndices:
 
 
 def _live(batch: StepBatch) -> jax.Array:
-    """Rows that take part: neither padding nor without tokens."""
+    """Finds the rows that take part in the step: those that are not padding and have tokens. bool [rows]."""
     return (batch.idx_mapping >= 0) & (batch.num_tokens > 0)
 
 
@@ -90,19 +103,21 @@ def _scatter(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Ar
 def begin_step(
     spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables
 ) -> tuple[AlignState, StepIndices]:
-    """Finds where each row reads and writes, and advances the running columns. int32 vectors only.
+    """Finds where each row reads and writes, and advances the running columns.
+
+    It computes only on int32 vectors, in a few launches, whatever the number of layers.
 
     Args:
-        spec: Static.
-        state: Donate it.
+        spec: The configuration. Static.
+        state: The counts of the slots. A jitted caller may donate it.
         batch: The rows.
-        tables: Must hold a block in every column that the step may read or write.
+        tables: Must have a block in each column that the step may read or write.
 
     Returns:
-        The state with `running_column` advanced, and the indices, which carry what the step read.
+        The state with the new running columns, and where each row reads and writes.
 
     Raises:
-        ValueError: the tables are not those of `spec`, or too narrow for its windows.
+        ValueError: The tables do not have the groups and slots of `spec`, or have too few columns.
     """
     tables.check(spec)
     size = spec.state_block_size
@@ -136,7 +151,7 @@ def begin_step(
         running_column=current,
         migration=migration,
     )
-    # What overwrites the state, here or in `finish_step`, waits for all that is read of it: else XLA may copy it first.
+    # The barrier lets the state be overwritten only after everything was read from it. Otherwise XLA may copy it first.
     read = computed, current, indices.recurrent_read, indices.conv_read, indices.window_row
     state, _ = jax.lax.optimization_barrier((state, read))
     return AlignState(
@@ -149,7 +164,7 @@ def begin_step(
 def copy_states(
     spec: AlignConfig, pool: StatePool, plan: CopyPlan | None, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Runs a plan over every array of the pool. Donate `pool`."""
+    """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`."""
     if plan is None:
         return pool
     for g, group in enumerate(spec.groups):
@@ -170,7 +185,7 @@ def copy_states(
 def migrate(
     spec: AlignConfig, pool: StatePool, indices: StepIndices, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Copies states to the new running column, before any layer reads. Nothing at all under "copy_free"."""
+    """Copies states to the new running column before any layer reads. Does nothing under policy "copy_free"."""
     return copy_states(spec, pool, indices.migration, implementation=implementation)
 
 
@@ -183,7 +198,20 @@ def plan_saves(
     certain: jax.Array,
     accepted: jax.Array,
 ) -> tuple[CopyPlan, jax.Array]:
-    """Copies of the boundaries that live rows passed, and what counts as accepted after them. int32 [rows] throughout."""
+    """Plans the copies that save the boundaries which rows passed.
+
+    Args:
+        spec: The configuration.
+        tables: The block tables.
+        slot: The slot of each row. int32 [rows].
+        live: True for the rows that take part. bool [rows].
+        column: The running column of each row. int32 [rows].
+        certain: The tokens that stay computed if all drafts are rejected. int32 [rows].
+        accepted: The tokens that each row accepted, at least 1. int32 [rows].
+
+    Returns:
+        The copies, and the accepted counts after them, int32 [rows].
+    """
     save = boundary_save(certain, tokens_after(certain, accepted), spec.state_block_size)
     passed = live & save.passed
     lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
@@ -204,14 +232,14 @@ def plan_finish(
     num_sampled: jax.Array | int | None,
     tables: BlockTables,
 ) -> tuple[AlignState, CopyPlan | None]:
-    """`finish_step` without running the copies of its boundary saves: None if there can be none."""
+    """Does what `finish_step` does, but returns the copies instead of making them, or None if there can be none."""
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     drafts = jnp.maximum(batch.num_drafts, 0)
-    # A chunk that samples nothing still has one state to go on from.
+    # A chunk inside a prompt samples nothing, but still leaves one state to continue from.
     accepted = jnp.maximum(jnp.broadcast_to(jnp.int32(1 if num_sampled is None else num_sampled), slot.shape), 1)
     certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
     plan, computed = None, tokens_after(certain, accepted)
-    # Without drafts every step ends in its running column: a boundary is where it belongs already.
+    # Without drafts each step ends in its running column, so the state of a boundary is already in its own column.
     if spec.mode != "none" and spec.num_speculative_tokens > 0 and num_sampled is not None:
         plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
     return AlignState(
@@ -232,21 +260,23 @@ def finish_step(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[AlignState, StatePool]:
-    """Takes in what was accepted, and keeps the state of a block boundary that acceptance passed.
+    """Records what each row accepted, and saves the state of the block boundary that it passed.
 
     Args:
-        spec: Static.
-        state: What `begin_step` returned. Donate it.
-        pool: What the model returned. Donate it.
+        spec: The configuration. Static.
+        state: What `begin_step` returned. A jitted caller may donate it.
+        pool: What the model returned. A jitted caller may donate it.
         batch: The step's rows.
-        indices: The step's indices.
-        num_sampled: Tokens each row sampled, accepted drafts and the bonus token; 0 for a chunk inside a prompt.
-            int32 [rows] or one number for all. None for a pipeline stage that samples nothing: no save.
+        indices: What `begin_step` returned.
+        num_sampled: How many tokens each row sampled: its accepted drafts and the bonus token, or 0 for a chunk inside
+            a prompt. int32 [rows]. An int stands for that number in every row, so boundaries are saved as with an
+            array. None is for a pipeline stage that samples nothing: every row counts as having sampled one token, and
+            no boundary is saved.
         tables: The step's tables.
-        implementation: Of the copies.
+        implementation: The implementation of `state_copy`.
 
     Returns:
-        The state and the pool for the next step. Rows without tokens and padding rows change nothing.
+        The state and the pool for the next step. Padding rows and rows without tokens change nothing.
     """
     state, plan = plan_finish(spec, state, batch, indices, num_sampled, tables)
     return state, copy_states(spec, pool, plan, implementation=implementation)

@@ -78,8 +78,8 @@ class TableUpdates:
             put: See `StepBatch.from_host`.
 
         Raises:
-            ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different blocks
-                to one place.
+            ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different
+                blocks to one place.
         """
         if len(entries) > bucket:
             raise ValueError(f"TableUpdates: entries must be at most bucket = {bucket}, got {len(entries)}")

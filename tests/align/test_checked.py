@@ -154,9 +154,9 @@ def mistake(rng, spec, step):
     block, choices, problem = {
         "accepted": (0, [], ""),
         "out of range": (BLOCKS + 1, range(len(step.entries)), f" must have a block in [0, {BLOCKS + 1}), got"),
-        "no block to write": (0, written, " takes a recurrent state, but the column has no block"),
-        "no block to read": (0, hits, " gives a recurrent state, but the column has no block"),
-        "not written": (BLOCKS, hits, f" gives a recurrent state, but block {BLOCKS} was not written since"),
+        "no block to write": (0, written, " is written with a recurrent state, but the column has no block"),
+        "no block to read": (0, hits, " is read for a recurrent state, but the column has no block"),
+        "not written": (BLOCKS, hits, f" is read for a recurrent state, but block {BLOCKS} was not written since"),
     }[kind]
     if not choices:
         return None
@@ -210,20 +210,20 @@ def test_each_place_is_named(policy):
     again = {column: Step(last.rows, [], [*last.entries, (1, column, 20)]) for column in (1, 2, 3)}
     run(spec, PROMPT, VERIFY, again[1])
     for column, kind in ((2, "conv window"), (3, "recurrent state")):
-        with raises(f"slot 1: column {column} of group 'a' gives a {kind}, but block 20 was not written since"):
+        with raises(f"slot 1: column {column} of group 'a' is read for a {kind}, but block 20 was not written since"):
             run(spec, PROMPT, VERIFY, again[column])
     # Another request continues 8 tokens. The state after 4 was never kept, unless it came from elsewhere.
     continues = lambda n, block: Step([(0, 1, 0, 1, n)], [(0, n)], [(0, n // 4 - 1, block), (0, n // 4, 11)])
     run(spec, PROMPT, VERIFY, continues(8, 5))
-    with raises("slot 0: column 0 of group 'a' gives a recurrent state, but block 4 was not written since"):
+    with raises("slot 0: column 0 of group 'a' is read for a recurrent state, but block 4 was not written since"):
         run(spec, PROMPT, VERIFY, continues(4, 4))
     checker = run(spec, PROMPT, VERIFY)
     for group in range(3):
         checker.wrote(group, block_of(group, 4))
     checker.check(*arguments(spec, continues(4, 4)))
-    with raises("slot 1: column 1 of group 'a' takes a recurrent state, but the column has no block"):
+    with raises("slot 1: column 1 of group 'a' is written with a recurrent state, but the column has no block"):
         run(spec, PROMPT._replace(entries=[]))
-    with raises("slot 1: column 4 of group 'a' takes a recurrent state, but the column has no block"):
+    with raises("slot 1: column 4 of group 'a' is written with a recurrent state, but the column has no block"):
         run(spec, PROMPT, VERIFY._replace(entries=[(1, 2, 6), (1, 3, 7), (1, 5, 9)]))
 
 
@@ -233,14 +233,14 @@ def test_an_entry_that_is_sent_again_is_no_allocation():
     run(SPEC, PROMPT, verify)
     # But a request that enters the slot has nothing of what the last one had, even where it gets the same block.
     other = Step([(1, 4, -1, 0, 0)], enters, [(1, 0, 4), *again])
-    with raises("slot 0: column 1 of group 'a' gives a recurrent state, but block 5 was not written since"):
+    with raises("slot 0: column 1 of group 'a' is read for a recurrent state, but block 5 was not written since"):
         run(SPEC, PROMPT, other, Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 5), (0, 2, 11)]))
 
 
 def test_a_block_that_went_to_another_request_is_not_read():
     """Slot 0 gets the block of slot 1's column 2, and slot 1 goes on before it is written."""
     thief = Step([], [(0, 0)], [(0, 0, 6)])
-    with raises("slot 1: column 2 of group 'a' gives a conv window, but block 6 was not written since"):
+    with raises("slot 1: column 2 of group 'a' is read for a conv window, but block 6 was not written since"):
         run(SPEC, PROMPT, VERIFY, thief, Step([(1, 4, 3, 2, 9)], [], [(1, 6, 10)]))
 
 
@@ -258,9 +258,9 @@ def test_boundaries_are_saved_where_something_is_sampled(sampled):
     if sampled:
         checker.check(*arguments(SPEC, HIT))
     else:
-        with raises("slot 0: column 1 of group 'a' gives a recurrent state, but block 20 was not written since"):
+        with raises("slot 0: column 1 of group 'a' is read for a recurrent state, but block 20 was not written since"):
             checker.check(*arguments(SPEC, HIT))
-    with raises("slot 1: column 1 of group 'a' takes a recurrent state, but the column has no block"):
+    with raises("slot 1: column 1 of group 'a' is written with a recurrent state, but the column has no block"):
         run(SPEC, SHORT, LONG, Step(PASSES, [], [(1, 1, 0)]))
 
 

@@ -285,7 +285,7 @@ BAD_BATCHES = {
     "row 1: must have at most max_model_len = 24 tokens, got 25": dict(query_start_loc=[0, 3, 28]),
 }
 BAD_ADDITIONS = {
-    "equally many slots and counts, at most 3, got 2 and 1": ([0, 1], [0]),
+    "slots and num_computed_tokens must have the same length, at most 3, got 2 and 1": ([0, 1], [0]),
     "at most 3, got 4 and 4": ([0, 1, 2, 3], [0] * 4),
     "slots must be distinct, got [1, 1]": ([1, 1], [0, 0]),
     "slot of entry 1 must be in [0, 4), got 4": ([0, 4], [0, 0]),
@@ -326,8 +326,8 @@ BAD_SPECS = {
     "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
     "groups must have distinct names, got ['a', 'a']": lambda: make_spec(groups=(GROUPS[0],) * 2),
     "GroupSpec 'z': states must be ConvState or RecurrentState, got (2, 2)": lambda: GroupSpec("z", 1, ((2, 2),)),
-    "GroupSpec 'x': needs at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),
-    "GroupSpec 'y': needs at least one layer and one state": lambda: GroupSpec("y", 1, ()),
+    "GroupSpec 'x': must have at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),
+    "GroupSpec 'y': must have at least one layer and one state": lambda: GroupSpec("y", 1, ()),
 }
 
 
@@ -426,15 +426,15 @@ def test_pools_of_the_callers_own_arrays():
     pool = StatePool.from_arrays(spec, [[conv, recurrent], [other]])
     assert pool.num_blocks == 7
     assert pool.states[0][1] is recurrent
-    with raises("StatePool.with_group: group 0 has 2 arrays, got 1"):
+    with raises("StatePool.with_group: states of group 0 must be 2 arrays, got 1"):
         pool.with_group(0, [conv])
-    with raises("wanted [2, 1] arrays per group, got [1, 2]"):
+    with raises("states must have [2, 1] arrays per group, got [1, 2]"):
         StatePool.from_arrays(spec, [[conv], [recurrent, other]])
-    with raises("group 'b' wants float32[2, 7, 2, 4, 8], got float32[2, 7, 2, 8, 4]"):
+    with raises("arrays of group 'b' must be float32[2, 7, 2, 4, 8], got float32[2, 7, 2, 8, 4]"):
         StatePool.from_arrays(spec, [[conv, recurrent], [other.swapaxes(3, 4)]])
-    with raises("group 'a' wants float32[3, 9, 5, 6], got float16[3, 9, 5, 6]"):
+    with raises("arrays of group 'a' must be float32[3, 9, 5, 6], got float16[3, 9, 5, 6]"):
         StatePool.from_arrays(spec, [[conv.astype(jnp.float16), recurrent], [other]])
-    with raises("group 'a' wants float32[3, 9, 2, 4, 8], got float32[3, 8, 2, 4, 8]"):
+    with raises("arrays of group 'a' must be float32[3, 9, 2, 4, 8], got float32[3, 8, 2, 4, 8]"):
         StatePool.from_arrays(spec, [[conv, recurrent[:, 1:]], [other]])
 
 

@@ -10,7 +10,7 @@ from engine.programs import decisions
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
@@ -133,7 +133,7 @@ def test_lost_states_are_counted_and_named(rng, model):
     engine.generate(batch, SamplingParams(max_tokens=3, ignore_eos=True))
     assert engine.stats.null_reads == 3, "the second chunk and two decode steps"
     with pytest.raises(
-        ValueError, match="slot 0: column 0 of group 'gdn' takes a recurrent state, but the column has no"
+        ValueError, match="slot 0: column 0 of group 'gdn' is written with a recurrent state, but the column has no"
     ):
         lose(make(model, **SMALL)).generate(batch)
 
@@ -298,9 +298,9 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
 
     assert engine.warmup(advance) >= 0
     assert count == engine.num_programs
-    before, pool = _step._cache_size(), engine.runner.device_state.pool
+    before, pool = run_step._cache_size(), engine.runner.device_state.pool
     engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
-    assert _step._cache_size() == before
+    assert run_step._cache_size() == before
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
@@ -316,7 +316,7 @@ def test_greedy_decode_steps_decide_nothing_on_the_device(model):
     [
         (dict(policy="eager"), "policy must be one of .* got 'eager'"),
         (dict(prefix_cache="some"), "prefix_cache must be one of .* got 'some'"),
-        (dict(prefix_cache="all"), "prefix_cache='all' is not available yet"),
+        (dict(prefix_cache="all"), r"prefix_cache must be one of \('none', 'align'\) .* got 'all'"),
         (dict(num_speculative_tokens=16), "block_size must be at least num_speculative_tokens . 1 = 17, got 16"),
         (dict(block_size=20), "block_size must be a multiple of kv_page_size = 8, got 20"),
         (dict(checkpoint_interval=24), "checkpoint_interval must be None or a multiple of block_size = 16, got 24"),
