@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import Bucket
+from mamba_align_jax.engine.packing import Bucket
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
@@ -124,10 +124,10 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
     print("  steps back to back", flush=True)
     # The host's inputs are the same in every step; the counts that the device keeps advance.
     runner, bucket = engine.runner, Bucket(rows, 0, 0, draws=False)
-    places = engine._in_flight[-1][1].places
+    places = engine.unread_steps[-1].places
     assert len(places) == rows
     assert all(places)
-    inputs = jax.device_put(runner._inputs(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
+    inputs = jax.device_put(runner.packer.pack(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
     # This is the program that the engine runs. Calling the jitted step instead would compile another one, because here
     # the inputs are already on the device.
     program = runner.trace(bucket).lower().compile()
@@ -136,13 +136,13 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         jax.block_until_ready(runner.device_state)
         begin = time.perf_counter()
         for _ in range(steps):
-            _, runner.device_state = program(runner._params, inputs, runner.device_state)
+            _, runner.device_state = program(runner.params, inputs, runner.device_state)
         jax.block_until_ready(runner.device_state)
         spans.append((time.perf_counter() - begin) / steps)
     row = {
         "step_us": 1e6 * statistics.median(spans),
         "engine_us": 1e6 * statistics.median(times),
-        "weight_bytes_per_device": _bytes(runner._params),
+        "weight_bytes_per_device": _bytes(runner.params),
         "pool_bytes_per_device": _bytes(runner.device_state),
     }
     print(f"  {row}", flush=True)

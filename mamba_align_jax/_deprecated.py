@@ -14,8 +14,9 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Old module paths, and the modules that hold their names now.
@@ -115,10 +116,10 @@ def _with_new_keywords(called: str, names: Mapping[str, str], keywords: dict[str
     }
 
 
-def renamed_keywords(**names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Makes a function accept old keywords as well: `renamed_keywords(old="new")`."""
 
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def wrapper(*arguments: Any, **keywords: Any) -> T:
             if names.keys() & keywords.keys():
@@ -164,7 +165,7 @@ def _old_attribute(owner: str, old: str, new: str) -> property:
     return property(get, doc=f"The old name of `{new}`.")
 
 
-def old_mixer_call(call: Callable[..., T]) -> Callable[..., T]:
+def old_mixer_call(call: Callable[P, T]) -> Callable[P, T]:
     """Makes a mixer's `__call__(x, at, *pools)` accept the arguments that it had before `LayerStep`.
 
     They were `(x, split, chunks, *pools, layer, group=, num_decode_tokens=, implementation=)`, and of attention layers

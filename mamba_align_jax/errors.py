@@ -1,11 +1,11 @@
-"""Exceptions of the package: ValueError says that an argument is wrong, these say what else can stop a request."""
+"""Exceptions of the package. A wrong argument raises a ValueError; these are the other reasons why a request can't run."""
 
 from pallas_kernels.dispatch import UnsupportedError as UnsupportedError
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pools can't hold what was asked for now; nothing was changed."""
+    """The pools have too few free blocks for what was asked. Nothing has changed."""
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as the engine lets wait; nothing was changed. Try again when some have begun."""
+    """As many requests wait as the engine allows. Nothing has changed; try again after some have started to run."""

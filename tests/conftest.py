@@ -111,7 +111,8 @@ def optimized_programs():
 @pytest.fixture(scope="module")
 def one_program():
     """Gives an engine one program for all its steps, whatever rows they have: compiling takes longer than padding."""
-    from mamba_align_jax.engine.runner import Bucket, StepRunner
+    from mamba_align_jax.engine.packing import Bucket
+    from mamba_align_jax.engine.runner import StepRunner
 
     with pytest.MonkeyPatch.context() as patch:
         every = lambda runner: [

@@ -1,1 +1,1 @@
-"""A small serving engine around the align step: scheduler, step runner, sampling."""
+"""A serving engine around the align step: it schedules requests, runs steps and samples tokens."""

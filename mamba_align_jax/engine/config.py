@@ -1,11 +1,18 @@
-"""What a caller chooses: the engine's sizes and modes, and how a request is sampled."""
+"""What a caller chooses: the sizes and modes of an engine, and how a request is sampled."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.policy import POLICIES
 
-MODES = ("none", "align")
+PREFIX_CACHE_MODES = ("none", "align")
 SPECULATIONS = ("prompt_lookup", "mtp")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+_OLD_SPECULATIONS: Mapping[str, str] = MappingProxyType({"ngram": "prompt_lookup"})
+
+__getattr__ = renamed_names(__name__, {"MODES": "mamba_align_jax.engine.config:PREFIX_CACHE_MODES"})
 
 
 def _require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -15,33 +22,34 @@ def _require(condition: bool, name: str, wanted: str, got: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Static choices of an engine.
+    """The static choices of an engine.
 
     Attributes:
-        prefix_cache: "align" keeps states at block boundaries, "none" keeps nothing between requests.
+        prefix_cache: "align" keeps states at block boundaries; "none" keeps nothing between requests.
         policy: "copy_free" or "pre_copy": see `AlignConfig`.
-        block_size: Tokens between state boundaries.
-        kv_page_size: Tokens of a KV page; divides `block_size`.
-        checkpoint_interval: Every so many tokens of each request a state stays cached, a multiple of `block_size`; None
-            keeps only those that are likely to be wanted: see docs/design.md.
-        num_state_blocks: State blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
-        num_kv_pages: KV pages, the NULL page included; None likewise.
-        memory_fraction: Share of the device's free memory for both pools. Where a device reports none (a CPU), the pools
-            hold four times `max_num_seqs` sequences of `max_model_len`.
-        num_speculative_tokens: Draft tokens per request and step at most, K; 0 drafts nothing. A running request holds about
-            K state blocks more, and `block_size` must be at least K + 1.
-        speculation: "prompt_lookup" drafts by prompt lookup, "mtp" by the model's own head, whose keys take one more layer of
-            pages.
-        async_stepping: Whether a step is dispatched before the last one's tokens are read, so that the device never waits
-            for the host. Drafts are then made on the device; a running request holds a state block more, or a few.
-        prompt_lookup_max: Longest n-gram that is looked up for drafts.
-        prompt_lookup_min: Shortest one.
-        max_model_len: Longest sequence; None is the model's own limit.
-        max_num_seqs: Requests that run at once.
-        max_num_batched_tokens: Prompt tokens of one step.
-        max_waiting: Requests that may wait to run for the first time; None is no limit.
-        state_dtype: Of the recurrent states: "float32", "bfloat16" or "float16".
-        checked: Whether each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
+        block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
+        kv_page_size: Number of tokens of a KV page.
+        checkpoint_interval: A state of each request stays cached every so many tokens; a multiple of `block_size`. None
+            keeps only the states that are likely to be used again: see docs/design.md.
+        num_state_blocks: Number of state blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
+        num_kv_pages: Number of KV pages, the NULL page included; None sizes both pools from `memory_fraction`.
+        memory_fraction: Share of the device's free memory that both pools take. If a device reports no free memory (a
+            CPU), the pools hold four times `max_num_seqs` sequences of `max_model_len`.
+        num_speculative_tokens: Largest number of draft tokens per request and step, K; 0 turns speculation off. A
+            running request holds about K more state blocks, and `block_size` must be at least K + 1.
+        speculation: "prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model's own head, whose keys take
+            one more layer of every page.
+        async_stepping: If True, a step is dispatched before the tokens of the last one are read, so that the device
+            never waits for the host. Drafts are then made on the device, and a running request holds one state block
+            more, or a few if blocks are small.
+        prompt_lookup_max: Number of tokens of the longest n-gram that is looked up for drafts.
+        prompt_lookup_min: Number of tokens of the shortest one.
+        max_model_len: Number of tokens of the longest sequence; None is the model's own limit.
+        max_num_seqs: Number of requests that run at once.
+        max_num_batched_tokens: Number of prompt tokens of one step.
+        max_waiting: Number of requests that may wait to run for the first time; None is no limit.
+        state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
+        checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
     prefix_cache: str = "align"
@@ -65,49 +73,41 @@ class EngineConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.prefix_cache in (*MODES, "all"), "prefix_cache", f"one of {MODES}", self.prefix_cache)
+        object.__setattr__(self, "speculation", renamed_value("speculation", self.speculation, _OLD_SPECULATIONS))
+        # "all" is a mode of `AlignConfig`, but the scheduler and `StateBlockManager` don't drive it.
+        modes = f"one of {PREFIX_CACHE_MODES} ('all' is not available in the engine yet)"
+        _require(self.prefix_cache in PREFIX_CACHE_MODES, "prefix_cache", modes, self.prefix_cache)
         _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, "None or at least 1", value)
+        _require(0 < self.memory_fraction <= 1, "memory_fraction", "in (0, 1]", self.memory_fraction)
+        _require(self.state_dtype in STATE_DTYPES, "state_dtype", f"one of {STATE_DTYPES}", self.state_dtype)
+        self._check_speculation()
+        self._check_blocks()
+
+    def _check_speculation(self) -> None:
         K = self.num_speculative_tokens
         _require(K >= 0, "num_speculative_tokens", "at least 0", K)
         _require(self.speculation in SPECULATIONS, "speculation", f"one of {SPECULATIONS}", self.speculation)
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        _require(low >= 1, "prompt_lookup_min", "at least 1", low)
-        _require(high >= low, "prompt_lookup_max", f"at least prompt_lookup_min = {low}", high)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        _require(shortest >= 1, "prompt_lookup_min", "at least 1", shortest)
+        _require(longest >= shortest, "prompt_lookup_max", f"at least prompt_lookup_min = {shortest}", longest)
+
+    def _check_blocks(self) -> None:
+        size, page, interval = self.block_size, self.kv_page_size, self.checkpoint_interval
         if self.prefix_cache != "none":
-            _require(
-                self.block_size >= K + 1,
-                "block_size",
-                f"at least num_speculative_tokens + 1 = {K + 1}",
-                self.block_size,
-            )
-            _require(
-                self.block_size % self.kv_page_size == 0,
-                "block_size",
-                f"a multiple of kv_page_size = {self.kv_page_size}",
-                self.block_size,
-            )
-        interval = self.checkpoint_interval
+            window = self.num_speculative_tokens + 1
+            _require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
+            _require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
         _require(
-            interval is None or (interval >= 1 and interval % self.block_size == 0),
+            interval is None or (interval >= 1 and interval % size == 0),
             "checkpoint_interval",
-            f"None or a multiple of block_size = {self.block_size}",
+            f"None or a multiple of block_size = {size}",
             interval,
         )
-        _require(0 < self.memory_fraction <= 1, "memory_fraction", "in (0, 1]", self.memory_fraction)
-        _require(
-            self.state_dtype in ("float32", "bfloat16", "float16"),
-            "state_dtype",
-            "'float32', 'bfloat16' or 'float16'",
-            self.state_dtype,
-        )
-        # The bookkeeping and the kernels have it; the engine's scheduler doesn't drive it yet.
-        if self.prefix_cache == "all":
-            raise ValueError("prefix_cache='all' is not available yet: use 'align'")
 
     @property
     def drafts_with_head(self) -> bool:
@@ -116,12 +116,12 @@ class EngineConfig:
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether drafts are made inside the step."""
+        """Whether drafts are made inside the step, unless the engine is given another drafter."""
         return self.num_speculative_tokens > 0 and (self.async_stepping or self.drafts_with_head)
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that are unread when another one is dispatched."""
+        """The number of steps whose results are unread when another one is dispatched."""
         return int(self.async_stepping)
 
 
@@ -130,19 +130,22 @@ class SamplingParams:
     """How one request is sampled.
 
     Attributes:
-        max_tokens: Tokens to generate at most.
-        temperature: 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the most likely tokens up to this probability.
-        seed: Of the request's own random stream; results do not depend on other requests.
-        stop_token_ids: Tokens that end the request, kept in its output, beside the model's own end token.
-        ignore_eos: Whether to go on after the model's end token.
-        cache_salt: Requests share prefixes only under equal salts.
-        checkpoint_at: Offsets into the prompt, a system prompt's end for one, whose states stay cached: rounded down to
-            `block_size`, without 0 and what the prompt doesn't reach. `RequestOutput.checkpoint_at` says what they came to.
-        num_speculative_tokens: Draft tokens per step at most; None is the engine's, 0 drafts nothing. What is generated does
-            not depend on it.
-        priority: Lower numbers run first and give way last; equal ones in the order of their arrival.
+        max_tokens: Largest number of tokens to generate.
+        temperature: 0 always takes the most likely token.
+        top_k: Only the k most likely tokens are drawn; 0 keeps all.
+        top_p: Only the most likely tokens up to this probability are drawn.
+        seed: Seed of the request's own random stream. Results do not depend on other requests.
+        stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is part of the
+            output.
+        ignore_eos: Whether the request goes on after the model's end token.
+        cache_salt: Requests share prefixes only if their salts are equal.
+        checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
+            are rounded down to `block_size`; 0 and offsets after the prompt are dropped. `RequestOutput.checkpoint_at`
+            has the boundaries that result.
+        num_speculative_tokens: Largest number of draft tokens per step; None is the engine's, 0 turns speculation off.
+            The generated tokens do not depend on it.
+        priority: Requests with lower numbers run first and are preempted last. Those with equal numbers run in the
+            order of their arrival.
     """
 
     max_tokens: int = 64

@@ -1,25 +1,26 @@
-"""What the device knows of each slot's tokens before the host does: the last sampled one, drafts, and all before them."""
+"""Tokens that the device knows before the host does: each slot's last sampled token, its drafts, and its history."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN
-from pallas_kernels.rows import token_rows
+from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Sampled
+from pallas_kernels.rows import TokenRows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """Per slot, what its next step runs, so that the host can dispatch that step without having read the last one.
+    """The tokens that each slot's next step runs, so that the host can dispatch it before it has read the last step.
 
     Attributes:
-        tokens: The token sampled last, then drafts; places without a draft hold some token. int32 [slots, 1 + K].
-        num_drafts: How many of the drafts count. int32 [slots].
-        history: All tokens of the request, for drafting; of length 0 where nobody drafts here. int32 [slots, length].
+        tokens: The token that was sampled last, then the drafts. Places without a draft hold some token.
+            int32 [slots, 1 + K].
+        num_drafts: How many of the drafts are valid. int32 [slots].
+        history: All tokens of the slot's request, for drafters; of length 0 if no drafter runs on the device.
+            int32 [slots, length].
     """
 
     tokens: jax.Array
@@ -28,81 +29,87 @@ class Pending:
 
     @classmethod
     def create(cls, slots: int, window: int, length: int) -> "Pending":
-        """Nothing pending."""
+        """Makes arrays of zeros for `slots` slots, `window` = 1 + K pending tokens and histories of `length` tokens."""
         zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
         return cls(tokens=zeros(slots, window), num_drafts=zeros(slots), history=zeros(slots, length))
 
 
-class Sampled(NamedTuple):
-    """What the rows of a step sampled, int32: `tokens[r, :counts[r]]` follow the `known[r]` tokens before them.
-
-    `slot` is out of range for rows that sample nothing.
-    """
-
-    slot: jax.Array
-    tokens: jax.Array
-    counts: jax.Array
-    known: jax.Array
-
-
 def enter(pending: Pending, slot: jax.Array, tokens: jax.Array) -> Pending:
-    """Requests enter with `tokens` [additions, length]; `slot` is -1 for padding. Donate `pending`."""
+    """Stores the tokens of requests that enter. `pending` is donated.
+
+    Args:
+        pending: The tokens of all slots.
+        slot: The slot of each request, -1 for padding. int32 [additions].
+        tokens: Each request's tokens, padded to the length of the history. int32 [additions, length].
+    """
     slot = jnp.where(slot >= 0, slot, pending.history.shape[0])
     history = pending.history.at[slot].set(tokens, mode="drop")
     return replace(pending, history=history)
 
 
 def decode_places(batch: StepBatch, num_decode_rows: int, window: int) -> jax.Array:
-    """Where each decode row's tokens are packed, [rows, window]; a place behind the row's end repeats its last token."""
+    """Returns where the tokens of each decode row are packed, int32 [num_decode_rows, window].
+
+    A row with fewer than `window` tokens repeats the place of its last one.
+    """
     first, end = batch.query_start_loc[:num_decode_rows], batch.query_start_loc[1 : num_decode_rows + 1]
     place = first[:, None] + jnp.arange(window, dtype=jnp.int32)
     return jnp.minimum(place, jnp.maximum(end - 1, 0)[:, None])
 
 
 def resolve(
-    pending: Pending, batch: StepBatch, tokens: jax.Array, place: jax.Array
+    pending: Pending, batch: StepBatch, tokens: jax.Array, place: jax.Array, rows: TokenRows
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Fills in what the host didn't know of a step's packed tokens.
+    """Replaces the tokens of a step that the host didn't know.
 
     Args:
-        pending: What the last steps left.
-        batch: The step's rows. A row whose drafts the host doesn't know has as many as it has room for.
-        tokens: `UNKNOWN` where the host doesn't know. int32 [tokens].
-        place: Of the decode rows, which are the first ones, as `decode_places` says.
+        pending: The tokens that earlier steps left.
+        batch: The step's rows. If the host doesn't know a row's drafts, the row has room for as many as the device may
+            have.
+        tokens: The packed tokens, `UNKNOWN` where the host doesn't know them. int32 [tokens].
+        place: Where the decode rows' tokens are packed: see `decode_places`. int32 [decode rows, 1 + K].
+        rows: The row and the offset of each packed token.
 
     Returns:
-        The tokens; and of the decode rows the drafts [rows, K] and how many of them count [rows]. The rest were only run.
+        The packed tokens; the drafts of the decode rows, int32 [decode rows, K]; and how many of each row's drafts are
+        valid, int32 [decode rows]. The step runs the other drafts too, but nothing of them counts.
     """
-    at = token_rows(batch.query_start_loc, tokens.shape[0])
     slot = jnp.maximum(batch.idx_mapping, 0)
-    most = pending.tokens.shape[1] - 1
-    held = pending.tokens[slot[at.row], jnp.clip(at.offset, 0, most)]
+    max_drafts = pending.tokens.shape[1] - 1
+    held = pending.tokens[slot[rows.row], jnp.clip(rows.offset, 0, max_drafts)]
     known = jnp.where(tokens == UNKNOWN, held, tokens)
-    rows = place.shape[0]
-    count = jnp.maximum(batch.num_drafts[:rows], 0)
-    guessed = pending.num_drafts[slot[:rows]]
-    count = jnp.where(tokens[place[:, 1:2]].ravel() == UNKNOWN, jnp.minimum(count, guessed), count) if most else count
+    num_rows = place.shape[0]
+    count = jnp.maximum(batch.num_drafts[:num_rows], 0)
+    if max_drafts:
+        guessed = jnp.minimum(count, pending.num_drafts[slot[:num_rows]])
+        count = jnp.where(tokens[place[:, 1:2]].ravel() == UNKNOWN, guessed, count)
     return known, known[place[:, 1:]], count
 
 
-def advance(pending: Pending, sampled: Sampled) -> Pending:
-    """Takes in what a step sampled; drafts of the step before count no more. Donate `pending`."""
+def record_sampled(pending: Pending, sampled: Sampled) -> Pending:
+    """Stores the tokens that a step sampled. The drafts of the step before are valid no more. `pending` is donated."""
     row = jnp.arange(sampled.counts.shape[0])
     last = sampled.tokens[row, jnp.maximum(sampled.counts - 1, 0)]
     window, length = sampled.tokens.shape[1], pending.history.shape[1]
     place = jnp.arange(window, dtype=jnp.int32)
-    behind = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, length)
-    history = pending.history.at[sampled.slot[:, None], behind].set(sampled.tokens, mode="drop")
-    put = lambda array, values: array.at[sampled.slot].set(values, mode="drop")
+    new = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, length)
+    history = pending.history.at[sampled.slot[:, None], new].set(sampled.tokens, mode="drop")
     return Pending(
-        tokens=put(pending.tokens, jnp.broadcast_to(last[:, None], sampled.tokens.shape)),
-        num_drafts=put(pending.num_drafts, 0),
+        tokens=pending.tokens.at[sampled.slot].set(jnp.broadcast_to(last[:, None], sampled.tokens.shape), mode="drop"),
+        num_drafts=pending.num_drafts.at[sampled.slot].set(0, mode="drop"),
         history=history,
     )
 
 
 def propose(pending: Pending, slot: jax.Array, drafts: jax.Array, count: jax.Array) -> Pending:
-    """Puts `count[r]` of the drafts [rows, K] behind the last token of each slot that is in range. Donate `pending`."""
+    """Stores drafts after the last token of each slot. `pending` is donated.
+
+    Args:
+        pending: The tokens of all slots.
+        slot: The slot of each row. Rows whose slot is out of range are skipped. int32 [rows].
+        drafts: int32 [rows, K].
+        count: How many of each row's drafts are valid. int32 [rows].
+    """
     return replace(
         pending,
         tokens=pending.tokens.at[slot, 1:].set(drafts, mode="drop"),

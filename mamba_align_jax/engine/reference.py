@@ -1,6 +1,6 @@
-"""What "right" means end to end: every chosen token is the reference's best, up to rounding.
+"""A float32 reference that judges generated tokens: a token is right if it is the reference's best, up to rounding.
 
-The reference runs a whole sequence in one piece, uncached and unbatched, in float32.
+The reference runs a whole sequence in one piece, uncached and unbatched.
 """
 
 import functools
@@ -21,7 +21,7 @@ from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import step_inputs
+from mamba_align_jax.metadata.step_inputs import step_inputs
 
 _PAGE = 64
 
@@ -50,7 +50,14 @@ def _whole(params: nnx.State, tokens: jax.Array, batch: StepBatch, graph: nnx.Gr
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one generated sequence: how many tokens lie outside tau, and how many are ties within it."""
+    """The verdict on one generated sequence.
+
+    Attributes:
+        num_tokens: Number of generated tokens.
+        wrong: Number of tokens whose logit lies further below the best one than `Reference.tau`.
+        ties: Number of the other tokens that are not the best.
+        worst: The largest distance of a token's logit from the best one.
+    """
 
     num_tokens: int
     wrong: int
@@ -59,14 +66,19 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether every token is the reference's best up to rounding."""
+        """Whether every token is the reference's best, up to rounding."""
         return self.wrong == 0
 
 
 class Reference:
-    """Teacher-forces sequences through a float32 model."""
+    """Runs whole sequences through a float32 model, and compares generated tokens with its logits."""
 
     def __init__(self, model: Any) -> None:
+        """Makes a reference of a model as `load_model` returns it.
+
+        Raises:
+            ValueError: The model isn't float32.
+        """
         if jnp.dtype(model.dtype) != jnp.float32:
             raise ValueError(f"Reference: model must be float32, got {model.dtype}")
         self._graph, self._params = nnx.split(model)
@@ -74,20 +86,21 @@ class Reference:
         self._verdicts: dict[tuple[tuple[int, ...], int], Verdict] = {}
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """float32 [tokens, vocab]: row i is what the model says after token i."""
-        # Few lengths to compile; a power of two holds whole pages.
+        """Returns the model's logits after each token, float32 [tokens, vocab]."""
+        # Powers of two: few lengths to compile, and each holds whole pages.
         size = max(256, 1 << (len(tokens) - 1).bit_length())
         spec = AlignConfig(groups=self._groups, block_size=size, max_num_seqs=1, max_model_len=size, mode="none")
-        batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1], [True])
+        batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1])
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
         return np.asarray(_whole(self._params, jnp.asarray(padded), batch, self._graph, spec))[: len(tokens)]
 
     def tau(self, logits: np.ndarray) -> float:
-        """How far below the best a rightly chosen logit may lie: four times the error bound of the model's logits.
+        """Returns how far below the best logit the logit of a right token may lie.
 
-        Every layer rounds a handful of sums of up to `widest` products, errors of one sum growing with the square root of
-        its length; the layers' errors add up in the residual stream, whose scale the logits have.
+        It is four times the error bound of the model's logits. Every layer rounds a handful of sums of up to `widest`
+        products, and the error of a sum grows with the square root of its length. The layers' errors add up in the
+        residual stream, whose scale the logits have.
         """
         config = self._config
         widest = max(config.hidden_size, config.intermediate_size)
@@ -95,13 +108,13 @@ class Reference:
         return 4 * bound * max(1.0, float(logits.std()))
 
     def judge(self, prompt: Sequence[int], generated: Sequence[int]) -> Verdict:
-        """Whether greedily generated tokens are right in the sense of the design's section 8."""
+        """Judges greedily generated tokens as section 7 of docs/design.md defines it."""
         key = (*prompt, *generated), len(prompt)
         if key not in self._verdicts:
             logits = self.logits(key[0])[len(prompt) - 1 : -1]
             chosen = logits[np.arange(len(generated)), np.asarray(generated, np.int64)]
-            behind = logits.max(axis=1) - chosen
-            wrong = behind > self.tau(logits)
-            ties = (behind > 0) & ~wrong
-            self._verdicts[key] = Verdict(len(behind), int(wrong.sum()), int(ties.sum()), float(behind.max(initial=0)))
+            below = logits.max(axis=1) - chosen
+            wrong = below > self.tau(logits)
+            ties = (below > 0) & ~wrong
+            self._verdicts[key] = Verdict(len(below), int(wrong.sum()), int(ties.sum()), float(below.max(initial=0)))
         return self._verdicts[key]

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what its caller gets."""
+"""A request on its way through the engine, and the output that its caller gets."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,25 +10,26 @@ from mamba_align_jax.engine.config import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request.
+    """The output of a request that has ended.
 
     Attributes:
-        request_id: As `add_request` returned it.
+        request_id: The id that `add_request` returned.
         prompt_token_ids: The prompt.
         token_ids: The generated tokens, a stop token included.
-        num_cached_tokens: Prompt tokens whose states and keys came from the cache.
-        cache_miss: Why not more of them did: see `HybridHit.miss`; None if no more could, or nothing is cached.
-        checkpoint_at: The boundaries that `SamplingParams.checkpoint_at` came to. Those inside `num_cached_tokens` were not
-            made again.
-        num_draft_tokens: Tokens that were proposed for it by speculation.
-        num_accepted_tokens: Proposed tokens that the model agreed with, those behind a stop token included.
+        num_cached_tokens: Number of prompt tokens whose states and keys came from the cache.
+        cache_miss: Why not more of them came from the cache: see `HybridHit.miss`. None if no more could, or if nothing
+            is cached.
+        checkpoint_at: The boundaries that `SamplingParams.checkpoint_at` asked for. Those within `num_cached_tokens`
+            were cached before.
+        num_draft_tokens: Number of draft tokens that were proposed for the request.
+        num_accepted_tokens: Number of drafts that the model agreed with, those after a stop token included.
         finish_reason: "stop", "length", "abort", or "error".
-        error: What a step raised that the request ran in; None unless `finish_reason` is "error".
-        token_times: Seconds from arrival to each token of `token_ids`; those of one step came together.
+        error: The exception of the step that ended the request; None unless `finish_reason` is "error".
+        token_times: Seconds from arrival to each token of `token_ids`. Tokens of one step have equal times.
         ttft_s: Seconds from arrival to the first token; None if there is none.
-        tpot_s: Mean seconds per token after the first; None for fewer than two.
+        tpot_s: Mean seconds per token after the first; None if there are fewer than two tokens.
         e2e_s: Seconds from arrival to the end.
-        text: Of the generated tokens, where `Engine.generate` has a tokenizer.
+        text: The generated text, if `Engine.generate` has a tokenizer.
     """
 
     request_id: int
@@ -50,10 +51,30 @@ class RequestOutput:
 
 @dataclass
 class Request:
-    """The host's view of a request.
+    """What the host knows of a request.
 
-    `num_computed` counts tokens whose states exist on the device, as far as results are read. Of the steps that are planned
-    and unread, `num_ahead` tokens will be added for certain, and up to `num_unsure` drafts.
+    Attributes:
+        id: The request's name in the scheduler, the cache and the drafter.
+        prompt: The prompt's tokens.
+        params: How it is sampled.
+        tokens: The prompt and the tokens sampled so far.
+        slot: The request's place in the device's arrays; -1 while it waits.
+        rank: Priority and arrival. Lower ranks run first. The queue sets it once.
+        num_computed: Number of tokens whose states exist on the device, as far as results were read.
+        num_ahead: Number of tokens that planned, unread steps will add to them for certain.
+        num_unsure: Number of drafts that these steps may add besides.
+        prefill_end: End of the tokens that must run before the next one is sampled: of the prompt, or of all tokens
+            after a preemption.
+        num_admissions: How often the request got a slot.
+        num_cached: Number of prompt tokens that came from the cache at the first admission.
+        cache_miss: Why not more did: see `RequestOutput`.
+        checkpoint_at: The boundaries that the caller asked for.
+        keep: The boundaries whose states stay cached; None before the first admission.
+        chain: The hashes of the tokens; None before the first lookup.
+        num_draft_tokens: Number of drafts that were proposed.
+        num_accepted_tokens: Number of drafts that were accepted.
+        arrival: When the request came, in seconds of `time.perf_counter`.
+        token_times: Seconds from arrival to each sampled token.
     """
 
     id: int
@@ -61,12 +82,10 @@ class Request:
     params: SamplingParams
     tokens: list[int] = field(init=False)
     slot: int = -1
-    # Priority and arrival: who comes first. Set when it is queued, and kept.
     rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
     num_ahead: int = 0
     num_unsure: int = 0
-    # End of the tokens that must be run before the next one is sampled: the prompt, or all tokens after a preemption.
     prefill_end: int = 0
     num_admissions: int = 0
     num_cached: int = 0
@@ -85,36 +104,36 @@ class Request:
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """Tokens sampled so far."""
+        """The tokens sampled so far."""
         return tuple(self.tokens[len(self.prompt) :])
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be sampled."""
+        """The number of tokens that may still be sampled."""
         return self.params.max_tokens - (len(self.tokens) - len(self.prompt))
 
     @property
-    def least(self) -> int:
-        """Fewest tokens that will be computed once all planned steps are done."""
+    def min_computed(self) -> int:
+        """The smallest number of tokens that can be computed once all planned steps are done."""
         return self.num_computed + self.num_ahead
 
     @property
-    def most(self) -> int:
-        """Most of them."""
-        return self.least + self.num_unsure
+    def max_computed(self) -> int:
+        """The largest number of tokens that can be computed once all planned steps are done."""
+        return self.min_computed + self.num_unsure
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens must be planned before one can be sampled."""
-        return self.least < self.prefill_end
+        """Whether known tokens must be planned before the next one can be sampled."""
+        return self.min_computed < self.prefill_end
 
     def append(self, *tokens: int) -> None:
-        """Takes in what a step sampled."""
+        """Appends the tokens that a step sampled."""
         self.tokens += tokens
         self.token_times += [time.perf_counter() - self.arrival] * len(tokens)
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
-        """What the caller gets."""
+        """Returns the output for the caller, with `reason` as its `finish_reason`."""
         times = self.token_times
         return RequestOutput(
             request_id=self.id,

@@ -1,11 +1,11 @@
-"""From logits to tokens, and which drafts they confirm."""
+"""Chooses tokens from logits, and counts the drafts that they confirm."""
 
 import jax
 import jax.numpy as jnp
 
 
 def most_likely(logits: jax.Array) -> jax.Array:
-    """The greedy token of each row [rows, vocab]. int32 [rows]."""
+    """Returns the most likely token of each row, int32 [rows], of logits [rows, vocab]."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -18,15 +18,20 @@ def sample(
     seed: jax.Array,
     position: jax.Array,
 ) -> jax.Array:
-    """One token per row. Rows of temperature 0 are greedy; the others draw from their own stream at their position.
+    """Chooses one token per row.
+
+    Rows of temperature 0 take the most likely token. The others draw from their own random stream at their position.
 
     Args:
         logits: float32 [rows, vocab].
         temperature: float32 [rows].
-        top_k: int32 [rows], 0 for all tokens.
-        top_p: float32 [rows].
+        top_k: Draws from the k most likely tokens; 0 for all tokens. int32 [rows].
+        top_p: Draws from the most likely tokens up to this probability. float32 [rows].
         seed: int32 [rows].
-        position: int32 [rows], of the token to sample.
+        position: Position of the token to choose. int32 [rows].
+
+    Returns:
+        The tokens, int32 [rows].
     """
     greedy = most_likely(logits)
 
@@ -36,7 +41,7 @@ def sample(
         last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[1]), logits.shape[1]) - 1
         by_rank = jnp.take_along_axis(descending, last[:, None], axis=1)
         probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token stays while the more likely ones do not make up top_p yet: the first always does.
+        # A token is kept while the more likely tokens have less than top_p together, so the first always is.
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         by_mass = jnp.min(jnp.where(before < top_p[:, None], descending, jnp.inf), axis=-1, keepdims=True)
         kept = jnp.where(scaled >= jnp.maximum(by_rank, by_mass), scaled, -jnp.inf)
@@ -48,18 +53,22 @@ def sample(
 
 
 def count_sampled(sampled: jax.Array, drafts: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """Tokens that verify rows yield: the drafts that stand, and the token sampled behind them. int32 [rows].
+    """Counts the tokens that each verify row adds to its request: its accepted drafts and the one sampled after them.
 
-    A draft stands if it is what was sampled in its place and all drafts before it stand. For drafts that are certain this is
-    rejection sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023): a draft d is
-    accepted with the target's probability p(d), and what comes instead follows p without d. So every token has the target's
-    distribution; and as its randomness is that of its seed and position, it is the very token that comes without drafts.
+    A draft is accepted if it equals the token that was sampled in its place and all drafts before it are accepted.
+    Drafts are not drawn at random, so this is rejection sampling (Leviathan et al., "Fast Inference from Transformers
+    via Speculative Decoding", 2023): a draft d is accepted with the model's probability p(d), and a token that replaces
+    it follows p without d. Every token therefore has the model's distribution. Its randomness depends only on seed and
+    position, so the tokens are exactly those that are generated without drafts.
 
     Args:
-        sampled: What the target says after each token of the row. int32 [rows, 1 + K].
-        drafts: int32 [rows, K], in the places where `sampled` says what they ought to be.
-        num_drafts: How many of them there are. int32 [rows].
+        sampled: The token that was sampled after each token of the row. int32 [rows, 1 + K].
+        drafts: `drafts[r, t]` is compared with `sampled[r, t]`. int32 [rows, K].
+        num_drafts: How many of each row's drafts are valid. int32 [rows].
+
+    Returns:
+        The counts, int32 [rows], from 1 to 1 + K.
     """
-    known = jnp.arange(drafts.shape[1], dtype=jnp.int32) < num_drafts[:, None]
-    stand = jnp.cumprod((known & (sampled[:, :-1] == drafts)).astype(jnp.int32), axis=1)
-    return 1 + jnp.sum(stand, axis=1, dtype=jnp.int32)
+    valid = jnp.arange(drafts.shape[1], dtype=jnp.int32) < num_drafts[:, None]
+    accepted = jnp.cumprod((valid & (sampled[:, :-1] == drafts)).astype(jnp.int32), axis=1)
+    return 1 + jnp.sum(accepted, axis=1, dtype=jnp.int32)

@@ -1,22 +1,33 @@
-"""Which requests run next and on what: continuous batching, chunked prefill, preemption. No JAX in here."""
+"""Plans steps: continuous batching, chunked prefill and preemption. Imports no JAX."""
 
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
-from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN, Drafter
+from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
 from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 
 
 @dataclass
 class Row:
-    """`num_tokens` tokens of one request from `start` on, the last of them `drafts` if there are any.
+    """Tokens of one request that run in one step.
 
-    While a step with drafts is unread, `start` is the earliest position that the device may be at. `enters`: its slot is
-    seeded in this step. `slot` and `admission` say whom a result is for that comes late. `published` is the boundary that it
-    offered to the cache, in tokens; 0 for none.
+    Attributes:
+        request: The request.
+        start: Position of the first token. While a step with drafts is unread, the earliest position that the device
+            may be at.
+        num_tokens: Number of tokens, drafts included.
+        is_prefilling: Whether the row runs known tokens: a prompt's or a preempted request's.
+        allocation: The blocks and pages that are new in the request's rows of the tables.
+        enters: True in the request's first step after admission, when its slot is initialised.
+        drafts: The last tokens of the row; `UNKNOWN` for those that only the device knows.
+        slot: The request's slot when the row was planned. `slot` and `admission` identify the request when the result
+            arrives after other steps were planned.
+        admission: Number of the request's admissions when the row was planned.
+        published: The boundary that the row offered to the cache, in tokens; 0 for none.
     """
 
     request: Request
@@ -32,29 +43,38 @@ class Row:
 
     @property
     def certain(self) -> int:
-        """Tokens that no rejection takes back."""
+        """The number of tokens that are not drafts, so that no rejection removes them."""
         return self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        """Whether a token is sampled behind the row's last one."""
+        """Whether a token is sampled after the row's last one."""
         return not self.is_prefilling or self.start + self.num_tokens == self.request.prefill_end
 
     @property
     def is_current(self) -> bool:
-        """Whether the request is still what it was when the row was planned: neither gone nor in for another time."""
+        """Whether the request still occupies the slot that it had when the row was planned.
+
+        If not, the request was finished, or preempted and perhaps readmitted since.
+        """
         return (self.slot, self.admission) == (self.request.slot, self.request.num_admissions)
 
     @property
     def tokens(self) -> list[int]:
-        """What it runs, before the step is dispatched: `UNKNOWN` where only the device knows."""
+        """The row's tokens before the step is dispatched: `UNKNOWN` where only the device knows them."""
         known = self.request.tokens[self.start : self.start + self.certain]
         return [*known, *[UNKNOWN] * (self.certain - len(known)), *self.drafts]
 
 
 @dataclass
 class Plan:
-    """One step's rows. `is_short`: rows were left out because blocks ran out while results were still to come."""
+    """The rows of one step.
+
+    Attributes:
+        decode: Rows that verify drafts or only decode.
+        prefill: Rows that run known tokens.
+        is_short: True if rows were left out because there were too few blocks while results were unread.
+    """
 
     decode: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
@@ -62,21 +82,24 @@ class Plan:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, decode first."""
+        """All rows, decode rows first."""
         return self.decode + self.prefill
 
 
 class Scheduler:
-    """By priority, then first come, first served. Running requests decode every step; prompt chunks fill the token budget.
+    """Plans steps by priority, then first come, first served.
 
-    Steps may be planned while results of earlier ones are unread: what they add to a request is then known within bounds,
-    `Request.least` and `Request.most`.
+    Running requests decode in every step, and prompt chunks fill the token budget. Steps may be planned while results
+    of earlier ones are unread: what they add to a request is then known only within bounds, `Request.min_computed` and
+    `Request.max_computed`.
 
-    Decode rows verify as many drafts as the request has use and the pools have room for: those of the drafter, or, without
-    one, as many as the device may have guessed. When blocks run out and no result is to come the youngest of the least
-    important running requests is preempted: it gives everything back, waits in its old place in the queue, and resumes from
-    what is still cached. Nobody enters before one who waits ahead of it, nor while somebody who runs waits for blocks, so
-    that within a priority nobody waits for ever.
+    A decode row verifies as many drafts as the request can use and the pools have room for. The drafts come from the
+    drafter. Without one they are `UNKNOWN`, and the device fills in those that it has made.
+
+    If there are too few free blocks and no result is unread, a running request is preempted: the one that came last
+    among those with the highest priority number. It gives all blocks back, waits in its old place in the queue, and
+    resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running request
+    waits for blocks. Therefore no request waits for ever behind others of its priority.
     """
 
     def __init__(
@@ -88,32 +111,47 @@ class Scheduler:
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
         max_waiting: int | None = None,
+        *,
+        counters: Counters | None = None,
     ) -> None:
+        """Makes a scheduler without requests.
+
+        Args:
+            cache: The cache, which holds no request.
+            max_num_seqs: Number of requests that run at once.
+            max_prefill_rows: Number of prefill rows of a step.
+            max_num_batched_tokens: Number of tokens of these rows.
+            drafter: Proposes drafts on the host; None if the device drafts, or if nothing does.
+            num_speculative_tokens: Largest number of drafts per row, K.
+            max_waiting: Number of requests that may wait to run for the first time; None is no limit.
+            counters: The engine's counters, in which preemptions are counted; new ones if None.
+        """
         self.cache = cache
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
         self.waiting = WaitingQueue(max_waiting)
-        # By rank too: rows are planned from the front on, and whoever gives way is the last.
+        # By rank: rows are planned from the front on, and the last request is preempted first.
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.counters = counters or Counters()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
-            QueueFullError: as many wait as may; nothing is changed.
+            QueueFullError: The queue is full. Nothing has changed.
         """
         self.waiting.add(request)
         request.checkpoint_at = self.cache.requested_offsets(request.params.checkpoint_at, len(request.prompt))
 
     def schedule(self, *, settled: bool = True) -> Plan:
-        """Plans one step and allocates for it; an empty plan means that nothing can run before a result is read.
+        """Plans one step and allocates its blocks. An empty plan means that nothing can run before a result is read.
 
         Args:
-            settled: Whether every result is read. If not, nobody is preempted: what is missing may be about to come.
+            settled: Whether every result has been read. If not, no request is preempted, because the unread results may
+                free the blocks that are missing.
         """
         while True:
             plan = Plan()
@@ -121,31 +159,36 @@ class Scheduler:
             self._plan_prefill(plan)
             if plan.rows or not self.running or not settled:
                 return plan
-            # Prompts that wait for each other's blocks: the last gives way.
+            # The running requests wait for each other's blocks, in the middle of their prompts.
             self._preempt(self.running[-1])
 
     def dispatched(self, plan: Plan) -> None:
-        """The plan's step is on its way: columns that no later step reads may go, and what prompts fill is published."""
+        """Takes note that the plan's step was dispatched.
+
+        Columns that no later step reads are released, and the boundaries that prompts have reached are published.
+        """
         for row in plan.rows:
             tokens = row.request.tokens[: row.start + row.num_tokens] if row.is_prefilling else None
             row.published = self.cache.dispatched(row.request.id, tokens)
 
     def finished(self, row: Row, tokens: Sequence[int]) -> None:
-        """Takes in what a row of the oldest unread step came to: accepted drafts first, nothing behind a stop.
+        """Records the result of one row of the oldest step whose result has not been read.
 
-        Rows that are no longer current came to nothing.
+        Args:
+            row: A row that is current: see `Row.is_current`.
+            tokens: The tokens that it sampled, accepted drafts first. They end at a stop token, if there is one.
         """
         request = row.request
         row.start = request.num_computed
         request.append(*tokens)
-        # The last sampled token has no state yet; drafts have one only as far as they are among the others.
+        # The last sampled token has no state yet. All other sampled tokens are accepted drafts, whose states exist.
         request.num_computed += row.certain + max(len(tokens) - 1, 0)
         request.num_ahead -= row.certain
         request.num_unsure -= len(row.drafts)
         row.published = self.cache.commit(request.id, request.tokens, request.num_computed) or row.published
 
     def remove(self, request: Request) -> None:
-        """A request finished or was aborted: frees exactly its blocks."""
+        """Removes a request that finished or was aborted, and frees exactly its blocks."""
         if self.drafter:
             self.drafter.forget(request.id)
         if request in self.running:
@@ -164,24 +207,25 @@ class Scheduler:
         self._leave(request)
         request.num_computed, request.prefill_end = 0, len(request.tokens)
         self.waiting.put_back(request)
-        self.num_preemptions += 1
+        self.counters.preemptions += 1
 
     def _plan_decode(self, plan: Plan, settled: bool) -> None:
         for request in list(self.running):
-            # A step samples one token more than it accepts. As max_tokens is within max_model_len, so are the drafts.
-            room = len(request.prompt) + request.params.max_tokens - request.most - 1
+            # A step samples one token more than it accepts. max_tokens keeps the request within max_model_len, drafts
+            # included.
+            room = len(request.prompt) + request.params.max_tokens - request.max_computed - 1
             if request.is_prefilling or room < 1:
                 continue
             drafts = self._drafts(request, room - 1)
             while (row := self._verify_row(request, drafts)) is None:
-                # A guess is no reason to take anything away from anybody.
+                # Drafts are given up before any request is preempted for them.
                 if drafts:
                     drafts.pop()
                     continue
                 if not settled:
                     plan.is_short = True
                     break
-                # Rows are planned by rank, so the last is not in the plan unless it is this one.
+                # Rows are planned by rank, so the last request has no row in the plan yet, unless it is this one.
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
@@ -190,13 +234,13 @@ class Scheduler:
                 plan.decode.append(row)
 
     def _verify_row(self, request: Request, drafts: list[int]) -> Row | None:
-        count = 1 + len(drafts)
-        allocation = self.cache.allocate(request.id, request.least, request.most, count, len(drafts))
+        start, num_tokens = request.min_computed, 1 + len(drafts)
+        allocation = self.cache.allocate(request.id, start, request.max_computed, num_tokens, len(drafts))
         if allocation is None:
             return None
-        return self._row(Row(request, request.least, count, False, allocation, drafts=tuple(drafts)))
+        return self._planned(Row(request, start, num_tokens, False, allocation, drafts=tuple(drafts)))
 
-    def _row(self, row: Row) -> Row:
+    def _planned(self, row: Row) -> Row:
         row.slot, row.admission = row.request.slot, row.request.num_admissions
         row.request.num_ahead += row.certain
         row.request.num_unsure += len(row.drafts)
@@ -204,10 +248,12 @@ class Scheduler:
 
     def _drafts(self, request: Request, room: int) -> list[int]:
         own = request.params.num_speculative_tokens
-        most = min(self.num_speculative_tokens if own is None else own, room)
-        if most < 1:
+        max_drafts = min(self.num_speculative_tokens if own is None else own, room)
+        if max_drafts < 1:
             return []
-        return self.drafter.draft(request.id, request.tokens, most)[:most] if self.drafter else [UNKNOWN] * most
+        if self.drafter is None:
+            return [UNKNOWN] * max_drafts
+        return self.drafter.draft(request.id, request.tokens, max_drafts)[:max_drafts]
 
     def _plan_prefill(self, plan: Plan) -> None:
         budget, blocked = self.max_num_batched_tokens, plan.is_short
@@ -216,18 +262,18 @@ class Scheduler:
                 used = self._plan_chunk(plan, request, budget, None)
                 budget -= used or 0
                 blocked |= used is None
-        # Whoever enters holds blocks: those that a running request waits for are not for others.
+        # A request that enters takes blocks, so none enters while a running request waits for some.
         while self.waiting and self._free_slots and not blocked:
             request = self.waiting.first
             hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode(), request.chain)
             request.num_computed, request.chain = hit.length, hit.state.chain
             if request.num_admissions == 0:
-                # What a request keeps is settled when it first enters: a preemption doesn't change it.
+                # What a request keeps is decided when it first enters. A preemption doesn't change it.
                 request.num_cached, request.cache_miss = hit.length, hit.miss
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
             used = self._plan_chunk(plan, request, budget, hit)
             if not used:
-                # A request that can't run now waits, and keeps its place: nobody overtakes.
+                # The request keeps its place, and none overtakes it.
                 request.num_computed = 0
                 return
             budget -= used
@@ -235,10 +281,14 @@ class Scheduler:
             insort(self.running, request, key=by_rank)
 
     def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int | None:
-        """Adds a row if the budget and the pools allow; returns its tokens, None if it is the pools that don't."""
+        """Adds a prefill row if the budget and the pools allow it.
+
+        Returns:
+            The number of its tokens; 0 if the budget is too small for a row, None if a pool has too few blocks.
+        """
         if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
             return 0
-        start = request.least
+        start = request.min_computed
         stops = request.keep.stops(start) if request.keep else ()
         end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
         if end == 0:
@@ -249,5 +299,5 @@ class Scheduler:
         if hit is not None:
             request.slot = self._free_slots.pop()
             request.num_admissions += 1
-        plan.prefill.append(self._row(Row(request, start, end - start, True, allocation, enters=hit is not None)))
+        plan.prefill.append(self._planned(Row(request, start, end - start, True, allocation, enters=hit is not None)))
         return end - start

@@ -2,18 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.engine.config import EngineConfig
+from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
+from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.kv import KVSpec
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Blocks and pages, the NULL ones included, and the bytes of each."""
+    """The sizes of both pools on one device.
+
+    Attributes:
+        state_blocks: Number of state blocks, NULL_BLOCK included.
+        kv_pages: Number of KV pages, the NULL page included.
+        state_block_bytes: Bytes of one state block in all groups and layers.
+        kv_page_bytes: Bytes of one KV page in all layers.
+    """
 
     state_blocks: int
     kv_pages: int
@@ -21,11 +30,11 @@ class PoolSizes:
     kv_page_bytes: int
 
 
-def align_config(config: EngineConfig, model: Any) -> AlignConfig:
-    """How the model's states are kept.
+def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
+    """Returns how the model's states are kept.
 
     Raises:
-        ValueError: `max_model_len` exceeds the model's.
+        ValueError: `max_model_len` exceeds the model's limit.
     """
     limit = model.config.max_position_embeddings
     max_model_len = config.max_model_len or limit
@@ -43,26 +52,45 @@ def align_config(config: EngineConfig, model: Any) -> AlignConfig:
     )
 
 
+def pages_spec(model: ServedModel, drafter: DeviceDrafter | None = None) -> KVSpec:
+    """Returns what a KV page holds for each token: the model's layers, then those of the drafter."""
+    spec = model.kv_spec()
+    return replace(spec, num_layers=spec.num_layers + (drafter.num_kv_layers if drafter else 0))
+
+
 def free_bytes(device: jax.Device) -> int | None:
-    """Unused memory of a device; None where it doesn't say (a CPU)."""
+    """Returns the unused bytes of a device's memory; None if the device doesn't report them, as a CPU."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any, devices: Sequence[jax.Device] = ()) -> PoolSizes:
-    """The configured sizes, or as many as fit: one state block for every `block_size` tokens of pages.
+def pool_sizes(
+    spec: AlignConfig,
+    config: EngineConfig,
+    model: ServedModel,
+    devices: Sequence[jax.Device] = (),
+    *,
+    drafter: DeviceDrafter | None = None,
+) -> PoolSizes:
+    """Returns the configured sizes, or as many blocks and pages as fit.
 
-    Of several devices, the one with the least memory left decides; the first of all if none are given.
+    There is one state block for every `block_size` tokens of pages, besides those that running requests hold.
+
+    Args:
+        spec: How states are kept.
+        config: The engine's configuration.
+        model: The model, or one device's share of it.
+        devices: The device with the least free memory decides. If empty, JAX's first device decides.
+        drafter: The drafter on the device, which may keep layers of keys and values.
 
     Raises:
-        ValueError: a pool is too small for one request.
+        ValueError: A pool is too small for one request.
     """
-    kv = model.kv_spec(draft=True) if config.drafts_with_head else model.kv_spec()
-    page_bytes = kv.bytes_per_page(config.kv_page_size)
-    each = spec.blocks_per_request(config.steps_in_flight)
-    running = config.max_num_seqs * each
+    page_bytes = pages_spec(model, drafter).bytes_per_page(config.kv_page_size)
+    blocks_per_request = spec.blocks_per_request(config.steps_in_flight)
+    running = config.max_num_seqs * blocks_per_request
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
     free = map(free_bytes, devices or jax.devices()[:1])
@@ -74,8 +102,8 @@ def pool_sizes(spec: AlignConfig, config: EngineConfig, model: Any, devices: Seq
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block
-    if blocks < 1 + each:
-        raise ValueError(f"num_state_blocks must be at least {1 + each} for one request, got {blocks}")
+    if blocks < 1 + blocks_per_request:
+        raise ValueError(f"num_state_blocks must be at least {1 + blocks_per_request} for one request, got {blocks}")
     if pages < 2:
         raise ValueError(f"num_kv_pages must be at least 2, got {pages}")
     return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)

@@ -1,4 +1,4 @@
-"""Text in and out of an engine, by the tokenizer.json of its model's directory (extra `text`)."""
+"""Text in and out of an engine, with the tokenizer.json of its model's directory. Needs the extra `text`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ class Tokenizer(Protocol):
     """What an engine needs of a tokenizer."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text, with the special tokens that the model's prompts begin and end with."""
+        """Returns the token ids of a text, with the special tokens that the model's prompts begin and end with."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens; broken characters show as replacement characters."""
+        """Returns the text of token ids without special tokens. Broken characters become replacement characters."""
         ...
 
 
@@ -32,10 +32,13 @@ class _FileTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face directory; None if it has no tokenizer.json, or `tokenizers` isn't installed.
+    """Loads the tokenizer of a Hugging Face directory.
+
+    Returns:
+        The tokenizer; None if the directory has no tokenizer.json, or if `tokenizers` isn't installed.
 
     Raises:
-        ValueError: tokenizer.json is none.
+        ValueError: tokenizer.json is not a file of Hugging Face tokenizers.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
@@ -46,27 +49,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         return None
     try:
         return _FileTokenizer(tokenizers.Tokenizer.from_file(str(file)))
-    except Exception as error:  # tokenizers has no narrower one
-        raise ValueError(f"tokenizer.json must be of Hugging Face tokenizers, got {file}: {error}") from error
+    except Exception as error:  # tokenizers raises no narrower exception
+        raise ValueError(f"tokenizer.json must be a file of Hugging Face tokenizers, got {file}: {error}") from error
 
 
 def token_ids(tokenizer: Tokenizer | None, prompts: str | Sequence[Any]) -> list[Sequence[int]]:
-    """One prompt or several, each text or token ids, as lists of ids.
+    """Returns the token ids of each prompt.
+
+    Args:
+        tokenizer: Encodes prompts that are text.
+        prompts: One prompt or several; each is text or token ids.
 
     Raises:
-        ValueError: one is text, and there is no tokenizer.
+        ValueError: A prompt is text and there is no tokenizer.
     """
     several = not isinstance(prompts, str) and len(prompts) > 0 and isinstance(prompts[0], Sequence)
     given: Sequence[Any] = prompts if several else [prompts]
     text = next((prompt for prompt in given if isinstance(prompt, str)), None)
     if tokenizer is None and text is not None:
         raise ValueError(
-            "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra 'text'): "
-            f"got {text[:40]!r}"
+            "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra "
+            f"'text'): got {text[:40]!r}"
         )
     return [tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt for prompt in given]
 
 
 def with_text(tokenizer: Tokenizer | None, output: RequestOutput) -> RequestOutput:
-    """The output with its text, if there is a tokenizer."""
+    """Adds the text to an output, if there is a tokenizer."""
     return replace(output, text=tokenizer.decode(output.token_ids)) if tokenizer else output

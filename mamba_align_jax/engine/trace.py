@@ -1,4 +1,4 @@
-"""What each step did, row by row, as a file of JSON lines: what a trace is, and how it is written, read and printed."""
+"""Traces: files of JSON lines that tell what each step did, row by row. Writes, reads and prints them."""
 
 import contextlib
 import json
@@ -15,20 +15,21 @@ class TracedRow:
     """One request's part in a step.
 
     Attributes:
-        request: Its id.
-        prefill: Whether it ran known tokens, a prompt's or a preempted request's.
-        enters: Whether the request entered with it, on a hit of `computed` tokens.
-        computed: Tokens whose states there were before it.
-        scheduled: Tokens that it ran, places for drafts included.
-        drafts: Places for drafts, at its end.
-        proposed: How many of them had one.
-        accepted: Drafts that the model agreed with. After the row, `computed` - `drafts` + `scheduled` + `accepted` tokens
-            have states, those behind a stop token included.
+        request: The request's id.
+        prefill: Whether the row ran known tokens: a prompt's or a preempted request's.
+        enters: Whether the row was the request's first after an admission; the cache then had `computed` tokens.
+        computed: Number of tokens whose states existed before the row.
+        scheduled: Number of tokens that it ran, places for drafts included.
+        drafts: Number of places for drafts, at its end.
+        proposed: Number of these places that had a draft.
+        accepted: Number of drafts that the model agreed with. After the row, `computed - drafts + scheduled + accepted`
+            tokens have states, those after a stop token included.
         columns: The (column, block) entries that are new in the request's row of the block table.
-        saved: The boundary, in tokens, that it reached or passed and whose state is in its column now; 0 for none.
-        published: The boundary that it offered to the prefix cache, behind no stop token; 0 for none.
-        gone: Whether the request had left when the result was read: it came to nothing, and `computed` may be less than it
-            was.
+        saved: The boundary, in tokens, that the row reached or passed and whose state is in its column now; 0 for none.
+        published: The boundary, in tokens, that the row offered to the prefix cache, never after a stop token; 0 for
+            none.
+        gone: Whether the request had ended or been preempted when the result was read. The result was then dropped, and
+            `computed` may be less than it was.
     """
 
     request: int
@@ -47,7 +48,14 @@ class TracedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """A step, decode rows first. `copied_bytes` of states moved in it; `null_reads` rows lost theirs, which is a bug."""
+    """A step.
+
+    Attributes:
+        step: The number of the step, from 1 on.
+        copied_bytes: Bytes of states that it copied between blocks.
+        null_reads: Number of rows whose state was lost. More than 0 is a bug.
+        rows: The rows, decode rows first.
+    """
 
     step: int
     copied_bytes: int
@@ -56,14 +64,14 @@ class TracedStep:
 
 
 def traced_row(row: Row, proposed: int, sampled: Sequence[int], gone: bool, block_size: int) -> TracedRow:
-    """What a row came to.
+    """Makes the trace of a row.
 
     Args:
-        row: As it is once its result was taken in.
-        proposed: Drafts that it had.
-        sampled: The tokens sampled by it, those behind a stop token included; none if it doesn't sample.
-        gone: Whether the result was not taken in, as the request had left.
-        block_size: Tokens between boundaries: `AlignConfig.state_block_size`.
+        row: The row after its result was taken in.
+        proposed: Number of its drafts.
+        sampled: The tokens that it sampled, those after a stop token included; none if it doesn't sample.
+        gone: Whether the result was dropped because the request had ended or been preempted.
+        block_size: Number of tokens between boundaries: `AlignConfig.state_block_size`.
     """
     drafts, accepted = len(row.drafts), max(len(sampled) - 1, 0)
     certain = certain_tokens(row.start, row.num_tokens, drafts)
@@ -86,21 +94,21 @@ def traced_row(row: Row, proposed: int, sampled: Sequence[int], gone: bool, bloc
 
 @contextlib.contextmanager
 def write_trace(path: str | Path) -> Iterator[Callable[[TracedStep], None]]:
-    """Opens a file, and replaces it; gives what adds a step, which is in the file at once.
+    """Creates or replaces a file, and gives a function that writes a step to it at once.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: The file can't be written.
     """
     with Path(path).open("w", buffering=1) as file:
         yield lambda step: print(json.dumps(asdict(step), separators=(",", ":")), file=file)
 
 
 def read_trace(path: str | Path) -> Iterator[TracedStep]:
-    """The steps of a file, as they are read.
+    """Reads a file, and yields its steps.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: a line isn't a step; it is named.
+        OSError: There is no such file.
+        ValueError: A line isn't a step. The error names the line.
     """
     with Path(path).open() as file:
         for number, line in enumerate(file, start=1):
@@ -111,7 +119,7 @@ def read_trace(path: str | Path) -> Iterator[TracedStep]:
                 step["rows"] = tuple(TracedRow(**row) for row in step["rows"])
                 yield TracedStep(**step)
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}: line {number} is no step of a trace: {error}") from error
+                raise ValueError(f"{path}: line {number} is not a step of a trace: {error}") from error
 
 
 _LINE = "{:>6} {:>7} {:7} {:>8} {:>9} {:>8} {:>7} {:>9} {:>10}  {}"
@@ -121,7 +129,12 @@ HEADING = _LINE.format(
 
 
 def lines(step: TracedStep, request: int | None = None) -> Iterator[str]:
-    """A line for each row, under `HEADING`; of one request alone, if one is named. Bytes copied are the whole step's."""
+    """Yields a line for each row of a step, to be printed under `HEADING`.
+
+    Args:
+        step: The step. Each line shows the bytes that the whole step copied.
+        request: Only rows of the request with this id; None for all rows.
+    """
     if step.null_reads:
         yield f"{step.step:>6} {step.null_reads} rows had lost their states"
     for row in step.rows:

@@ -1,4 +1,4 @@
-"""Who waits, in the order in which they may run: by priority, and within one by arrival."""
+"""The queue of requests that wait to run, in the order in which they may run: by priority, then by arrival."""
 
 import itertools
 from bisect import bisect_left, insort
@@ -12,10 +12,14 @@ by_rank = attrgetter("rank")
 
 
 class WaitingQueue:
-    """Requests by rank. One that is put back has the place it had, ahead of whoever came later with its priority."""
+    """Waiting requests by rank.
+
+    A preempted request that is put back keeps its rank, and so runs before all requests of its priority that came
+    later.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
-        """An empty queue that takes `limit` requests; None is no limit. Those that are put back don't count."""
+        """Makes an empty queue that takes `limit` requests, those that were put back not counted; None is no limit."""
         self.limit = limit
         self._arrivals = itertools.count()
         self._requests: list[Request] = []
@@ -33,14 +37,14 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """Whose turn it is."""
+        """The request that runs next."""
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Takes in a request that has just arrived, and ranks it.
+        """Queues a request that has just arrived, and sets its rank.
 
         Raises:
-            QueueFullError: as many wait as may; nothing is changed.
+            QueueFullError: The queue is full. Nothing has changed.
         """
         if self.limit is not None and len(self._requests) - len(self._returned) >= self.limit:
             raise QueueFullError(f"max_waiting = {self.limit} requests wait already")
@@ -48,11 +52,11 @@ class WaitingQueue:
         insort(self._requests, request, key=by_rank)
 
     def put_back(self, request: Request) -> None:
-        """Takes back a request that has left, by the rank it has."""
+        """Queues a preempted request again, by the rank that it has."""
         insort(self._requests, request, key=by_rank)
         self._returned.add(request.id)
 
     def remove(self, request: Request) -> None:
-        """Lets go of one that waits."""
+        """Takes a waiting request out of the queue."""
         del self._requests[bisect_left(self._requests, request.rank, key=by_rank)]
         self._returned.discard(request.id)

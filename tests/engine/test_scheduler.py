@@ -12,7 +12,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.drafting.prompt_lookup import UNKNOWN
+from mamba_align_jax.engine.drafting import UNKNOWN
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
 from mamba_align_jax.errors import QueueFullError
@@ -188,9 +188,9 @@ def serve(
             if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
                 scheduler.remove(request)
                 gone.add(number)
-        preemptions, before = scheduler.num_preemptions, list(scheduler.running)
+        preemptions, before = scheduler.counters.preemptions, list(scheduler.running)
         plan = scheduler.schedule(settled=not in_flight)
-        assert not in_flight or scheduler.num_preemptions == preemptions, "what is missing may be about to come"
+        assert not in_flight or scheduler.counters.preemptions == preemptions, "what is missing may be about to come"
         assert_order(rank, before, plan, scheduler)
         assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
         assert len(plan.prefill) <= scheduler.max_prefill_rows
@@ -248,7 +248,7 @@ def test_the_youngest_gives_way_when_pages_run_out():
     scheduler, device = make(num_pages=14), Device("align")
     requests = [request(i, [i] * 12, max_tokens=20) for i in range(4)]
     done = serve(scheduler, requests, device=device)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.counters.preemptions > 0
     _, *again = (n for n, entered in enumerate(device.entered) if entered == 2)
     assert again[0] < device.entered.index(3), "who gives way comes back before those who never ran"
     assert done[0] == 0, "the oldest is never held up"
@@ -295,7 +295,7 @@ def test_the_youngest_of_the_least_important_gives_way():
     priorities = [1, 0, 1, 1, 0]
     requests = [request(n, [n] * 12, 20, priority=priority) for n, priority in enumerate(priorities)]
     done = serve(scheduler, requests, [0, 0, 0, 4, 4], device=device)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.counters.preemptions > 0
     assert done == [1, 4, 0, 2, 3]
     assert device.entered.count(1) == 1, "the first of all never gives way"
     assert_complete(requests)
@@ -503,7 +503,7 @@ def test_drafts_give_way_before_requests_do():
     serve(scheduler, requests)
     assert_complete(requests)
     assert counts >= {0, 3}
-    assert scheduler.num_preemptions == 0
+    assert scheduler.counters.preemptions == 0
 
 
 def test_states_behind_rejected_drafts_and_stop_tokens_are_not_found():

@@ -13,7 +13,7 @@ from flax import nnx
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
 from mamba_align_jax.engine.reference import Reference
-from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.models import load_model
 
@@ -87,12 +87,7 @@ def make(request, model):
 def make_async(model):
     """Engines that dispatch steps before the last one's tokens are read."""
 
-    def make(drafter=None):
-        engine = Engine(model, EngineConfig(async_stepping=True, **SIZES))
-        engine.runner._drafter = drafter or engine.runner._drafter
-        return engine
-
-    return make
+    return lambda drafter=None: Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=drafter)
 
 
 def undrafted(make, prompts, params=GREEDY):
@@ -120,9 +115,9 @@ def test_any_acceptance_under_preemption_is_right(rng, make, reference):
     plain = undrafted(make, batch)
     engine = make(Foresight(plain))
     engine.warmup()
-    programs = _step._cache_size()
+    programs = run_step._cache_size()
     outputs = engine.generate(batch, GREEDY)
-    assert _step._cache_size() == programs
+    assert run_step._cache_size() == programs
     assert_right(reference, [*plain, *outputs])
     assert_everything_is_returned(engine)
     stats = engine.stats
@@ -232,7 +227,7 @@ def test_a_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_asy
     outputs = [output for _ in range(3) for output in engine.step()]
     for i in ids:
         engine.abort(i)
-    assert engine._in_flight
+    assert engine.unread_steps
     later = [engine.add_request(prompt, GREEDY) for prompt in batch[4:]]
     while engine.has_unfinished:
         outputs += engine.step()
@@ -246,7 +241,7 @@ def assert_traced(rng, engine, file):
     batch, published = prompts(rng, 55, 21, 40), Listener(engine.cache.states)
     batch.append((prompts(rng, 6)[0] * 9)[:50])
     params = dataclasses.replace(GREEDY, max_tokens=30)
-    already = pytest.raises(ValueError, match="one is being written already, got 'x' for another")
+    already = pytest.raises(ValueError, match="a trace is being written already, got 'x' for another one")
     with engine.trace(file), already, engine.trace("x"):
         pass
     with engine.trace(file):
@@ -334,7 +329,7 @@ def test_more_drafts_than_the_engine_has_are_refused(model):
     with pytest.raises(ValueError, match="num_speculative_tokens must be at most the engine's 7, got 8"):
         engine.add_request([1], SamplingParams(num_speculative_tokens=8))
     assert not engine.has_unfinished
-    with pytest.raises(ValueError, match="drafter must be None under async_stepping"):
+    with pytest.raises(ValueError, match="drafter must be None or a DeviceDrafter under async_stepping"):
         Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=Foresight([]))
     with pytest.raises(ValueError, match="num_speculative_tokens must be None or at least 0, got -1"):
         SamplingParams(num_speculative_tokens=-1)

@@ -85,7 +85,7 @@ def test_without_a_tokenizer_there_is_no_text(directory, monkeypatch):
 def test_a_file_that_is_no_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(
-        ValueError, match=re.escape(f"tokenizer.json must be of Hugging Face tokenizers, got {tmp_path}")
+        ValueError, match=re.escape(f"tokenizer.json must be a file of Hugging Face tokenizers, got {tmp_path}")
     ):
         load_tokenizer(tmp_path)
 

@@ -133,7 +133,7 @@ def test_lines_that_are_no_step_are_named(tmp_path):
     good = file.read_text()
     for bad in ("{", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "step": 1}', good[:-20], good.replace("gone", "went")):
         file.write_text(f"{good}{bad}\n{good}")
-        with pytest.raises(ValueError, match=r"trace.jsonl: line 2 is no step of a trace: "):
+        with pytest.raises(ValueError, match=r"trace.jsonl: line 2 is not a step of a trace: "):
             list(read_trace(file))
 
 

@@ -92,7 +92,7 @@ def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
     run(engine)
     Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1)))
     Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1, prefix_cache="none")))
-    assert [r.getMessage() for r in caplog.records if r.name.endswith("block_size")] == [
+    assert [r.getMessage() for r in caplog.records if r.name.endswith("block_size_warning")] == [
         "block_size 8: 24 of the first 32 prompts had no more tokens than that, too few to hit the prefix cache",
         "block_size 8 is too long for max_model_len 9: no prompt ever hits the prefix cache",
     ]
@@ -188,12 +188,12 @@ def late(tree):
 
 def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
     """On a CPU the device borrows the host's memory where that is aligned."""
-    runner, tables = engine.runner, aligned(engine.runner._page_tables)
-    runner._page_tables = tables
+    runner, tables = engine.runner, aligned(engine.runner.packer.page_tables)
+    runner.packer.page_tables = tables
     engine.add_request(prompt(rng, 9), THREE)
     engine.step()
     runner.device_state = dataclasses.replace(runner.device_state, kv=late(runner.device_state.kv))
     dispatched = runner.dispatch(engine.scheduler.schedule())
     tables[:] = 0
-    ((row, result),) = runner.read(dispatched)
+    ((row, result),) = runner.read(dispatched).rows
     assert result.tokens == [next_token(row.request.tokens)]

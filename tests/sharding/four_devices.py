@@ -20,7 +20,7 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.engine.runner import _step
+from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
@@ -115,7 +115,7 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
         block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
         num_speculative_tokens=2, num_state_blocks=40, num_kv_pages=64,
     )  # fmt: skip
-    programs = _step._cache_size()
+    programs = run_step._cache_size()
     for stepping in (False, True):
         config = EngineConfig(**sizes, speculation="mtp", async_stepping=stepping)
         one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
@@ -151,7 +151,7 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
             assert got.shape[0] == 2
             # Guesses are written to page 0, by several rows.
             np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
-    assert _step._cache_size() == programs + 2
+    assert run_step._cache_size() == programs + 2
     config = EngineConfig(**sizes, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
     lookup = Engine(model, config, mesh=mesh)
     poison(lookup)

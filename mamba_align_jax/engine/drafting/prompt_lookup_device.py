@@ -1,81 +1,76 @@
-"""Drafts that are guessed on the device, where the last token is known before the host has read it."""
+"""Prompt lookup inside the jitted step."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine.pending import Sampled
+from mamba_align_jax._deprecated import renamed_keywords
+from mamba_align_jax.engine.drafting.protocols import SampledStep
 from mamba_align_jax.kv import KVPages
-from mamba_align_jax.metadata.attention import StepInputs
-
-
-class SampledStep(NamedTuple):
-    """A step that has sampled. `hidden` [tokens, hidden] is of its tokens; `history` [slots, length] holds the new ones."""
-
-    model: Any
-    hidden: jax.Array
-    inputs: StepInputs
-    kv: KVPages
-    batch: StepBatch
-    history: jax.Array
-    sampled: Sampled
-
-
-class DeviceDrafter(Hashable, Protocol):
-    """Proposes tokens inside a step, by what `Drafter` says. It is static: a program knows its own."""
-
-    def draft(self, step: SampledStep, most: int) -> tuple[jax.Array, jax.Array, KVPages]:
-        """Drafts [rows, most] behind what each row sampled, how many of them count [rows], and the pages."""
-        ...
 
 
 class HistoryDrafter:
-    """A `DeviceDrafter` that needs the tokens alone."""
+    """A base class for a `DeviceDrafter` that needs only the tokens of each request. Subclasses define `propose`."""
 
-    def propose(self, history: jax.Array, length: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-        """Drafts [rows, most] behind the first `length` [rows] tokens of `history` [rows, places], and how many count."""
+    @property
+    def num_kv_layers(self) -> int:
+        """0, because the drafter keeps no keys and values."""
+        return 0
+
+    def propose(self, history: jax.Array, length: jax.Array, max_drafts: int) -> tuple[jax.Array, jax.Array]:
+        """Proposes tokens that may follow each row's tokens.
+
+        Args:
+            history: `history[r, :length[r]]` are the tokens of row r so far. int32 [rows, places].
+            length: int32 [rows].
+            max_drafts: The number of drafts per row (static).
+
+        Returns:
+            The drafts, int32 [rows, max_drafts], and how many of each row's drafts are valid, int32 [rows].
+        """
         raise NotImplementedError
 
-    def draft(self, step: SampledStep, most: int) -> tuple[jax.Array, jax.Array, KVPages]:
-        """See `DeviceDrafter`."""
+    def draft(self, step: SampledStep, max_drafts: int) -> tuple[jax.Array, jax.Array, KVPages]:
+        """Proposes tokens after a step: see `DeviceDrafter`."""
         slot = jnp.minimum(step.sampled.slot, step.history.shape[0] - 1)
-        return *self.propose(step.history[slot], step.sampled.known + step.sampled.counts, most), step.kv
+        length = step.sampled.known + step.sampled.counts
+        drafts, count = self.propose(step.history[slot], length, max_drafts)
+        return drafts, count, step.kv
 
 
 @dataclass(frozen=True)
 class DevicePromptLookup(HistoryDrafter):
-    """Prompt lookup over token histories: the very drafts of `PromptLookupDrafter`."""
+    """Prompt lookup over token histories. It proposes the same drafts as `PromptLookupDrafter`.
+
+    Attributes:
+        longest: Number of tokens of the longest n-gram that is looked up.
+        shortest: Number of tokens of the shortest one.
+    """
 
     longest: int
     shortest: int
 
-    def propose(self, history: jax.Array, length: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-        """What may follow.
+    @renamed_keywords(most="max_drafts")
+    def propose(self, history: jax.Array, length: jax.Array, max_drafts: int) -> tuple[jax.Array, jax.Array]:
+        """Proposes tokens: see `HistoryDrafter`.
 
-        Args:
-            history: int32 [rows, places].
-            length: How many tokens each row has; what stands behind them is not looked at. int32 [rows].
-            most: Drafts per row (static).
-
-        Returns:
-            Drafts [rows, most], zeros where there are none, and their number [rows]: `most` or 0. int32.
+        Tokens of `history` after the first `length` are not read. A row has either `max_drafts` valid drafts or none;
+        invalid drafts are 0.
         """
         place = jnp.arange(history.shape[1], dtype=jnp.int32)
         end = jnp.zeros_like(length)
         same = place < length[:, None] - 1
         for n in range(1, self.longest + 1):
-            # Places whose last n tokens are the row's last n: another token has to match, n - 1 places before.
+            # `same` marks the places where an occurrence of the row's last n tokens ends. Each turn compares one token
+            # more, n - 1 places before.
             tail = jnp.take_along_axis(history, jnp.maximum(length - n, 0)[:, None], axis=1)
             same &= (jnp.roll(history, n - 1, axis=1) == tail) & (place >= n - 1)
             if n >= self.shortest:
                 last = jnp.max(jnp.where(same, place + 1, 0), axis=1)
                 end = jnp.where(last > 0, last, end)
         period = jnp.maximum(length - end, 1)
-        source = end[:, None] + jnp.arange(most, dtype=jnp.int32) % period[:, None]
+        source = end[:, None] + jnp.arange(max_drafts, dtype=jnp.int32) % period[:, None]
         drafts = jnp.take_along_axis(history, jnp.minimum(source, history.shape[1] - 1), axis=1)
         found = end > 0
-        return jnp.where(found[:, None], drafts, 0), jnp.where(found, most, 0).astype(jnp.int32)
+        return jnp.where(found[:, None], drafts, 0), jnp.where(found, max_drafts, 0).astype(jnp.int32)

@@ -5,14 +5,14 @@ import logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_align_jax.engine.block_size import BlockSizeWatch
+from mamba_align_jax.engine.block_size_warning import BlockSizeWatch
 
 
 class Heard(logging.Handler):
     """What the watch says."""
 
     def __enter__(self):
-        self.said, self.logger = [], logging.getLogger("mamba_align_jax.engine.block_size")
+        self.said, self.logger = [], logging.getLogger("mamba_align_jax.engine.block_size_warning")
         self.logger.addHandler(self)
         return self.said
 

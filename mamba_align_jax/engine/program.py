@@ -1,0 +1,297 @@
+"""The jitted step: one program over donated state, from the host's inputs to the sampled tokens and the next drafts."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.columns import certain_tokens
+from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.state import Additions, AlignState, add_requests
+from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
+from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
+from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
+from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.engine.pending import Pending, decode_places, enter, propose, record_sampled, resolve
+from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
+from mamba_align_jax.kv import KVPages, KVSpec
+from mamba_align_jax.metadata.step_inputs import step_inputs
+from mamba_align_jax.sharding import Layout
+from pallas_kernels.rows import token_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the host sends for a step. The decode rows come first, then the prefill rows; both are padded.
+
+    Attributes:
+        tokens: Packed tokens, `UNKNOWN` where only the device knows them. int32 [tokens].
+        entering: Tokens of the requests that enter, as `Pending.history` keeps them. int32 [prefill rows, length].
+        batch: The rows.
+        updates: New entries of the block tables.
+        additions: The slots of the requests that enter.
+        page_tables: KV pages of each slot. int32 [slots, pages].
+        samples: True for rows that sample. bool [rows].
+        temperature: float32 [rows].
+        top_k: int32 [rows].
+        top_p: float32 [rows].
+        seed: int32 [rows].
+    """
+
+    tokens: jax.Array
+    entering: jax.Array
+    batch: StepBatch
+    updates: TableUpdates
+    additions: Additions
+    page_tables: jax.Array
+    samples: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+
+
+class StepResult(NamedTuple):
+    """What the host reads of a step. All arrays are int32.
+
+    Attributes:
+        tokens: Row r sampled `tokens[r, :counts[r]]`. [rows, 1 + K]
+        counts: [rows]
+        drafts: Number of drafts that each row verified. [rows]
+        copies: Number of blocks that were copied: of recurrent states in row 0, of convolution windows in row 1. [2,
+            groups]
+        null_reads: Number of rows whose state was lost. []
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    drafts: jax.Array
+    copies: jax.Array
+    null_reads: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """What one step hands to the next: pools, slots, block tables and pending tokens. Every step donates it."""
+
+    pool: StatePool
+    kv: KVPages
+    state: AlignState
+    tables: BlockTables
+    pending: Pending
+
+    @classmethod
+    def create(
+        cls,
+        spec: AlignConfig,
+        kv_spec: KVSpec,
+        *,
+        state_blocks: int,
+        kv_pages: int,
+        page_size: int,
+        history: int,
+        layout: Layout | None = None,
+    ) -> "DeviceState":
+        """Makes fresh pools, slots and tables.
+
+        Args:
+            spec: How states are kept.
+            kv_spec: What a KV page holds for each token.
+            state_blocks: Number of state blocks, NULL_BLOCK included.
+            kv_pages: Number of KV pages, the NULL page included.
+            page_size: Number of tokens of a KV page.
+            history: Number of tokens that are kept per slot for a drafter on the device; 0 without one.
+            layout: How the arrays lie on several devices; `spec` and the sizes are then those of one device.
+        """
+
+        def create() -> "DeviceState":
+            return cls(
+                pool=StatePool.create(spec, state_blocks),
+                kv=KVPages.create(kv_spec, kv_pages, page_size),
+                state=AlignState.create(spec),
+                tables=BlockTables.create(spec),
+                pending=Pending.create(spec.max_num_seqs, spec.window, history),
+            )
+
+        if layout is None:
+            return create()
+        return jax.jit(layout.run(create, (), device_specs(layout)))()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model without its parameters, which are passed as a list: that is faster than a tree with hundreds of names."""
+
+    definition: nnx.GraphDef
+    structure: jax.tree_util.PyTreeDef
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Every call of a jitted function hashes its static arguments, which takes 5 ms for 32 layers.
+        return hash((self.definition, self.structure))
+
+    @classmethod
+    def split(cls, model: Any) -> "tuple[Graph, list[jax.Array]]":
+        """Splits a model into its graph and its parameters."""
+        definition, state = nnx.split(model)
+        leaves, structure = jax.tree.flatten(state)
+        return cls(definition, structure), leaves
+
+    def model(self, params: list[jax.Array]) -> Any:
+        """Puts graph and parameters together again: the inverse of `split`."""
+        return nnx.merge(self.definition, jax.tree.unflatten(self.structure, params))
+
+
+def device_specs(layout: Layout) -> DeviceState:
+    """Returns how the device state lies on a mesh: the pools are split, the bookkeeping is the same on all devices."""
+    every: Any = PartitionSpec()
+    return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, pending=every)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "draws", "layout"),
+    donate_argnames=("device_state",),
+)
+def run_step(
+    params: list[jax.Array],
+    inputs: Inputs,
+    device_state: DeviceState,
+    *,
+    graph: Graph,
+    spec: AlignConfig,
+    drafter: DeviceDrafter | None,
+    num_decode_rows: int,
+    draws: bool,
+    layout: Layout | None = None,
+) -> tuple[StepResult, DeviceState]:
+    """Runs one step.
+
+    Args:
+        params: The model's parameters.
+        inputs: What the host sends.
+        device_state: What the last step left. `device_state` is donated.
+        graph: The model without its parameters. Static, as are the arguments that follow.
+        spec: How states are kept.
+        drafter: Proposes drafts for the next step; None if no drafter runs on the device.
+        num_decode_rows: Number of rows that are decode or verify rows, padding included.
+        draws: Whether rows may draw tokens at random. If False, every row takes its most likely token.
+        layout: How the model lies on several devices; None for one device.
+
+    Returns:
+        What the host reads, and the state for the next step.
+    """
+    run = functools.partial(
+        _run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows, draws=draws
+    )
+    if layout is not None:
+        every, specs = PartitionSpec(), device_specs(layout)
+        run = layout.run(run, (list(layout.params), every, specs), (every, specs))
+    return run(params, inputs, device_state)
+
+
+def _run_step(
+    params: list[jax.Array],
+    inputs: Inputs,
+    device_state: DeviceState,
+    *,
+    graph: Graph,
+    spec: AlignConfig,
+    drafter: DeviceDrafter | None,
+    num_decode_rows: int,
+    draws: bool,
+) -> tuple[StepResult, DeviceState]:
+    """The step on one device: see `run_step`."""
+    model = graph.model(params)
+    batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
+    tables = update_block_tables(device_state.tables, inputs.updates)
+    state = add_requests(device_state.state, inputs.additions)
+    pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
+    rows = token_rows(batch.query_start_loc, inputs.tokens.shape[0])
+    verify = decode_places(batch, num_decode_rows, spec.window)
+    tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify, rows)
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices)
+    step = step_inputs(
+        batch,
+        indices,
+        num_decode_rows=num_decode_rows,
+        page_tables=inputs.page_tables,
+        num_tokens=tokens.shape[0],
+        page_size=kv.keys.shape[2],
+        num_pages=kv.keys.shape[1],
+    )
+    hidden, pool, kv = model(tokens, step, pool, kv)
+    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify, draws)
+    counts = count_sampled(verified, drafts, num_drafts)
+    counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
+    state, plan = plan_finish(spec, state, batch, indices, counts, tables)
+    pool = copy_states(spec, pool, plan)
+    sampled = Sampled(
+        slot=jnp.where(inputs.samples, batch.idx_mapping, spec.max_num_seqs),
+        tokens=jnp.concatenate([verified, jnp.broadcast_to(last[:, None], (last.shape[0], spec.window))]),
+        counts=counts,
+        known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
+    )
+    pending = record_sampled(pending, sampled)
+    if drafter is not None:
+        finished = SampledStep(model, hidden, step, kv, batch, rows, pending.history, sampled)
+        next_drafts, num_next_drafts, kv = drafter.draft(finished, spec.num_speculative_tokens)
+        pending = propose(pending, sampled.slot, next_drafts, num_next_drafts)
+    result = StepResult(
+        tokens=sampled.tokens,
+        counts=counts,
+        drafts=jnp.pad(num_drafts, (0, counts.shape[0] - num_decode_rows)),
+        copies=_num_copies(spec, indices.migration) + _num_copies(spec, plan),
+        null_reads=indices.num_null_reads(),
+    )
+    return result, DeviceState(pool=pool, kv=kv, state=state, tables=tables, pending=pending)
+
+
+def _choose_tokens(
+    model: ServedModel, hidden: jax.Array, positions: jax.Array, inputs: Inputs, verify: jax.Array, draws: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token after every token of the decode rows and after the last token of each prefill row.
+
+    Args:
+        model: The model.
+        hidden: Hidden states of the step's tokens. [tokens, hidden]
+        positions: Their positions. int32 [tokens].
+        inputs: What the host sent.
+        verify: Where the decode rows' tokens are packed. int32 [decode rows, 1 + K].
+        draws: See `run_step`.
+
+    Returns:
+        The tokens of the decode rows, int32 [decode rows, 1 + K], and of the prefill rows, int32 [prefill rows].
+    """
+    num_decode_rows, window = verify.shape
+    num_rows = inputs.batch.idx_mapping.shape[0]
+    last = jnp.maximum(inputs.batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
+    place = jnp.concatenate([verify.reshape(-1), last])
+    row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), window), jnp.arange(num_decode_rows, num_rows)])
+    logits = model.logits(hidden[place])
+    if draws:
+        options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
+        chosen = sample(logits, *options, positions[place] + 1)
+    else:
+        chosen = most_likely(logits)
+    verified, rest = jnp.split(chosen, [verify.size])
+    return verified.reshape(verify.shape), rest
+
+
+def _num_copies(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:
+    """Returns the number of blocks that a plan copies, int32 [2, groups]: see `StepResult.copies`."""
+    if plan is None:
+        return jnp.zeros((2, len(spec.groups)), jnp.int32)
+    return jnp.stack(plan.num_copies())
