@@ -1,4 +1,4 @@
-"""Checks the shapes and dtypes of arguments against their jaxtyping annotations, and raises ValueError if they differ."""
+"""Checks shapes and dtypes of arguments against their jaxtyping annotations, and raises ValueError if they differ."""
 
 import functools
 import inspect
@@ -28,8 +28,8 @@ def _describe(value: object) -> str:
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Makes `function` check its array arguments against their jaxtyping annotations.
 
-    An axis name means the same size in all arguments of one call. The check reads shapes and dtypes only, so it works on
-    tracers, and a jitted caller pays for it at trace time only.
+    An axis name means the same size in all arguments of one call. The check reads shapes and dtypes only, so it works
+    on tracers, and a jitted caller pays for it at trace time only.
 
     Raises:
         ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation

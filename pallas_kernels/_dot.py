@@ -13,8 +13,8 @@ def pieces(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """
     parts = []
     for _ in range(count - 1):
-        # The part is cut from the upper half of the bits. If it were rounded instead, XLA could keep excess precision and
-        # then find that the rounding has left no rest.
+        # The part is cut from the upper half of the bits. If it were rounded instead, XLA could keep excess precision
+        # and then find that the rounding has left no rest.
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
         part = jax.lax.bitcast_convert_type(bits, jnp.float32)
         parts.append(part.astype(jnp.bfloat16))
@@ -26,8 +26,8 @@ def dot(a: Operand, b: Operand, *, contract: tuple[int, int] = (1, 0), interpret
     """Multiplies two tiles, or tuples of `pieces` of tiles, and returns the product in float32.
 
     bfloat16 tiles are multiplied exactly. float32 tiles are multiplied as three products of tf32 (a relative error of
-    2^-21), or in float32 when interpreted. Products of two pieces that are smaller than the longer tuple's own error are
-    left out.
+    2^-21), or in float32 when interpreted. Products of two pieces that are smaller than the longer tuple's own error
+    are left out.
 
     Args:
         a: A tile or its pieces. No axis may be shorter than 16.

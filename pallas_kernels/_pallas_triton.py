@@ -43,8 +43,8 @@ def lanes(tile: jax.Array | int, size: int, extent: int) -> Lanes:
 def segments(extent: int, size: int) -> Lanes:
     """Returns the indices of a whole axis, folded to [segments, size], and a mask of those that are less than `extent`.
 
-    In a tile of a state, [segments, rows, size], one thread holds the elements of a row that are `size` apart. Most of a sum
-    along the row then needs no exchange between threads.
+    In a tile of a state, [segments, rows, size], one thread holds the elements of a row that are `size` apart. Most of
+    a sum along the row then needs no exchange between threads.
     """
     shape = (max(power_of_two(extent) // size, 1), size)
     index = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * size + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -92,7 +92,8 @@ def call(
     """Launches `kernel` on references to whole arrays.
 
     Args:
-        kernel: The body of one program. Its argument has an attribute for each name in `inputs`, `outputs` and `updates`.
+        kernel: The body of one program. Its argument has an attribute for each name in `inputs`, `outputs` and
+            `updates`.
         name: The name of the launch in a profile.
         grid: The number of programs along each axis. Programs along the first axis run next to each other.
         inputs: Arrays that are read, by name. Scalars are 0-d arrays, and None stands for an array that is left out.

@@ -21,8 +21,8 @@ class Recurrence(NamedTuple):
     Attributes:
         take: Loads the inputs of one token, given its index.
         parameters: Loads the values that are the same for all tokens.
-        advance: Advances the states, one per tile, by one token: (parameters, inputs, states) -> for each tile its outputs
-            [tile] and its new state [segments, tile, segment].
+        advance: Advances the states, one per tile, by one token: (parameters, inputs, states) -> for each tile its
+            outputs [tile] and its new state [segments, tile, segment].
     """
 
     take: Callable[[jax.Array], Any]

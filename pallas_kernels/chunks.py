@@ -51,15 +51,16 @@ def chunk_rows(
 ) -> Chunks:
     """Cuts packed rows into chunks for the prefill ops.
 
-    A row's first chunk ends at the next multiple of `chunk_size` in the sequence, and its last chunk at the row's end. JAX
-    arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results.
+    A row's first chunk ends at the next multiple of `chunk_size` in the sequence, and its last chunk at the row's end.
+    JAX arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results.
 
-    Source: vLLM's `_compute_chunk_metadata`, vectorised, except that a row without tokens has no chunk and -1 as its last
-    one. If `num_computed_tokens` is `query_start_loc[:-1]`, rows are cut at multiples of the packed position, as vLLM's
-    `compute_varlen_chunk_metadata` does.
+    Source: vLLM's `_compute_chunk_metadata`, vectorised, except that a row without tokens has no chunk and -1 as its
+    last one. If `num_computed_tokens` is `query_start_loc[:-1]`, rows are cut at multiples of the packed position, as
+    vLLM's `compute_varlen_chunk_metadata` does.
 
     Args:
-        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat it.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            it.
         num_computed_tokens: Absolute position of each row's first token in its sequence.
         num_tokens: Number of packed tokens, padding included. It and the number of rows determine the number of chunks.
         chunk_size: The distance in tokens between two positions at which chunks are cut.
@@ -75,9 +76,9 @@ def chunk_rows(
 
 def max_chunks(num_tokens: int, num_rows: int, chunk_size: int) -> int:
     """Returns the most chunks into which `num_tokens` tokens of `num_rows` rows can fall, wherever the rows start."""
-    # A row of n >= 1 tokens makes at most (n + 2 * (chunk_size - 1)) // chunk_size chunks, and never more than n.
-    # The result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from those
-    # of a loop over several.
+    # A row of n >= 1 tokens makes at most (n + 2 * (chunk_size - 1)) // chunk_size chunks, and never more than n. The
+    # result is at least 2, because XLA would inline a loop over one chunk, and its bits could then differ from those of
+    # a loop over several.
     return max(2, min(num_tokens, (num_tokens + 2 * (chunk_size - 1) * num_rows) // chunk_size))
 
 
@@ -175,9 +176,9 @@ def scan_chunks(
     between two chunks.
 
     Args:
-        advance: Advances a state over one chunk: (state, take, live) -> (new state, outputs [chunk_size, ...]). `take(x)`
-            returns the chunk's tokens of an array x [tokens, ...], padded with 0 to chunk_size. `live`, bool [chunk_size],
-            is False for that padding.
+        advance: Advances a state over one chunk: (state, take, live) -> (new state, outputs [chunk_size, ...]).
+            `take(x)` returns the chunk's tokens of an array x [tokens, ...], padded with 0 to chunk_size. `live`, bool
+            [chunk_size], is False for that padding.
         initial: The state before each row, float32 [rows, ...].
         chunks: The rows' chunks.
         query_start_loc: Index of each row's first token, int32 [rows + 1].

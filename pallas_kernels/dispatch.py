@@ -31,7 +31,8 @@ def dispatch(
 ) -> Any:
     """Runs an op by its "xla" or its "triton" implementation.
 
-    If the Triton kernel cannot run the arguments, a GPU runs the XLA implementation instead, and a warning is logged once.
+    If the Triton kernel cannot run the arguments, a GPU runs the XLA implementation instead, and a warning is logged
+    once.
 
     Args:
         op: The op's name, for messages.
@@ -49,10 +50,10 @@ def dispatch(
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")
     if implementation == "triton":
         if unsupported:
-            raise UnsupportedError(f"{op}: implementation='triton': {unsupported}")
+            raise UnsupportedError(f"{op}: implementation='triton' cannot run these arguments: {unsupported}")
         return triton(*operands)
     if unsupported and implementation is None and jax.default_backend() == "gpu":
-        _say_once(f"{op} runs as XLA's code, more slowly than the Triton kernel would: {unsupported}")
+        _say_once(f"{op} runs as XLA code, more slowly than the Triton kernel: {unsupported}")
     if implementation == "xla" or unsupported:
         return xla(*operands)
     return jax.lax.platform_dependent(*operands, cuda=triton, default=xla)

@@ -50,20 +50,21 @@ def causal_conv1d_update(
 ) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
     """Convolves the tokens of decode and verify rows causally, and keeps windows for every number of accepted tokens.
 
-    y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), where u is the row's window followed by its tokens. The window
-    is rows window_row .. window_row + width-2 of the read block. The new block holds rows 1 .. width-2 of that window and
-    then all of the row's tokens. After n of them have been accepted, the next step therefore reads from window row n - 1.
-    The rows of the new block after the last token are unspecified.
+    y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), where u is the row's window followed by its tokens. The
+    window is rows window_row .. window_row + width-2 of the read block. The new block holds rows 1 .. width-2 of that
+    window and then all of the row's tokens. After n of them have been accepted, the next step therefore reads from
+    window row n - 1. The rows of the new block after the last token are unspecified.
 
     Numerics: products and sums are float32, tap by tap.
 
-    Sources: Dao-AILab/causal-conv1d's `causal_conv1d_update` for the operation, vLLM's speculative window for the layout.
+    Sources: Dao-AILab/causal-conv1d's `causal_conv1d_update` for the operation, vLLM's speculative window for the
+    layout.
 
     Args:
         x: Inputs of all rows, packed.
-        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit donates
-            it, and copied otherwise. `window` is at least width - 2 + the length of the longest row. It is best not larger,
-            because the Triton kernel is unrolled over as many tokens as fit.
+        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit
+            donates it, and copied otherwise. `window` is at least width - 2 + the length of the longest row. It is best
+            not larger, because the Triton kernel is unrolled over as many tokens as fit.
         layer: The layer whose blocks are read and written.
         weight: Taps; the last one is for the current token.
         bias: Bias that is added before the activation, or None.
@@ -71,8 +72,8 @@ def causal_conv1d_update(
             that entry.
         read_block: The block that holds each row's window. NULL_BLOCK (0) reads as zeros.
         window_row: The first window row that each row reads: the number of tokens accepted in the last step, minus one.
-        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own read
-            block.
+        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own
+            read block.
         activation: The activation function, "silu" or None.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
@@ -116,14 +117,14 @@ def causal_conv1d_prefill(
 ) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
     """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
 
-    The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer than
-    width-1 tokens, the window starts with inputs from the old one. A row's outputs and window are the same bits, however
-    its tokens were split over calls. "xla" can be differentiated.
+    The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer
+    than width-1 tokens, the window starts with inputs from the old one. A row's outputs and window are the same bits,
+    however its tokens were split over calls. "xla" can be differentiated.
 
     Args:
         x: Inputs of all rows, packed.
-        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit donates
-            it, and copied otherwise.
+        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit
+            donates it, and copied otherwise.
         layer: The layer whose blocks are read and written.
         weight: Taps; the last one is for the current token.
         bias: Bias that is added before the activation, or None.
@@ -131,11 +132,11 @@ def causal_conv1d_prefill(
             that entry.
         read_block: The block that holds each row's window. NULL_BLOCK (0) reads as zeros.
         window_row: The first window row that each row reads. It is not 0 if the chunk follows a verify step.
-        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own read
-            block.
+        write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own
+            read block.
         checkpoint_offset: Numbers of tokens of the row after which the window is kept as well, in ascending order.
-        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
-            may be the row's own read block.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
+            It may be the row's own read block.
         activation: The activation function, "silu" or None.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.

@@ -1,11 +1,11 @@
-"""Named workloads of causal_conv1d, shared by tests, tuning and benchmarks."""
+"""Named cases of causal_conv1d, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Row lengths of one call over `channels` channels."""
+    """One call of the op: the lengths of its rows, and the sizes and dtype of its arrays."""
 
     name: str
     lengths: tuple[int, ...]
@@ -15,7 +15,7 @@ class Case:
     num_speculative_tokens: int = 0
 
 
-# 8192 channels: q, k and v of Qwen3.5-35B-A3B's linear attention.
+# 8192 channels are q, k and v of Qwen3.5-35B-A3B's linear attention.
 UPDATE_CASES = (
     *(Case(f"conv_update {rows}", (1,) * rows) for rows in (1, 8, 64, 256)),
     Case("conv_verify 64", (3,) * 64, num_speculative_tokens=2),

@@ -1,49 +1,57 @@
 """causal_conv1d as Pallas kernels.
 
-Update: one program per (tile of channels, row of the batch). Prefill: one per (tile of channels, row), which alone touches
-the row's blocks, and one per (tile of channels, block of tokens).
+The update kernel has one program per tile of channels and row of the batch. The prefill kernel has one program per tile
+of channels and row, which alone touches the row's blocks, and one per tile of channels and block of tokens.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
+from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig, default_config, default_prefill_config
 
-_WORD = 16  # tokens whose row starts fit one int32, with those of the width-2 tokens before them
+_WORD = 16  # the number of tokens whose row starts fit into one int32, with those of the width-2 tokens before them
 
 
-def _load(at, inside):
+def _load(at, inside: jax.Array) -> jax.Array:
     return pt.load(at, mask=inside, other=0.0)
 
 
-def _parameters(refs, channel, inside):
-    """The taps, and the bias or None."""
+def _parameters(refs: Refs, channel: jax.Array, inside: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
+    """Loads the taps, and the bias if there is one, for the program's channels."""
     taps = [
         _load(refs.weight.at[jnp.int32(j), channel], inside).astype(jnp.float32) for j in range(refs.weight.shape[0])
     ]
     return taps, None if refs.bias is None else _load(refs.bias.at[channel], inside).astype(jnp.float32)
 
 
-def _output(window, taps, bias, activate):
-    """The output of the last of `width` inputs."""
+def _output(
+    window: list[jax.Array],
+    taps: list[jax.Array],
+    bias: jax.Array | None,
+    activate: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """Returns the output of one token, the last of the `width` inputs in `window`."""
     y = jnp.zeros(window[0].shape, jnp.float32) if bias is None else bias
     for tap, value in zip(taps, window, strict=True):
         y = y + tap * value.astype(jnp.float32)
     return activate(y) if activate else y
 
 
-def _update_kernel(refs, *, tile, activation):
+def _update_kernel(refs: Refs, *, tile: int, activation: str | None) -> None:
+    """Runs one row and tile of channels. Reads all inputs of `call` below, updates `pool` and writes `y`."""
     tokens, channels = refs.x.shape
     rows, width = refs.read_block.shape[0], refs.weight.shape[0]
     longest = refs.pool.shape[2] - (width - 2)
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     program = pt.program_id(1)
-    # All that addresses depend on is loaded here, ahead of any branch: one trip to memory instead of one after another.
+    # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
     row = jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
@@ -52,8 +60,11 @@ def _update_kernel(refs, *, tile, activation):
 
     @pt.when((program < rows) & (end > start))
     def _():
-        # Everything is read before anything is written, and one channel stays in one thread: the blocks may be the same.
-        old = lambda j: refs.pool.at[layer, read, window_row + j, channel]
+        # Everything is read before anything is written, and one thread handles all rows of a channel. The read block
+        # and the write block may therefore be the same.
+        def old(j):
+            return refs.pool.at[layer, read, window_row + j, channel]
+
         history = [_load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
         new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
         inputs = history + new
@@ -64,28 +75,28 @@ def _update_kernel(refs, *, tile, activation):
             y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
             pt.store(refs.y.at[start + t, channel], y.astype(refs.y.dtype), mask=inside & (start + t < end))
 
-    # Tokens behind the last row have no row of their own.
+    # The tokens after the last row belong to no row. The program with the token's number writes zeros.
     @pt.when((program < tokens) & (program >= total))
     def _():
         pt.store(refs.y.at[program, channel], jnp.zeros((tile,), refs.y.dtype), mask=inside)
 
 
 def causal_conv1d_update(
-    x,
-    pool,
-    layer,
-    weight,
-    bias,
-    query_start_loc,
-    read_block,
-    window_row,
-    write_block,
+    x: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    window_row: jax.Array,
+    write_block: jax.Array,
     *,
     activation: str | None,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the update kernel. See api.py."""
     rows = read_block.shape[0]
     config = config or default_config()
     results = pt.call(
@@ -110,24 +121,27 @@ def causal_conv1d_update(
     return results["y"], results["pool"]
 
 
-def _prefill_kernel(refs, *, tile, block, activation, interpret):
+def _prefill_kernel(refs: Refs, *, tile: int, block: int, activation: str | None, interpret: bool) -> None:
+    """Runs one row's beginning, or one block of tokens, for a tile of channels. Updates `pool` and writes `y`."""
     (tokens, channels), rows, width = refs.x.shape, refs.read_block.shape[0], refs.weight.shape[0]
     activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
-    # The first programs run a row's first width-1 tokens and keep its windows: whatever needs the window it starts from.
-    # The others run blocks of tokens, and know no rows but by their first tokens.
+    # The first programs have a row each. They do everything that needs the row's initial window: they run the row's
+    # first width-1 tokens and keep its windows. The other programs have a block of packed tokens each. All that they
+    # know of the rows is where they start.
     program = pt.program_id(1)
     is_row, row = program < rows, jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
     first = jnp.where(is_row, start, (program - rows) * block)
 
-    def is_behind():
-        """Per token: whether it is behind the first width-1 of its row."""
+    def is_past_first():
+        """Yields for each token of the block whether it comes after the first width-1 tokens of its row."""
         row, exists = pt.lanes(0, pt.power_of_two(rows), rows)
         start, end = (pt.load(refs.query_start_loc.at[r], mask=exists, other=0) for r in (row, row + 1))
         for t in range(0, block, _WORD):
-            # Bit n: a row starts at token n - (width - 2) of this word, and only one that does is not empty.
+            # Bit n says that a row starts at token n - (width - 2) of this word. Empty rows are left out, so no two
+            # rows share a bit.
             n = start - (first + t - (width - 2))
             seen = (end > start) & (n >= 0) & (n < _WORD + width - 2)
             starts = jnp.sum(jnp.where(seen, 1 << jnp.where(seen, n, 0), 0), dtype=jnp.int32)
@@ -136,11 +150,15 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
 
     @pt.when((program >= rows) | (end > start))
     def _():
-        # One channel stays in one thread, which reads a row's block before it writes any: they may be the same.
-        old = lambda j: refs.pool.at[layer, read, window_row + j, channel]
+        # One thread handles all rows of a channel and reads the row's block before it writes any block. The read block
+        # and the written blocks may therefore be the same.
+        def old(j):
+            return refs.pool.at[layer, read, window_row + j, channel]
+
         history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
         def keep(offset, block):
+            """Writes the window after `offset` tokens of the row to `block`."""
             mask = inside & (block != NULL_BLOCK)
             at = [offset - (width - 1) + j for j in range(width - 1)]
             window = [_load(refs.x.at[start + jnp.maximum(token, 0), channel], mask) for token in at]
@@ -159,37 +177,39 @@ def _prefill_kernel(refs, *, tile, block, activation, interpret):
             if refs.checkpoint_block is not None:
                 jax.lax.fori_loop(jnp.int32(0), jnp.int32(refs.checkpoint_block.shape[1]), checkpoint, None)
 
-        new = lambda t: refs.x.at[jnp.clip(first + t, 0, tokens - 1), channel]
+        def new(t):
+            return refs.x.at[jnp.clip(first + t, 0, tokens - 1), channel]
+
         before = [_load(new(j - (width - 1)), inside & ~is_row) for j in range(width - 1)]
         inputs = [jnp.where(is_row, *pair) for pair in zip(history, before, strict=True)]
         inputs += [_load(new(t), inside & (~is_row | (t < width - 1))) for t in range(block)]
         taps, bias = _parameters(refs, channel, inside)
-        for t, behind in enumerate(is_behind()):
+        for t, past_first in enumerate(is_past_first()):
             token = first + t
             y = _output(inputs[t : t + width], taps, bias, activate)
             of_row = is_row & (token < end) & (t < width - 1)
-            live = inside & (of_row | ~is_row & (behind | (token >= total)) & (token < tokens))
+            live = inside & (of_row | ~is_row & (past_first | (token >= total)) & (token < tokens))
             pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
 
 
 def causal_conv1d_prefill(
-    x,
-    pool,
-    layer,
-    weight,
-    bias,
-    query_start_loc,
-    read_block,
-    window_row,
-    write_block,
-    checkpoint_offset=None,
-    checkpoint_block=None,
+    x: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    window_row: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None = None,
+    checkpoint_block: jax.Array | None = None,
     *,
     activation: str | None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the prefill kernel. See api.py."""
     config = config or default_prefill_config()
     block = max(config.block, weight.shape[0] - 1)
     results = pt.call(

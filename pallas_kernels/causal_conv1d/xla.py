@@ -11,7 +11,7 @@ from pallas_kernels.rows import token_rows
 def _history(
     pool: jax.Array, layer: jax.Array, read_block: jax.Array, window_row: jax.Array, width: int, layout: WindowLayout
 ) -> jax.Array:
-    """The width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
+    """Returns the width-1 inputs before each row, [rows, width-1, channels], in the pool's dtype."""
     window_row = window_row[:, None] + jnp.arange(width - 1, dtype=jnp.int32)
     place = (window_row,) if layout == "SD" else (slice(None), window_row)
     history = pool.at[layer, read_block[:, None], *place].get(mode="clip")
@@ -26,6 +26,7 @@ def _convolve(
     query_start_loc: jax.Array,
     activation: str | None,
 ) -> jax.Array:
+    """Returns the outputs [tokens, channels], given each row's history [rows, width-1, channels]."""
     num_tokens, width = x.shape[0], weight.shape[0]
     rows = token_rows(query_start_loc, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -43,7 +44,10 @@ def _convolve(
 
 
 def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) -> jax.Array:
-    """Inputs number `at[rows, n]` of each row: its tokens from 0 on, its history at -1, -2, ..."""
+    """Returns the inputs at the indices `at` [rows, n] of each row, [rows, n, channels].
+
+    Index 0 is the row's first token, and the negative indices are its history.
+    """
     width = history.shape[1] + 1
     row = jnp.arange(at.shape[0], dtype=jnp.int32)[:, None]
     before = history[row, jnp.clip(at + width - 1, 0, width - 2)]
@@ -52,14 +56,25 @@ def _windows(x: jax.Array, history: jax.Array, start: jax.Array, at: jax.Array) 
 
 
 def _keep(pool: jax.Array, layer: jax.Array, block: jax.Array, windows: jax.Array, layout: WindowLayout) -> jax.Array:
-    """Writes windows [rows, window, channels] to blocks."""
+    """Writes windows [rows, window, channels] to blocks [rows] and returns the new pool."""
     return write_blocks(pool, layer, block, windows if layout == "SD" else windows.swapaxes(1, 2))
 
 
 def causal_conv1d_update(
-    x, pool, layer, weight, bias, query_start_loc, read_block, window_row, write_block, *, activation, layout
-):
-    """See api.py."""
+    x: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    window_row: jax.Array,
+    write_block: jax.Array,
+    *,
+    activation: str | None,
+    layout: WindowLayout,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves decode and verify rows. See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
     history = _history(pool, layer, read_block, window_row, width, layout)
@@ -70,22 +85,22 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_prefill(
-    x,
-    pool,
-    layer,
-    weight,
-    bias,
-    query_start_loc,
-    read_block,
-    window_row,
-    write_block,
-    checkpoint_offset=None,
-    checkpoint_block=None,
+    x: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    window_row: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None = None,
+    checkpoint_block: jax.Array | None = None,
     *,
-    activation,
-    layout,
-):
-    """See api.py."""
+    activation: str | None,
+    layout: WindowLayout,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves rows of any length. See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     history = _history(pool, layer, read_block, window_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)

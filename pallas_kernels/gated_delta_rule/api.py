@@ -46,8 +46,8 @@ def gated_delta_rule_gates(
 ]:
     """Computes the log decay g (at most 0) and the correction strength beta from raw projections, in float32.
 
-    `gated_delta_rule_update` computes them inside its kernel; the other functions take them as arrays. The equations are at
-    the top of this file.
+    `gated_delta_rule_update` computes them inside its kernel; the other functions take them as arrays. The equations
+    are at the top of this file.
 
     Args:
         a: Raw decay projection, per head, or per key channel for Kimi delta attention.
@@ -99,11 +99,11 @@ def gated_delta_rule_update(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
     """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
 
-    It takes the convolution's outputs and the raw gates as the projections give them. The equations are at the top of this
-    file. The state after token t of row r is written to write_blocks[r, t].
+    It takes the convolution's outputs and the raw gates as the projections give them. The equations are at the top of
+    this file. The state after token t of row r is written to write_blocks[r, t].
 
-    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's results
-    do not depend on other rows, to the bit.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's
+    results do not depend on other rows, to the bit.
 
     Args:
         qkv: Outputs of the convolution, [queries | keys | values] of all rows, packed, the heads in order.
@@ -112,13 +112,14 @@ def gated_delta_rule_update(
         b: Raw projection of beta, per head.
         A_log: Logarithm of the decay rate, per head.
         dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
         read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
-            has at most `window` tokens. A block may be the row's own read block.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
+            row has at most `window` tokens. A block may be the row's own read block.
         lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         scale: Factor of the queries. None means key_dim ** -0.5.
@@ -138,8 +139,8 @@ def gated_delta_rule_update(
     key_channels = qkv.shape[1] - value_heads * value_dim
     require(
         key_channels > 0 and key_channels % (2 * key_dim) == 0 and value_heads % (key_channels // (2 * key_dim)) == 0,
-        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, where "
-        f"key_heads divides {value_heads}, got {qkv.shape[1]}",
+        f"gated_delta_rule_update: qkv must have 2 * key_heads * {key_dim} + {value_heads} * {value_dim} channels, "
+        f"where key_heads divides {value_heads}, got {qkv.shape[1]}",
     )
     _check_gates("gated_delta_rule_update", a, dt_bias, lower_bound)
     if qkv.shape[0] == 0 or read_block.shape[0] == 0:
@@ -179,13 +180,14 @@ def gated_delta_rule_recurrent(
         v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
         g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
         beta: Correction strength, in [0, 2].
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
         read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
-            has at most `window` tokens. A block may be the row's own read block.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
+            row has at most `window` tokens. A block may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
@@ -239,16 +241,16 @@ def gated_delta_rule_prefill(
     """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
 
     The equations are at the top of this file. Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute
-    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split at
-    the end of a chunk, or resumed from a block. "xla" can be differentiated.
+    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split
+    at the end of a chunk, or resumed from a block. "xla" can be differentiated.
 
-    Numerics: sums are float32. Decays are exponentials of numbers that are not positive, or that are bounded, and each sum
-    of log decays is as exact as if it were computed alone. The triangular system is solved by forward substitution. "xla"
-    multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 inputs exactly with float32 values in two pieces of
-    bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other inputs as
-    float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys, rounds them to
-    bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single token's decay can be
-    there is described in docs/design.md, section 6.
+    Numerics: sums are float32. Decays are exponentials of numbers that are not positive, or that are bounded, and each
+    sum of log decays is as exact as if it were computed alone. The triangular system is solved by forward substitution.
+    "xla" multiplies at Precision.HIGHEST. "triton" multiplies bfloat16 inputs exactly with float32 values in two pieces
+    of bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other
+    inputs as float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys,
+    rounds them to bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single
+    token's decay can be there is described in docs/design.md, section 6.
 
     Args:
         q: Queries of all rows, packed.
@@ -256,7 +258,8 @@ def gated_delta_rule_prefill(
         v: Values of all rows, packed. Value head h uses key head h // (value_heads // key_heads).
         g: Log decay, at most 0, per head, or per key channel for Kimi delta attention.
         beta: Correction strength, in [0, 2].
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -266,8 +269,8 @@ def gated_delta_rule_prefill(
             read block.
         checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order. Each
             must be the end of a chunk.
-        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
-            may be the row's own read block.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
+            It may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.

@@ -1,11 +1,15 @@
-"""Named workloads of gated_delta_rule, shared by tests, tuning and benchmarks."""
+"""Named cases of gated_delta_rule, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Row lengths of one call, heads and dims of one layer."""
+    """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer.
+
+    `packed` cases call `gated_delta_rule_update`, the others `gated_delta_rule_recurrent`. `kda` means a decay per key
+    channel, as in Kimi delta attention. `allow_neg_eigval` lets beta go up to 2.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -17,10 +21,10 @@ class Case:
     state_dtype: str = "float32"
     packed: bool = True
     kda: bool = False
-    allow_neg_eigval: bool = False  # beta up to 2
+    allow_neg_eigval: bool = False
 
 
-# Qwen3.5-35B-A3B's linear attention, Kimi-Linear's, and OLMo-Hybrid's heads of 96 x 192.
+# The linear attention of Qwen3.5-35B-A3B and of Kimi-Linear, and OLMo-Hybrid's heads of 96 key and 192 value dims.
 UPDATE_CASES = (
     *(Case(f"gdn_decode float32 {rows}", (1,) * rows) for rows in (1, 8, 64, 256)),
     *(Case(f"gdn_decode bfloat16 {rows}", (1,) * rows, state_dtype="bfloat16") for rows in (1, 8, 64, 256)),

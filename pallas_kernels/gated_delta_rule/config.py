@@ -1,4 +1,4 @@
-"""Launch configuration of gated_delta_rule's kernels."""
+"""Launch configurations of gated_delta_rule's kernels."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,13 @@ from pallas_kernels.chunks import CHUNK_SIZE
 
 @dataclass(frozen=True)
 class Config:
-    """How the update kernel cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
+    """How the update kernel cuts a head's state [value_dim, key_dim]. All sizes are powers of two.
 
-    A program holds `block_value` rows as tiles of `tile_value` rows; a row is folded into segments of `segment` keys.
+    Attributes:
+        block_value: The number of state rows (value dims) per program.
+        tile_value: The number of state rows per tile. A program has block_value / tile_value tiles.
+        segment: The number of keys in a segment. Each state row is folded into segments.
+        num_warps: The number of warps per program.
     """
 
     block_value: int
@@ -20,10 +24,12 @@ class Config:
 
 
 def default_config(rows: int, window: int, itemsize: int) -> Config:
-    """Tiles small enough for a warp to lay out without shared memory: XLA would pay for that with most of the L1 cache.
+    """Returns the configuration for a batch of `rows` rows of at most `window` tokens and states of `itemsize` bytes.
 
-    Tile and segment set the order of sums, so they depend on the state's dtype alone. Best, or within 2 %, of
-    `benchmarks.tune` on an H200 (JAX 0.11.2) for heads of 128 x 128; verify rows of 16-bit states are not tuned.
+    Tiles are small enough for one warp to handle them without shared memory. A kernel that uses shared memory would
+    lose most of the L1 cache to it when XLA launches it. Tile and segment determine the order of sums, so they depend
+    on the state's dtype alone. For heads of 128 x 128 it is the fastest of `benchmarks.tune`, or within 2 % of it, on
+    an H200 with JAX 0.11.2. Verify rows of 16-bit states are not tuned.
     """
     if itemsize == 2:
         block_value = 16 if window > 1 else 8 if rows >= 4 else 4
@@ -33,11 +39,15 @@ def default_config(rows: int, window: int, itemsize: int) -> Config:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How prefill's kernels share the work. Of these, only `pieces` changes what is computed.
+    """How the prefill kernels are launched. Only `pieces` changes the results.
 
-    The kernel that carries states gives a program `tile_value` of a head's value dims, `num_warps` warps, and `num_stages`
-    chunks in flight; the one that multiplies a chunk's keys takes `products_warps`. Where inputs are bfloat16, float32
-    values enter the products that make states in `pieces` of bfloat16: an error of 2^-16 with two, of 2^-8 with one.
+    Attributes:
+        tile_value: The number of value dims per program of the kernel that carries states.
+        num_warps: The number of warps per program of that kernel.
+        num_stages: The number of chunks that that kernel loads and runs at the same time.
+        products_warps: The number of warps per program of the kernel that multiplies a chunk's keys.
+        pieces: If inputs are bfloat16, the number of bfloat16 pieces into which float32 values are split for the
+            products that states depend on. The relative error is 2^-16 with two pieces and 2^-8 with one.
     """
 
     tile_value: int
@@ -47,18 +57,20 @@ class PrefillConfig:
     pieces: int
 
 
-_SHARED_BYTES = 215_000  # for the chunks in flight, of an H200's 232,448
+_SHARED_BYTES = 215_000  # the shared memory for the chunks in flight, out of an H200's 232,448 bytes
 
 
 def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel: bool) -> PrefillConfig:
-    """For `values` value dims of all heads and rows: few of them are cut small, to fill the card.
+    """Returns the configuration for `values` value dims in all heads and rows together, and inputs of `itemsize` bytes.
 
-    Measured on an H200 (JAX 0.11.2) for heads of 128 x 128 and bfloat16 inputs; float32 inputs are not tuned. With a decay
-    per key channel keys are decayed before they are multiplied, in bfloat16: a second piece would cost 1.8 times the time.
+    If there are few value dims, they are cut into small tiles, so that there are enough programs to fill the GPU. With
+    a decay per key channel (`per_channel`), keys are decayed before they are multiplied, in one piece of bfloat16,
+    because two pieces take 1.8 times as long. Measured on an H200 with JAX 0.11.2 for heads of 128 x 128 and bfloat16
+    inputs; float32 inputs are not tuned.
     """
     if itemsize == 4:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8, pieces=1)
-    # In bfloat16: queries and keys, which with decays of their own come twice, and three squares.
+    # A chunk's operands in bfloat16: queries, keys (twice if decays are per key channel), and three squares.
     chunk_bytes = 2 * CHUNK_SIZE * ((2 + per_channel) * power_of_two(key_dim) + 3 * CHUNK_SIZE)
     stages = max(1, min(3, _SHARED_BYTES // chunk_bytes))
     if per_channel:

@@ -1,26 +1,48 @@
-"""gated_delta_rule's update as a Pallas kernel: the rows of a program's block are a head's value dims."""
+"""gated_delta_rule's update as a Pallas kernel. The state rows of a program are value dims of one head."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
+from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.gated_delta_rule.config import Config, default_config
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 
-def _recurrence(head, tiles, keys, *, refs, scale, use_qk_l2norm, gate):
+def _recurrence(
+    head: jax.Array,
+    tiles: list[Lanes],
+    keys: Lanes,
+    *,
+    refs: Refs,
+    scale: float,
+    use_qk_l2norm: bool,
+    gate: dict[str, Any],
+) -> _state_rows.Recurrence:
+    """Makes the recurrence of one head, for `_state_rows.advance_rows`.
+
+    Args:
+        head: The value head.
+        tiles: The value dims of each tile.
+        keys: The key dims, folded into segments.
+        refs: Reads `qkv`, `a`, `b`, `A_log` and `dt_bias`, or, if `qkv` is None, `q`, `k`, `v`, `g` and `beta`.
+        scale: Factor of the queries.
+        use_qk_l2norm: Whether queries and keys are normalised.
+        gate: Options of `gates`, which computes g and beta if `qkv` is given.
+    """
     _, _, value_heads, value_dim, key_dim = refs.pool.shape
     key, key_inside = keys
 
     def vector(ref, *at, offset=0):
-        """Keys of one head, folded, in float32."""
+        """Loads the keys of one head, folded into segments, in float32."""
         return pt.load(ref.at[(*at, offset + key)], mask=key_inside, other=0.0).astype(jnp.float32)
 
     def of_head(ref, *token):
-        """A number per head, or per head and key."""
+        """Loads the head's number, or its vector of keys if the array has one per key channel."""
         at = (*token, head)
         return vector(ref, *at) if len(ref.shape) > len(at) else ref[at].astype(jnp.float32)
 
@@ -65,7 +87,17 @@ def _recurrence(head, tiles, keys, *, refs, scale, use_qk_l2norm, gate):
     return _state_rows.Recurrence(take, lambda: None, advance)
 
 
-def _update(inputs, rows, pool, out, *, config, interpret, **options):
+def _update(
+    inputs: dict[str, jax.Array | None],
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    pool: jax.Array,
+    out: jax.ShapeDtypeStruct,
+    *,
+    config: Config | None,
+    interpret: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the update kernel. `rows` are query_start_loc, read_block and write_blocks."""
     _, read_block, write_blocks = rows
     config = config or default_config(read_block.shape[0], write_blocks.shape[1], pool.dtype.itemsize)
 
@@ -87,16 +119,16 @@ def _update(inputs, rows, pool, out, *, config, interpret, **options):
 
 
 def gated_delta_rule_update(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_blocks,
+    qkv: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks: jax.Array,
     *,
     scale: float,
     use_qk_l2norm: bool,
@@ -104,8 +136,8 @@ def gated_delta_rule_update(
     allow_neg_eigval: bool,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel on the convolution's outputs and raw gates. See api.py."""
     return _update(
         dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, layer=layer),
         (query_start_loc, read_block, write_blocks),
@@ -120,23 +152,23 @@ def gated_delta_rule_update(
 
 
 def gated_delta_rule_recurrent(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_blocks,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks: jax.Array,
     *,
     scale: float,
     use_qk_l2norm: bool,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel on separate queries, keys, values and gates. See api.py."""
     return _update(
         dict(qkv=None, q=q, k=k, v=v, g=g, beta=beta, layer=layer),
         (query_start_loc, read_block, write_blocks),
@@ -145,6 +177,6 @@ def gated_delta_rule_recurrent(
         config=config,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
-        gate=None,
+        gate={},
         interpret=interpret,
     )

@@ -1,19 +1,34 @@
-"""gated_delta_rule in plain jax.numpy: token by token for decode and verify, chunked for prefill."""
+"""gated_delta_rule in plain jax.numpy: token by token for decode and verify rows, chunk by chunk for prefill."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import softplus
 from pallas_kernels.blocks import places_to_keep, read_blocks, write_blocks, write_kept
-from pallas_kernels.chunks import scan_chunks
+from pallas_kernels.chunks import Chunks, scan_chunks
 from pallas_kernels.rows import token_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 L2_EPSILON = 1e-6
 
 
-def gates(a, b, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_eigval: bool = False):
-    """See api.py; A_log broadcasts against `a`. Also runs inside the kernel."""
+def gates(
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    *,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes g and beta as `gated_delta_rule_gates` in api.py does. `A_log` must broadcast against `a`.
+
+    The update kernel calls it as well.
+    """
     raw = a.astype(jnp.float32) + dt_bias.astype(jnp.float32)
     rate = jnp.exp(A_log.astype(jnp.float32))
     g = -rate * softplus(raw) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * raw)
@@ -22,6 +37,7 @@ def gates(a, b, A_log, dt_bias, *, lower_bound: float | None = None, allow_neg_e
 
 
 def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns queries and keys in float32, normalised if asked for, with the queries scaled."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if use_qk_l2norm:
         q = q * jax.lax.rsqrt(jnp.sum(q * q, -1, keepdims=True) + L2_EPSILON)
@@ -30,9 +46,19 @@ def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -
 
 
 def _advance_rows(
-    take, dtype, pool, layer, query_start_loc, read_block, write_blocks_, *, num_tokens, scale, use_qk_l2norm
-):
-    """Advances packed rows; take(token) gives q, k, v, g and beta of a token."""
+    take: Callable[[jax.Array], tuple[jax.Array, ...]],
+    dtype: jnp.dtype,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks_: jax.Array,
+    *,
+    num_tokens: int,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Advances packed rows token by token. take(token) returns the token's q, k, v, g and beta."""
     value_heads, value_dim = pool.shape[2:4]
     rows = token_rows(query_start_loc, num_tokens)
 
@@ -42,29 +68,45 @@ def _advance_rows(
         state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
         q, k, v, g, beta = take(token)
         q, k = (jnp.repeat(x, value_heads // k.shape[0], axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
-        # One decay per head, or one per head and key.
+        # There is one decay per head, or one per head and key channel.
         state = jnp.exp(g).reshape(value_heads, 1, -1) * state
         correction = beta[:, None] * (v.astype(jnp.float32) - jnp.sum(state * k[:, None, :], axis=-1))
         state = state + correction[:, :, None] * k[:, None, :]
         out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(dtype))
         return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
 
-    # Token after token, gates included, in a body of one shape, and as many turns as there are tokens: a row's bits can't
-    # depend on its neighbours or on the bucket.
+    # Every token runs in the same loop body of one shape, gates included, and the loop has as many turns as there are
+    # tokens. A row's bits therefore depend neither on other rows nor on the amount of padding.
     state = jnp.zeros(pool.shape[2:], jnp.float32)
     out = jnp.zeros((num_tokens, value_heads, value_dim), dtype)
     _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
     return out, pool
 
 
-def gated_delta_rule_recurrent(q, k, v, g, beta, *rows, **options):
-    """See api.py."""
-    take = lambda token: (q[token], k[token], v[token], g[token], beta[token])
+def gated_delta_rule_recurrent(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, *rows: Any, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Advances rows from separate inputs and computed gates. `rows` are the arguments from `pool` on. See api.py."""
+
+    def take(token):
+        return q[token], k[token], v[token], g[token], beta[token]
+
     return _advance_rows(take, v.dtype, *rows, num_tokens=v.shape[0], **options)
 
 
-def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound, allow_neg_eigval, **options):
-    """See api.py."""
+def gated_delta_rule_update(
+    qkv: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    pool: jax.Array,
+    *rows: Any,
+    lower_bound: float | None,
+    allow_neg_eigval: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Advances rows from the convolution's outputs and raw gates. `rows` are the arguments after `pool`. See api.py."""
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_channels = (qkv.shape[1] - value_heads * value_dim) // 2
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
@@ -78,21 +120,32 @@ def gated_delta_rule_update(qkv, a, b, A_log, dt_bias, pool, *rows, lower_bound,
     return _advance_rows(take, qkv.dtype, pool, *rows, num_tokens=qkv.shape[0], **options)
 
 
-def _advance_chunk(state, q, k, v, g, beta):
-    """One chunk of every value head, from a state [heads, value_dim, key_dim]: the new state and the outputs.
+def _advance_chunk(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Advances the states of all value heads by one chunk.
 
-    q, k [heads, chunk, key_dim]; v [heads, chunk, value_dim]; g [heads, chunk, key_dim], or 1 for all keys;
-    beta [heads, chunk]. Padding has k, v, g, beta = 0.
+    Args:
+        state: The states before the chunk, [heads, value_dim, key_dim].
+        q: Queries, normalised and scaled, [heads, chunk, key_dim].
+        k: Keys, normalised, [heads, chunk, key_dim]. 0 for padding.
+        v: Values, [heads, chunk, value_dim]. 0 for padding.
+        g: Log decays, [heads, chunk, key_dim], or [heads, chunk, 1] if all keys share one. 0 for padding.
+        beta: Correction strengths, [heads, chunk]. 0 for padding.
+
+    Returns:
+        The new states and the outputs [heads, chunk, value_dim].
     """
-    dot = lambda equation, *operands: jnp.einsum(equation, *operands, precision=_HIGHEST)
+    dot = functools.partial(jnp.einsum, precision=_HIGHEST)
     chunk = q.shape[1]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    # Decay from token j to token i >= j, each sum on its own: the difference of two long sums would lose a short one.
+    # The decay from token j to a later token i. Each sum is computed on its own, because the difference of two long
+    # sums would lose the digits of a short one.
     after = jnp.where(jnp.tril(lower, -1)[..., None], g[:, :, None, :], 0.0)
     between = jnp.where(lower[..., None], jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
 
     def products(x):
-        """Decayed products of each token's x with the keys up to it, [heads, chunk, chunk]."""
+        """Returns the decayed products of each token's x with the keys up to that token, [heads, chunk, chunk]."""
         if g.shape[-1] == 1:
             return between[..., 0] * dot("hik,hjk->hij", x, k)
         return jnp.sum(between * x[:, :, None, :] * k[:, None, :, :], axis=-1)
@@ -107,24 +160,24 @@ def _advance_chunk(state, q, k, v, g, beta):
 
 
 def gated_delta_rule_prefill(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    pool,
-    layer,
-    query_start_loc,
-    chunks,
-    read_block,
-    write_block,
-    checkpoint_offset=None,
-    checkpoint_block=None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    chunks: Chunks,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None = None,
+    checkpoint_block: jax.Array | None = None,
     *,
-    scale,
-    use_qk_l2norm,
-):
-    """See api.py."""
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs rows of any length, chunk by chunk. See api.py."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     g = g.reshape(*g.shape[:2], -1)

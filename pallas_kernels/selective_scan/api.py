@@ -42,9 +42,9 @@ def selective_scan(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
     """Runs Mamba-1's recurrence over rows of any length, in one launch, and keeps each row's final state.
 
-    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. With a float32
-    pool, states and outputs are the same bits, however a row's tokens were split over calls. A row's results do not depend
-    on other rows. "xla" can be differentiated.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. With a
+    float32 pool, states and outputs are the same bits, however a row's tokens were split over calls. A row's results do
+    not depend on other rows. "xla" can be differentiated.
 
     Args:
         x: Inputs of all rows, packed.
@@ -52,7 +52,8 @@ def selective_scan(
         A: -exp(A_log), per channel and state.
         B: Input projections. Head h uses group h // (heads // groups).
         C: Output projections, in the same groups as B.
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token, starting at 0; the last entry is the end of the last row.
             Padding rows repeat that entry.
@@ -60,8 +61,8 @@ def selective_scan(
         write_block: The block that receives each row's final state. NULL_BLOCK skips the write. It may be the row's own
             read block.
         checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order.
-        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
-            may be the row's own read block.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
+            It may be the row's own read block.
         D: Skip connection, or None.
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.

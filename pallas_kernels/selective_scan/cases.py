@@ -1,11 +1,11 @@
-"""Named workloads of selective_scan, shared by tests, tuning and benchmarks."""
+"""Named cases of selective_scan, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Row lengths of one call and one layer's dims."""
+    """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer. `gated` cases have a z."""
 
     name: str
     lengths: tuple[int, ...]
@@ -18,7 +18,7 @@ class Case:
     gated: bool = False
 
 
-# Falcon-Mamba-7B's Mamba-1.
+# The Mamba-1 layers of Falcon-Mamba-7B.
 CASES = (
     Case("selective_scan 4x2048", (2048,) * 4),
     Case("selective_scan odd", (1, 63, 0, 130, 5), head_dim=1000, gated=True),

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel cuts a head's state [head_dim, state_dim]. Sizes are powers of two.
+    """How the kernel cuts a head's state [head_dim, state_dim]. All sizes are powers of two.
 
-    A program holds `block_dim` channels, whose states are folded into segments of `segment` elements, and runs `unroll`
-    tokens per turn of its loop while those of the next turn are on their way.
+    Attributes:
+        block_dim: The number of channels per program.
+        segment: The number of elements in a segment. Each channel's state is folded into segments.
+        unroll: The number of tokens per turn of the loop. The tokens of the next turn are loaded meanwhile.
+        num_warps: The number of warps per program.
     """
 
     block_dim: int
@@ -18,8 +21,11 @@ class Config:
 
 
 def default_config(state_dim: int, itemsize: int) -> Config:
-    """One warp, sixteen elements of a state to a thread, where sums need no exchange. Not tuned."""
-    vector = 16 // itemsize  # what a thread loads of a state at once
-    # A thread repeats what is done per channel for each other thread of that channel, so few share one.
+    """Returns the configuration for states of `itemsize` bytes: one warp, and sixteen elements of a state per thread.
+
+    Sums then need little exchange between threads. It is not tuned.
+    """
+    vector = 16 // itemsize  # the number of elements that a thread loads at once
+    # The threads of one channel all repeat the work that is done once per channel, so few threads share a channel.
     threads = min(max(1, state_dim // 16), 16)
     return Config(block_dim=32 // threads, segment=vector * threads, unroll=4, num_warps=1)

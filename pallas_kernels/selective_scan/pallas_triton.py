@@ -1,6 +1,7 @@
-"""selective_scan as a Pallas kernel: one program per (block of a head's channels, head, batch row).
+"""selective_scan as a Pallas kernel, with one program per block of a head's channels, head, and row of the batch.
 
-The programs of a batch row own disjoint channels of its state, so each may overwrite what it has read.
+The programs of one batch row own disjoint channels of its state, so each of them may overwrite the block that it has
+read.
 """
 
 import functools
@@ -10,15 +11,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import softplus
+from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.selective_scan.config import Config, default_config
 
 
-def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
+def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplus: bool, interpret: bool) -> None:
+    """Runs one row for a block of channels. Reads all inputs of `call` below, updates `pool` and writes `out`."""
     tokens, _, head_dim = refs.x.shape
     rows, (_, _, heads, _, state_dim) = refs.read_block.shape[0], refs.pool.shape
     head, row = pt.program_id(1), pt.program_id(2)
-    # All that addresses depend on is loaded here, ahead of any branch: one trip to memory instead of one after another.
+    # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, write = refs.layer[...], refs.read_block[row], refs.write_block[row]
     checkpoints = 0 if refs.checkpoint_block is None else refs.checkpoint_block.shape[1]
@@ -29,13 +32,14 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
     group = head // (heads // refs.B.shape[1])
 
     def channels(ref, *at):
+        """Loads a number per channel, or None if there is no such array."""
         return None if ref is None else pt.load(ref.at[(*at, head, channel)], mask=inside, other=0.0)
 
     def states(ref, *at):
         return ref.at[(*at, head, channel[None, :, None], column[:, None, :])]
 
     def take(token):
-        """A token's inputs; behind the row's last token, that one's again."""
+        """Loads a token's inputs. After the row's last token it loads that token's inputs again."""
         token = jnp.minimum(token, end - 1)
         vectors = [pt.load(v.at[token, group, column], mask=column_inside, other=0.0) for v in (refs.B, refs.C)]
         return vectors, [channels(v, token) for v in (refs.x, refs.dt, refs.z)]
@@ -44,7 +48,7 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
     def _():
         mask = state_inside & (read != NULL_BLOCK)
         initial = pt.load(states(refs.pool, layer, read), mask=mask, other=0.0).astype(jnp.float32)
-        # In units of log 2, as exp2 is the faster exponential.
+        # Rates are in units of log 2, because exp2 is the fastest exponential.
         rate = pt.load(states(refs.A), mask=state_inside, other=0.0).astype(jnp.float32) * pt.LOG2_E
         D, dt_bias = channels(refs.D), channels(refs.dt_bias)
 
@@ -52,7 +56,8 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
             (B, C), (x, dt, z) = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
             dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
             dt = softplus(dt) if dt_softplus else dt
-            # A step of size 0 leaves the state as it is, to the bit: the loop needs no second body for what is left over.
+            # A step of size 0 leaves the state unchanged, to the bit. The loop therefore needs no second body for the
+            # tokens left over by its last full turn.
             dt = jnp.where(live, dt, 0.0)
             state = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
             y = pt.row_sum(state * C[:, None, :])
@@ -60,7 +65,7 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
             return state, y if z is None else y * pt.silu(z, interpret)
 
         def run(begin, stop, state):
-            """Tokens `begin` to `stop`, `unroll` in a turn."""
+            """Runs tokens `begin` to `stop`, `unroll` of them in each turn of the loop, and returns the new state."""
 
             def turn(i, carry):
                 state, inputs = carry
@@ -70,7 +75,8 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
                     state, y = advance(state, given, token < stop)
                     out = y.astype(refs.out.dtype)
                     pt.store(refs.out.at[token, head, channel], out, mask=inside & (token < stop))
-                    # On its way while the others of the turn are used, in the registers of the one that was.
+                    # The next turn's token is loaded into this token's registers while the turn's other tokens are
+                    # used.
                     upcoming.append(take(token + unroll))
                 return state, upcoming
 
@@ -78,7 +84,7 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
             return jax.lax.fori_loop(jnp.int32(0), turns, turn, (state, [take(begin + t) for t in range(unroll)]))[0]
 
         def part(n, carry):
-            """Up to a checkpoint, or to the row's end: the final state is the checkpoint there."""
+            """Runs the row up to checkpoint n and stores the state. The final state is the last checkpoint."""
             begin, state = carry
             offset, block = end - start, write
             if checkpoints:
@@ -98,36 +104,36 @@ def _kernel(refs, *, block_dim, segment, unroll, dt_softplus, interpret):
         pt.store(refs.out.at[token, head, channel], jnp.zeros(channel.shape, refs.out.dtype), mask=inside)
         return _
 
-    # Tokens behind the last row, dealt out to all rows.
+    # The tokens after the last row are shared out among the rows.
     jax.lax.fori_loop(jnp.int32(0), (tokens - total - row + rows - 1) // rows, zero, None)
 
 
 def selective_scan(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_block,
-    checkpoint_offset,
-    checkpoint_block,
-    D,
-    z,
-    dt_bias,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None,
+    checkpoint_block: jax.Array | None,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel. See api.py."""
     _, heads, head_dim = x.shape
     config = config or default_config(pool.shape[-1], pool.dtype.itemsize)
     cut = dict(block_dim=config.block_dim, segment=config.segment, unroll=config.unroll)
-    # Every thread of the kernel uses them: converted once, here.
+    # Every thread of the kernel uses B and C, so they are converted once, here.
     B, C = B.astype(jnp.float32), C.astype(jnp.float32)
     inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer, query_start_loc=query_start_loc)
     inputs |= dict(read_block=read_block, write_block=write_block)

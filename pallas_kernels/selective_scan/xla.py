@@ -8,47 +8,54 @@ from pallas_kernels.blocks import per_row, places_to_keep, read_blocks, write_ke
 from pallas_kernels.rows import token_rows
 
 
+def _in_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
 def selective_scan(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_block,
-    checkpoint_offset,
-    checkpoint_block,
-    D,
-    z,
-    dt_bias,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None,
+    checkpoint_block: jax.Array | None,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
     *,
-    dt_softplus,
-):
-    """See api.py."""
+    dt_softplus: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs all rows in one scan over the tokens. See api.py."""
     num_tokens, heads = x.shape[:2]
-    # XLA would inline a loop over one token, and its bits could differ from those of a loop over many: hence 2.
+    # The loop has at least 2 turns, because XLA would inline a loop over one token, and its bits could then differ from
+    # those of a loop over several.
     rows = token_rows(query_start_loc, max(num_tokens, 2))
     initial = read_blocks(pool, layer, read_block)
-    in_float32 = lambda v: v.astype(jnp.float32)
 
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
 
     def advance(carry, token):
         state, kept = carry
         row, nth, valid = (v[token] for v in rows)
-        # Padding tokens hold anything.
-        take = lambda v: jnp.where(valid, in_float32(v[jnp.minimum(token, num_tokens - 1)]), 0.0)
+
+        def take(v):
+            # Padding tokens may hold anything, so they are replaced by 0.
+            return jnp.where(valid, _in_float32(v[jnp.minimum(token, num_tokens - 1)]), 0.0)
+
         x_t, step = take(x), take(dt)
-        step = step if dt_bias is None else step + in_float32(dt_bias)
+        step = step if dt_bias is None else step + _in_float32(dt_bias)
         step = softplus(step) if dt_softplus else step
         B_t, C_t = (jnp.repeat(take(v), heads // v.shape[1], axis=0)[:, None, :] for v in (B, C))
         state = jnp.where(nth == 0, initial[row], state)
-        state = jnp.exp(in_float32(A) * step[..., None]) * state + (step * x_t)[..., None] * B_t
+        state = jnp.exp(_in_float32(A) * step[..., None]) * state + (step * x_t)[..., None] * B_t
         y = jnp.sum(state * C_t, axis=-1)
-        y = y if D is None else y + in_float32(D) * x_t
+        y = y if D is None else y + _in_float32(D) * x_t
         y = y if z is None else y * silu(take(z))
         here = offset[row] == nth + 1
         kept = kept.at[row].set(jnp.where(per_row(here, kept[row]), state, kept[row]))

@@ -48,8 +48,8 @@ def selective_state_update(
 
     The equations are at the top of this file. The state after token t of row r is written to write_blocks[r, t].
 
-    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's results
-    do not depend on other rows, to the bit.
+    Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's
+    results do not depend on other rows, to the bit.
 
     Args:
         x: Inputs of all rows, packed.
@@ -57,13 +57,14 @@ def selective_state_update(
         A: -exp(A_log), per head or per channel and state.
         B: Input projections. Head h uses group h // (heads // groups).
         C: Output projections, in the same groups as B.
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
         read_block: The block that holds each row's initial state. NULL_BLOCK (0) reads as zeros.
-        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A row
-            has at most `window` tokens. A block may be the row's own read block.
+        write_blocks: The block that receives the state after each of the row's tokens. NULL_BLOCK skips the write. A
+            row has at most `window` tokens. A block may be the row's own read block.
         D: Skip connection, per head or per channel, or None.
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head or per channel, or None.

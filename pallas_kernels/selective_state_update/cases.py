@@ -1,11 +1,11 @@
-"""Named workloads of selective_state_update, shared by tests, tuning and benchmarks."""
+"""Named cases of selective_state_update, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Row lengths of one call and one layer's dims. Mamba-1 has one head and gives A per channel and state."""
+    """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer. `gated` cases have a z."""
 
     name: str
     lengths: tuple[int, ...]
@@ -19,12 +19,12 @@ class Case:
 
     @property
     def is_mamba1(self) -> bool:
-        """Whether all parameters are per channel."""
+        """True if the layer is Mamba-1's: it has one head, and its parameters are per channel."""
         return self.heads == 1
 
 
 _MAMBA1 = dict(heads=1, head_dim=8192, state_dim=16, groups=1)
-# Nemotron-H-8B's Mamba-2, Falcon-Mamba-7B's Mamba-1, and Granite-4's state of 256.
+# The Mamba-2 layers of Nemotron-H-8B, the Mamba-1 layers of Falcon-Mamba-7B, and Granite-4's state_dim of 256.
 CASES = (
     *(Case(f"mamba2_update float32 {rows}", (1,) * rows) for rows in (8, 64, 256)),
     *(Case(f"mamba2_update bfloat16 {rows}", (1,) * rows, state_dtype="bfloat16") for rows in (8, 64, 256)),

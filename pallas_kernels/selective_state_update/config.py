@@ -5,9 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel cuts a head's state [head_dim, state_dim]. Sizes are powers of two.
+    """How the kernel cuts a head's state [head_dim, state_dim]. All sizes are powers of two.
 
-    A program holds `block_dim` rows as tiles of `tile_dim` rows; a row is folded into segments of `segment` elements.
+    Attributes:
+        block_dim: The number of state rows (channels) per program.
+        tile_dim: The number of state rows per tile. A program has block_dim / tile_dim tiles.
+        segment: The number of elements in a segment. Each state row is folded into segments.
+        num_warps: The number of warps per program.
     """
 
     block_dim: int
@@ -17,11 +21,13 @@ class Config:
 
 
 def default_config(window: int, state_dim: int, itemsize: int) -> Config:
-    """Tiles small enough for a warp to lay out without shared memory: XLA would pay for that with most of the L1 cache.
+    """Returns the configuration for rows of at most `window` tokens and states of `itemsize` bytes.
 
-    What sets the order of sums depends on the state alone: the segment, and the tile where it is too small to give each
-    thread 16 bytes. Best, or within 2 %, of `benchmarks.tune` on an H200 (JAX 0.11.2) for states of 64 x 128 and
-    8192 x 16; verify rows of 16-bit and of Mamba-1 states are not tuned.
+    Tiles are small enough for one warp to handle them without shared memory. A kernel that uses shared memory would
+    lose most of the L1 cache to it when XLA launches it. The order of sums is set by the segment and, if that is too
+    small to give each thread 16 bytes, by the tile. Both therefore depend on the state alone. For states of 64 x 128
+    and 8192 x 16 it is the fastest of `benchmarks.tune`, or within 2 % of it, on an H200 with JAX 0.11.2. Verify rows
+    of 16-bit states and of Mamba-1 are not tuned.
     """
     if state_dim * itemsize < 256:
         return Config(block_dim=32, tile_dim=32, segment=32 // itemsize, num_warps=1)

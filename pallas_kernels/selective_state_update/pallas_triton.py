@@ -1,4 +1,4 @@
-"""selective_state_update as a Pallas kernel: the rows of a program's block are a head's channels."""
+"""selective_state_update as a Pallas kernel. The state rows of a program are channels of one head."""
 
 import functools
 
@@ -8,19 +8,31 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
 from pallas_kernels._math import silu, softplus
+from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.selective_state_update.config import Config, default_config
 
 
-def _recurrence(head, tiles, columns, *, refs, dt_softplus):
+def _recurrence(
+    head: jax.Array, tiles: list[Lanes], columns: Lanes, *, refs: Refs, dt_softplus: bool
+) -> _state_rows.Recurrence:
+    """Makes the recurrence of one head, for `_state_rows.advance_rows`.
+
+    Args:
+        head: The head.
+        tiles: The channels of each tile.
+        columns: The state's columns, folded into segments.
+        refs: Reads `x`, `dt`, `A`, `B`, `C`, `D`, `z` and `dt_bias`.
+        dt_softplus: Whether a softplus is applied to `dt`.
+    """
     column, column_inside = columns
     group = head // (refs.pool.shape[2] // refs.B.shape[1])
 
     def vector(ref, token):
-        """States of one group, folded."""
+        """Loads B or C of the head's group, folded into segments."""
         return pt.load(ref.at[token, group, column], mask=column_inside, other=0.0)
 
     def channels(ref, *at):
-        """Per tile: a number per channel, or the head's one number; nothing where there is no such array."""
+        """Loads for each tile a number per channel, or the head's one number. Returns [] if there is no such array."""
         if ref is None:
             return []
         if len(ref.shape) == len(at) + 1:
@@ -28,15 +40,16 @@ def _recurrence(head, tiles, columns, *, refs, dt_softplus):
         return [pt.load(ref.at[(*at, head, channel)], mask=inside, other=0.0) for channel, inside in tiles]
 
     def rates():
-        """Per tile: A in units of log 2, as exp2 is the faster exponential."""
+        """Loads A for each tile, in units of log 2, because exp2 is the fastest exponential."""
         if len(refs.A.shape) == 1:
             return [refs.A[head].astype(jnp.float32) * pt.LOG2_E] * len(tiles)
-        at = lambda channel: refs.A.at[head, channel[None, :, None], column[:, None, :]]
-        mask = lambda inside: column_inside[:, None, :] & inside[None, :, None]
-        return [
-            pt.load(at(channel), mask=mask(inside), other=0.0).astype(jnp.float32) * pt.LOG2_E
-            for channel, inside in tiles
-        ]
+
+        def load(channel, inside):
+            at = refs.A.at[head, channel[None, :, None], column[:, None, :]]
+            mask = column_inside[:, None, :] & inside[None, :, None]
+            return pt.load(at, mask=mask, other=0.0).astype(jnp.float32) * pt.LOG2_E
+
+        return [load(*tile) for tile in tiles]
 
     def take(token):
         z = channels(refs.z, token)
@@ -46,6 +59,7 @@ def _recurrence(head, tiles, columns, *, refs, dt_softplus):
         return rates(), channels(refs.D), channels(refs.dt_bias)
 
     def fold(per_channel):
+        """Shapes a number per channel to broadcast against a tile of the state."""
         return per_channel if per_channel.ndim == 0 else per_channel[None, :, None]
 
     def advance(parameters, inputs, states):
@@ -64,25 +78,25 @@ def _recurrence(head, tiles, columns, *, refs, dt_softplus):
 
 
 def selective_state_update(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    pool,
-    layer,
-    query_start_loc,
-    read_block,
-    write_blocks,
-    D,
-    z,
-    dt_bias,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks: jax.Array,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel. See api.py."""
     config = config or default_config(write_blocks.shape[1], pool.shape[-1], pool.dtype.itemsize)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
 

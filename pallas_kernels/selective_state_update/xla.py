@@ -9,13 +9,30 @@ from pallas_kernels.rows import token_rows
 
 
 def selective_state_update(
-    x, dt, A, B, C, pool, layer, query_start_loc, read_block, write_blocks_, D, z, dt_bias, *, dt_softplus
-):
-    """See api.py."""
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks_: jax.Array,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
+    *,
+    dt_softplus: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Advances all rows in one loop over the tokens. See api.py."""
     heads = x.shape[1]
     rows = token_rows(query_start_loc, x.shape[0])
-    # Whatever is given per head is the same for all of the head's channels (and states).
-    per_channel = lambda v: v.astype(jnp.float32).reshape(heads, -1)
+
+    def per_channel(v):
+        """Shapes a number per head or per channel to [heads, 1] or [heads, head_dim]."""
+        return v.astype(jnp.float32).reshape(heads, -1)
+
     A = A.astype(jnp.float32).reshape(heads, *(A.shape[1:] or (1, 1)))
 
     def advance(token, carry):
@@ -34,8 +51,8 @@ def selective_state_update(
         out = out.at[token].set(y.astype(out.dtype))
         return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
 
-    # Token after token in a body of one shape, and as many turns as there are tokens: a row's bits can't depend on its
-    # neighbours or on the bucket.
+    # Every token runs in the same loop body of one shape, and the loop has as many turns as there are tokens. A row's
+    # bits therefore depend neither on other rows nor on the amount of padding.
     carry = jnp.zeros(pool.shape[2:], jnp.float32), jnp.zeros_like(x), pool
     _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, carry)
     return out, pool

@@ -54,13 +54,14 @@ def ssd(
     """Runs Mamba-2's recurrence over rows of any length, chunk by chunk, and keeps each row's final state.
 
     The equations are at the top of this file. Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute
-    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split at
-    the end of a chunk, or resumed from a block. A row's results do not depend on other rows. "xla" can be differentiated.
+    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split
+    at the end of a chunk, or resumed from a block. A row's results do not depend on other rows. "xla" can be
+    differentiated.
 
-    Numerics: states, decays and sums are float32. A decay is the exponential of a sum over only the tokens that it covers,
-    never a difference of rounded longer sums. "xla" multiplies at Precision.HIGHEST. If x, B and C are all bfloat16,
-    "triton" multiplies them exactly with states and decayed inputs of 16 bits (two bfloat16 numbers). Otherwise it
-    multiplies everything in three products of tf32.
+    Numerics: states, decays and sums are float32. A decay is the exponential of a sum over only the tokens that it
+    covers, never a difference of rounded longer sums. "xla" multiplies at Precision.HIGHEST. If x, B and C are all
+    bfloat16, "triton" multiplies them exactly with states and decayed inputs of 16 bits (two bfloat16 numbers).
+    Otherwise it multiplies everything in three products of tf32.
 
     Args:
         x: Inputs of all rows, packed.
@@ -68,7 +69,8 @@ def ssd(
         A: -exp(A_log), per head.
         B: Input projections. Head h uses group h // (heads // groups).
         C: Output projections, in the same groups as B.
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         layer: The layer whose blocks are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -78,8 +80,8 @@ def ssd(
             read block.
         checkpoint_offset: Numbers of tokens of the row after which the state is kept as well, in ascending order. Each
             must be the end of a chunk.
-        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset. It
-            may be the row's own read block.
+        checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
+            It may be the row's own read block.
         D: Skip connection, per head or per channel, or None.
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.
@@ -94,8 +96,8 @@ def ssd(
     Raises:
         ValueError: if a shape or dtype breaks the contract, if `chunks` was made for other rows, or if only one of the
             checkpoint arguments is given.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because the chunk size
-            is not a power of two from 16 to 256, or because a chunk's tiles do not fit into a GPU's shared memory.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because the chunk
+            size is not a power of two from 16 to 256, or because a chunk's tiles do not fit into a GPU's shared memory.
     """
     require(
         x.shape[1] % B.shape[1] == 0,

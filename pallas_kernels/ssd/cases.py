@@ -1,11 +1,14 @@
-"""Named workloads of ssd, shared by tests, tuning and benchmarks."""
+"""Named cases of ssd, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Row lengths of one call and one layer's dims. Every row starts at position 0; `checkpoints` are kept of each."""
+    """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer.
+
+    Every row starts at position 0 and keeps `checkpoints` checkpoints. `gated` cases have a z.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -20,7 +23,7 @@ class Case:
     chunk_size: int = 64
 
 
-# Nemotron-H-8B's layers, Granite-4's state of 256, and odd dims.
+# The layers of Nemotron-H-8B, Granite-4's state_dim of 256, and odd sizes.
 CASES = (
     Case("ssd_prefill 1x8192", (8192,)),
     Case("ssd_prefill 4x2048", (2048,) * 4),

@@ -1,7 +1,11 @@
-"""ssd as a Pallas kernel: one program per (block of head_dim, head, row) walks the row's chunks, its state in registers."""
+"""ssd as a Pallas kernel.
+
+One program per block of channels, head and row runs the row's chunks in order, with its state in registers.
+"""
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,52 +13,67 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
 from pallas_kernels._math import silu, softplus
+from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.chunks import Chunks
 from pallas_kernels.ssd.config import Config, default_config
 
-# bfloat16 pieces of the float32 side of each product, where x, B and C are bfloat16.
-_STATE_PIECES = 2  # of the state, read and updated: 2^-16
-_WITHIN_PIECES = 1  # of the products inside a chunk, which reach outputs alone: 2^-8, as their own rounding
-_SHARED_BYTES = 200 * 1024  # of an H200's 227 KiB
+# If x, B and C are bfloat16, the number of bfloat16 pieces into which the float32 side of a product is split.
+_STATE_PIECES = 2  # for products that read or update the state: a relative error of 2^-16
+_WITHIN_PIECES = 1  # for products within a chunk, which only outputs depend on: 2^-8, the same as the outputs' rounding
+_SHARED_BYTES = 200 * 1024  # the shared memory that a program may use, out of an H200's 227 KiB
 
 
-def _operand_dtype(*arrays):
-    """What tensor cores multiply: bfloat16 if all are, else float32 (float16 has no room for pieces of a state)."""
+def _operand_dtype(*arrays: jax.Array) -> Any:
+    """Returns the dtype in which the arrays are multiplied: bfloat16 if all of them are, and float32 otherwise.
+
+    float16's range is too small for the pieces of a state.
+    """
     return jnp.bfloat16 if all(v.dtype == jnp.bfloat16 for v in arrays) else jnp.float32
 
 
-def _config(x, B, C, num_rows, chunk_size, config):
-    """`config` or the default, with no larger a block than head_dim needs."""
+def _config(x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None) -> Config:
+    """Returns `config` or the default, with a block that is no larger than head_dim needs."""
     itemsize = jnp.dtype(_operand_dtype(x, B, C)).itemsize
     config = config or default_config(num_rows * math.prod(x.shape[1:]), B.shape[-1], chunk_size, itemsize)
     return dataclasses.replace(config, block_dim=min(config.block_dim, _extent(x.shape[-1])))
 
 
-def unsupported(x, B, C, num_rows: int, chunk_size: int, config: Config | None) -> str | None:
-    """Why the kernel can't run these arguments; None if it can."""
+def unsupported(
+    x: jax.Array, B: jax.Array, C: jax.Array, num_rows: int, chunk_size: int, config: Config | None
+) -> str | None:
+    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
     block_dim = _config(x, B, C, num_rows, chunk_size, config).block_dim
     state_dim, itemsize = _extent(B.shape[-1]), jnp.dtype(_operand_dtype(x, B, C)).itemsize
-    # What comes as float32 is copied as it is, and float32 has no transposed operands: B and C are there in both orders.
+    # float32 operands of a product cannot be transposed, so float32 B and C are in shared memory in both orders.
     tiles = 4 if B.dtype == jnp.float32 else 2
     elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
     needed = elements * itemsize
     if needed > _SHARED_BYTES:
-        return f"chunks of {chunk_size} tokens and states of {state_dim} take {needed} bytes of {_SHARED_BYTES}"
+        return (
+            f"chunks of {chunk_size} tokens and states of {state_dim} need {needed} bytes of shared memory, "
+            f"more than {_SHARED_BYTES}"
+        )
     return None
 
 
-def _extent(extent):
-    """Of a tile that holds a whole axis: no side of a product may be shorter than 16."""
+def _extent(extent: int) -> int:
+    """Returns the size of a tile's axis that holds a whole axis of an array. A product needs at least 16."""
     return max(pt.power_of_two(extent), 16)
 
 
-def _running_sums(g):
-    """Sums of the log2 decays `g` [chunk] up to each token, in two parts: multiples of 2^-10 at 64 tokens, and rests.
+def _sums_on_fixed_grid(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums the log2 decays `g` [chunk] (at most 0) up to each token, so that differences of sums lose no digits.
 
-    The first add up exactly, and the rests to less than chunk^2 * 2^-16: a difference of two sums, however long, is off by
-    no more than 2^-27 at 64 tokens and 2^-23 at 256. Below -256 nothing is lost: 2^-256 is 0 in float32.
+    Returns the running sums of two parts of `g`: multiples of a unit (2^-10 for chunks of 64 tokens), and the rests.
+    The first part adds up exactly, and the rests add up to less than chunk^2 * 2^-16. A difference of two sums is
+    therefore off by at most 2^-27 for chunks of 64 tokens and 2^-23 for chunks of 256. Values below -256 are set to
+    -256, because 2^-256 is 0 in float32.
+
+    gated_delta_rule's prefill cuts its sums on a grid that scales with their total. That needs values loaded from
+    memory, and `g` is a product that the compiler may fuse with other operations.
     """
     unit = 2**16 // g.shape[0]
     g = jnp.maximum(g, -256.0)
@@ -62,27 +81,39 @@ def _running_sums(g):
     return jax.lax.cumsum(whole), jax.lax.cumsum(g - whole)
 
 
-def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpret):
-    """All of a row's chunks, for the head's `channels`."""
+def _advance_row(
+    refs: Refs,
+    head: jax.Array,
+    row: jax.Array,
+    channels: Lanes,
+    *,
+    chunk_size: int,
+    dt_softplus: bool,
+    interpret: bool,
+) -> None:
+    """Runs all chunks of a row for some channels of a head. Updates `pool` and writes `out`."""
     _, _, heads, _, state_dim = refs.pool.shape
     group = head // (heads // refs.B.shape[1])
     start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
-    # Only a row's first chunk can start inside a cell of the grid.
+    # Only a row's first chunk can start between two positions at which chunks are cut.
     first_length = refs.cu_chunk_seqlens[refs.first_chunk_indices[row] + 1] - start
     layer = refs.layer[...]
 
     dtype = _operand_dtype(refs.x, refs.B, refs.C)
-    split = lambda tile, n: pieces(tile, n) if dtype == jnp.bfloat16 else (tile,)
     channel, channel_inside = channels
     column, column_inside = pt.lanes(0, _extent(state_dim), state_dim)
     lane, _ = pt.lanes(0, chunk_size, chunk_size)
     causal = lane[:, None] >= lane[None, :]
 
+    def split(tile, count):
+        return pieces(tile, count) if dtype == jnp.bfloat16 else (tile,)
+
     def chunks_up_to(length):
+        """Returns the number of chunks that hold the row's first `length` tokens."""
         return 1 + jax.lax.div(length - first_length + chunk_size - 1, jnp.int32(chunk_size))
 
     def tokens_of(chunk):
-        """Packed tokens of a chunk, and which exist: none behind the row's last chunk."""
+        """Returns the packed tokens of a chunk, and which of them exist. After the row's last chunk none does."""
         token = start + jnp.maximum(first_length + (chunk - 1) * chunk_size, 0) + lane
         return token, token < jnp.minimum(start + first_length + chunk * chunk_size, end)
 
@@ -91,6 +122,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
         return pt.load(refs.dt.at[token, head], mask=live, other=0.0)
 
     def place(block):
+        """Returns the program's part of a block's state, and which of its elements exist."""
         at = refs.pool.at[layer, block, head, channel[None, :], column[:, None]]
         return at, column_inside[:, None] & channel_inside[None, :] & (block != NULL_BLOCK)
 
@@ -106,7 +138,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
     def advance(chunk, carry):
         raw_dt, state = carry  # state [state_dim, block_dim]
         token, live = tokens_of(chunk)
-        # Too narrow to be copied asynchronously: the next chunk's are on their way while this one's are used.
+        # dt is too narrow to be copied asynchronously. The next chunk's is therefore loaded while this one's is used.
         upcoming = load_dt(chunk + 1)
 
         def tile(ref, at, index, inside):
@@ -119,10 +151,12 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
         dt = raw_dt.astype(jnp.float32)
         dt = dt if dt_bias is None else dt + dt_bias
         dt = jnp.where(live, softplus(dt) if dt_softplus else dt, 0.0)
-        whole, rest = _running_sums(rate * dt)
+        whole, rest = _sums_on_fixed_grid(rate * dt)
         last = lane == chunk_size - 1
         whole_end, rest_end = (jnp.sum(jnp.where(last, x, 0.0)) for x in (whole, rest))
-        decay = lambda whole, rest: jnp.exp2(whole + rest)
+
+        def decay(whole, rest):
+            return jnp.exp2(whole + rest)
 
         between = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
         between = pt.exp2(jnp.where(causal, between, -jnp.inf), interpret)
@@ -131,7 +165,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
         for piece in reversed(split(within, _WITHIN_PIECES)):
             y = y + dot(piece, x.astype(dtype), interpret=interpret)
 
-        # One piece after the other, each onto the state: the sum needs no registers of its own.
+        # Each piece's product is added to the state in turn, so that their sum needs no registers of its own.
         weighted = (decay(whole_end - whole, rest_end - rest) * dt)[:, None] * x.astype(jnp.float32)
         state = decay(whole_end, rest_end) * state
         for piece in reversed(split(weighted, _STATE_PIECES)):
@@ -145,7 +179,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
         return upcoming, state
 
     def advance_to(stop, chunk, block, carry):
-        """From `chunk` up to `stop`, whose state goes to `block`."""
+        """Runs the chunks from `chunk` up to `stop` and stores the state in `block`."""
         dt, state = jax.lax.fori_loop(chunk, stop, advance, carry)
         at, mask = place(block)
         pt.store(at, state.astype(refs.pool.dtype), mask=mask)
@@ -158,7 +192,7 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
 
         def segment(n, carry):
             chunk, carry = carry
-            # Where there is none to keep, the offset may be anything.
+            # If there is no checkpoint to keep, the offset may be anything.
             stop = jnp.clip(chunks_up_to(refs.checkpoint_offset[row, n]), chunk, count)
             return stop, advance_to(stop, chunk, refs.checkpoint_block[row, n], carry)
 
@@ -168,34 +202,34 @@ def _advance_row(refs, head, row, channels, *, chunk_size, dt_softplus, interpre
 
 
 def ssd(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    pool,
-    layer,
-    query_start_loc,
-    chunks,
-    read_block,
-    write_block,
-    checkpoint_offset,
-    checkpoint_block,
-    D,
-    z,
-    dt_bias,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    chunks: Chunks,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None,
+    checkpoint_block: jax.Array | None,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
     *,
     dt_softplus: bool,
     config: Config | None = None,
     interpret: bool = False,
-):
-    """See api.py."""
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel. See api.py."""
     num_tokens, heads, head_dim = x.shape
     num_rows, chunk_size = read_block.shape[0], chunks.chunk_size
     config = _config(x, B, C, num_rows, chunk_size, config)
     block_dim = config.block_dim
 
-    def kernel(refs):
+    def kernel(refs: Refs) -> None:
         dim_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
         channels = pt.lanes(dim_block, block_dim, head_dim)
         here = jnp.minimum(row, num_rows - 1)
@@ -206,7 +240,7 @@ def ssd(
             options = dict(chunk_size=chunk_size, dt_softplus=dt_softplus, interpret=interpret)
             _advance_row(refs, head, row, channels, **options)
 
-        # One more row of programs for the tokens behind the last.
+        # One more row of programs writes zeros to the tokens after the last row.
         @pt.when(row == num_rows)
         def _():
             lane, _ = pt.lanes(0, chunk_size, chunk_size)
@@ -227,7 +261,7 @@ def ssd(
     results = pt.call(
         kernel,
         name="ssd",
-        # The programs of a group side by side: they read the same B and C.
+        # The grid places the programs of a group next to each other, because they read the same B and C.
         grid=(-(-head_dim // block_dim), heads, num_rows + 1),
         inputs=dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, layer=layer) | rows,
         outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},

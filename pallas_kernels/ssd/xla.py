@@ -1,23 +1,37 @@
 """ssd in plain jax.numpy, chunk by chunk."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu, softplus
 from pallas_kernels.blocks import places_to_keep, read_blocks, write_kept
-from pallas_kernels.chunks import scan_chunks
+from pallas_kernels.chunks import Chunks, scan_chunks
 
 
-def _advance_chunk(state, x, dt, A, B, C):
-    """One chunk of every head, from a state [heads, head_dim, state_dim]: the new state and the outputs.
+def _advance_chunk(
+    state: jax.Array, x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Advances the states of all heads by one chunk.
 
-    x [heads, chunk, head_dim]; dt [heads, chunk]; A [heads]; B, C [heads, chunk, state_dim]. Padding has all but A = 0.
+    Args:
+        state: The states before the chunk, [heads, head_dim, state_dim].
+        x: Inputs, [heads, chunk, head_dim]. 0 for padding.
+        dt: Step sizes, [heads, chunk]. 0 for padding.
+        A: -exp(A_log), [heads].
+        B: Input projections, [heads, chunk, state_dim]. 0 for padding.
+        C: Output projections, [heads, chunk, state_dim]. 0 for padding.
+
+    Returns:
+        The new states and the outputs [heads, chunk, head_dim].
     """
-    dot = lambda equation, *operands: jnp.einsum(equation, *operands, precision=jax.lax.Precision.HIGHEST)
+    dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     chunk = x.shape[1]
     g = A[:, None] * dt
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    # Decay from token j to token i >= j, each sum on its own: the difference of two long sums would lose a short one.
+    # The decay from token j to a later token i. Each sum is computed on its own, because the difference of two long
+    # sums would lose the digits of a short one.
     after = jnp.where(jnp.tril(lower, -1), g[:, :, None], 0.0)
     between = jnp.where(lower, jnp.exp(jnp.cumsum(after, axis=1)), 0.0)
     from_state = jnp.exp(jnp.cumsum(g, axis=1))
@@ -29,32 +43,34 @@ def _advance_chunk(state, x, dt, A, B, C):
 
 
 def ssd(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    pool,
-    layer,
-    query_start_loc,
-    chunks,
-    read_block,
-    write_block,
-    checkpoint_offset,
-    checkpoint_block,
-    D,
-    z,
-    dt_bias,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    chunks: Chunks,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None,
+    checkpoint_block: jax.Array | None,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
     *,
-    dt_softplus,
-):
-    """See api.py."""
+    dt_softplus: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs all rows in one scan over the chunks. See api.py."""
     num_tokens, heads, _ = x.shape
     offset, block = places_to_keep(query_start_loc, write_block, checkpoint_offset, checkpoint_block)
     A = A.astype(jnp.float32)
 
     def advance(state, take, live):
-        of_heads = lambda v: take(v).astype(jnp.float32).swapaxes(0, 1)
+        def of_heads(v):
+            return take(v).astype(jnp.float32).swapaxes(0, 1)
+
         x_c, step = of_heads(x), of_heads(dt)
         B_c, C_c = (jnp.repeat(of_heads(v), heads // v.shape[1], axis=0) for v in (B, C))
         step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)[:, None]

@@ -30,14 +30,16 @@ def state_copy(
 
     Without `window_row`, row r of the batch copies a whole block: pool[:, destination[r]] = pool[:, source[r]].
 
-    With `window_row`, the pool holds windows [window, channels], and row r copies the window from its row window_row[r] on:
-    pool[:, destination[r], i] = pool[:, source[r], i + window_row[r]] for i + window_row[r] < window. The destination's last
-    window_row[r] window rows keep their values. Windows [channels, window] are shifted along their last axis.
+    With `window_row`, the pool holds windows [window, channels], and row r copies the window from its row window_row[r]
+    on: pool[:, destination[r], i] = pool[:, source[r], i + window_row[r]] for i + window_row[r] < window. The
+    destination's last window_row[r] window rows keep their values. Windows [channels, window] are shifted along their
+    last axis.
 
     Copies are exact to the bit. The source and destination of a shift may be the same block.
 
     Args:
-        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+        pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
+            otherwise.
         source: The block that each row reads. NULL_BLOCK (0) reads as zeros.
         destination: The block that each row writes. NULL_BLOCK skips the row, and a copy of a block onto itself does
             nothing. No row may read or write a block that another row writes; this is not checked.
@@ -51,14 +53,15 @@ def state_copy(
         The updated pool. Only the destination blocks have changed.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract, or if `window_row` is given for states that are not windows.
+        ValueError: if a shape or dtype breaks the contract, or if `window_row` is given for states that are not
+            windows.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     check_layout("state_copy", layout)
     if window_row is not None and pool.ndim != 4:
         raise ValueError(
-            "state_copy: window_row needs a pool [layers, blocks, window, channels] or [layers, blocks, channels, window], "
-            f"got {list(pool.shape)}"
+            "state_copy: window_row needs a pool of windows, [layers, blocks, window, channels] or "
+            f"[layers, blocks, channels, window], got {list(pool.shape)}"
         )
     if pool.ndim < 4:
         raise ValueError(f"state_copy: pool must have at least two state axes, got {list(pool.shape)}")

@@ -1,13 +1,19 @@
-"""Named workloads of state_copy, shared by tests, tuning and benchmarks."""
+"""Named cases of state_copy, which tests, tuning and benchmarks share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Case:
-    """Pools of all layers' (state, dtype), and how many rows of a batch cross a boundary at once.
+    """One call of the op per pool: how many of the batch's rows copy something, and the states that they copy.
 
-    States with two axes are windows, of which the rows from `offset` on are copied.
+    Attributes:
+        name: The case's name.
+        rows: The number of rows in the batch.
+        crossing: The number of rows that cross a block boundary in this step and so copy their states.
+        layers: The number of layers in each pool.
+        states: Shape and dtype of one layer's state, for each pool. States with two axes are convolution windows.
+        offset: The first window row that is copied.
     """
 
     name: str
@@ -18,7 +24,8 @@ class Case:
     offset: int = 0
 
 
-# Qwen3.5-35B-A3B's 30 linear-attention layers; heads of 96 x 192 (OLMo-Hybrid) and windows wide enough for three drafts.
+# The 30 linear-attention layers of Qwen3.5-35B-A3B. The odd case has the heads of OLMo-Hybrid, 192 x 96, and windows
+# with room for three drafts.
 CASES = (
     Case("state_copy idle 64", rows=64, crossing=0),
     *(Case(f"state_copy {rows}", rows=rows, crossing=rows) for rows in (1, 8, 64)),

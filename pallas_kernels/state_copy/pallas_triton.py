@@ -1,17 +1,25 @@
-"""state_copy as Pallas kernels: the tiles of a batch row's state, in all layers, shared out among a few programs."""
+"""state_copy as Pallas kernels. A few programs share the tiles of a batch row's state, in all layers."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
 from pallas_kernels.state_copy.config import Config, default_config
 
 
-def _for_each_tile(program, num_programs, layers, tiles, body):
-    """Runs body(layer, tile) for one program's share of all layers' tiles."""
+def _for_each_tile(
+    program: jax.Array,
+    num_programs: jax.Array | int,
+    layers: int,
+    tiles: int,
+    body: Callable[[jax.Array, jax.Array], None],
+) -> None:
+    """Runs body(layer, tile) for the tiles of all layers that fall to this program."""
     turns = (layers * tiles - program + num_programs - 1) // num_programs
 
     def turn(i, _):
@@ -21,7 +29,8 @@ def _for_each_tile(program, num_programs, layers, tiles, body):
     jax.lax.fori_loop(0, turns, turn, None)
 
 
-def _copy_kernel(refs, *, tile_rows, tile_cols):
+def _copy_kernel(refs: Refs, *, tile_rows: int, tile_cols: int) -> None:
+    """Copies one program's share of a row's state. Reads `source` and `destination`, updates `pool`."""
     layers, _, rows, cols = refs.pool.shape
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
     source, destination = refs.source[batch_row], refs.destination[batch_row]
@@ -30,7 +39,10 @@ def _copy_kernel(refs, *, tile_rows, tile_cols):
         row, row_inside = pt.lanes(tile, tile_rows, rows)
         col, col_inside = pt.lanes(0, tile_cols, cols)
         inside = row_inside[:, None] & col_inside[None, :]
-        at = lambda block: refs.pool.at[layer, block, row[:, None], col[None, :]]
+
+        def at(block):
+            return refs.pool.at[layer, block, row[:, None], col[None, :]]
+
         state = pt.load(at(source), mask=inside & (source != NULL_BLOCK), other=0.0)
         pt.store(at(destination), state, mask=inside)
 
@@ -39,7 +51,8 @@ def _copy_kernel(refs, *, tile_rows, tile_cols):
         _for_each_tile(program, num_programs, layers, -(-rows // tile_rows), copy)
 
 
-def _shift_kernel(refs, *, tile_cols, layout):
+def _shift_kernel(refs: Refs, *, tile_cols: int, layout: WindowLayout) -> None:
+    """Shifts one program's share of a row's windows. Reads `source`, `destination`, `window_row`, updates `pool`."""
     layers, _, *state = refs.pool.shape
     window, channels = state if layout == "SD" else reversed(state)
     program, num_programs, batch_row = pt.program_id(0), pt.num_programs(0), pt.program_id(1)
@@ -47,9 +60,13 @@ def _shift_kernel(refs, *, tile_cols, layout):
 
     def shift(layer, tile):
         channel, inside = pt.lanes(tile, tile_cols, channels)
-        place = lambda row: (row, channel) if layout == "SD" else (channel, row)
-        at = lambda block, row: refs.pool.at[(layer, block, *place(row))]
-        # One channel stays in one thread, and all of its rows are read before one is written: memmove within a block.
+
+        def at(block, row):
+            place = (row, channel) if layout == "SD" else (channel, row)
+            return refs.pool.at[(layer, block, *place)]
+
+        # One thread handles all rows of a channel and reads them all before it writes any. The shift may therefore be
+        # within one block.
         moved = [
             pt.load(
                 at(source, jnp.minimum(row + offset, window - 1)),
@@ -76,12 +93,13 @@ def state_copy(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See api.py."""
+    """Launches the copy kernel or, with `window_row`, the shift kernel. See api.py."""
     layers, blocks, *state, cols = pool.shape
     rows = 1
     for extent in state:
         rows *= extent
-    # Merging a state's leading axes is a bitcast; layers and blocks stay axes of their own (64-bit offsets).
+    # Merging a state's leading axes is a bitcast. Layers and blocks stay separate axes, so that offsets into large
+    # pools are computed in 64 bits.
     view = pool.reshape(layers, blocks, rows, cols)
     config = config or default_config(pool.dtype.itemsize)
     tile_cols = pt.power_of_two(cols)

@@ -14,7 +14,11 @@ def state_copy(
     *,
     layout: WindowLayout = "SD",
 ) -> jax.Array:
-    """See api.py. Loops over the rows that do copy, so that an idle call costs nothing and no pool-sized temporary."""
+    """Copies the states. See api.py.
+
+    It loops over the rows that copy something. A call that copies nothing therefore costs almost nothing, and no call
+    needs a temporary array of the pool's size.
+    """
     copies = (destination != NULL_BLOCK) & ((source != destination) | (False if window_row is None else window_row > 0))
     axis = 2 if layout == "SD" else 3
     copying_first = jnp.argsort(~copies, stable=True).astype(jnp.int32)

@@ -1,13 +1,15 @@
-"""gated_delta_rule's prefill as three Pallas kernels. The first two run all chunks at once, the third carries the states.
+"""gated_delta_rule's prefill as three Pallas kernels.
 
-For one head and chunk, let S be the state before the chunk, and let L be the lower triangular matrix of the decayed products
-of each key with the earlier keys, times beta. With T = (I + L)^-1, the tokens add T beta (v - decay k S) to the state (the
-UT transform).
+The first two kernels run all chunks at once, and the third carries the states from chunk to chunk.
+
+For one head and chunk, let S be the state before the chunk, and let L be the lower triangular matrix of the decayed
+products of each key with the earlier keys, times beta. With T = (I + L)^-1, the tokens add T beta (v - decay k S) to
+the state (the UT transform).
 
     products.py   one program per chunk and head: L, the decayed products of queries with keys, and the decays
     inverse.py    one program per chunk and head: T beta
     states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
 
-Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split into
-pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.
+Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
+into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.
 """

@@ -17,8 +17,8 @@ def inverse(
 ) -> None:
     """Handles one chunk and value head, by forward substitution, whose error is only rounding, whatever L holds.
 
-    The blocks of 16 on the diagonal are inverted row by row, all of them at once. The blocks below the diagonal then follow
-    by products of blocks.
+    The blocks of 16 on the diagonal are inverted row by row, all of them at once. The blocks below the diagonal then
+    follow by products of blocks.
 
     Args:
         refs: Reads `system` and `beta`. Writes `solve`.

@@ -1,8 +1,8 @@
 """The first prefill kernel: for each chunk, the decayed products of its keys and queries with its keys, and its decays.
 
-It writes the triangular `system` (L in __init__.py) for the inverse, and `attention`, the products of queries with keys.
-With one decay per head it also writes the factors that scale a chunk's keys and queries (`scales`). With a decay per key
-channel, products cannot be scaled afterwards, and it writes the decayed keys and queries themselves.
+It writes the triangular `system` (L in __init__.py) for the inverse, and `attention`, the products of queries with
+keys. With one decay per head it also writes the factors that scale a chunk's keys and queries (`scales`). With a decay
+per key channel, products cannot be scaled afterwards, and it writes the decayed keys and queries themselves.
 """
 
 import functools
@@ -27,11 +27,11 @@ _MAX_EXPONENT = 112.0  # bound on the exponent, to base 2, of a decay that is un
 def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """Sums log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
 
-    Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists of
-    multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. The unit follows the
-    size of the total, which adding and subtracting a large number does without a conversion to integers. `x` must have been
-    loaded from memory: a product could be fused into one of its uses and have other bits there. ssd's log decays are such
-    products, which is why ssd cuts them on a fixed grid instead.
+    Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists
+    of multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. The unit follows
+    the size of the total, which adding and subtracting a large number does without a conversion to integers. `x` must
+    have been loaded from memory: a product could be fused into one of its uses and have other bits there. ssd's log
+    decays are such products, which is why ssd cuts them on a fixed grid instead.
     """
     magic = -4.0 * jnp.sum(x, axis=0)
     coarse = (x + magic) - magic
@@ -39,7 +39,7 @@ def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _decay(*differences: jax.Array) -> jax.Array:
-    """Returns the decay for the sum of differences of log decays. Rounding may leave that sum above 0, so it is clipped."""
+    """Returns the decay for a sum of differences of log decays. Rounding may leave that sum above 0: it is clipped."""
     return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
 
 
@@ -49,7 +49,7 @@ def _products_of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _norm(squares: jax.Array, use_qk_l2norm: bool) -> jax.Array:
-    """Returns the factors that normalise vectors, given the sums of their squares; 1 if they are not to be normalised."""
+    """Returns the factors that normalise vectors, given the sums of their squares. Without normalisation they are 1."""
     return jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else jnp.ones(squares.shape, jnp.float32)
 
 
@@ -124,9 +124,9 @@ def _halves(size: int, last: int) -> list[int]:
 def decay_spans(size: int, last: int) -> jax.Array:
     """Returns the matrices that sum log decays over spans of tokens, bfloat16 [spans, size, size].
 
-    Row i of a matrix has 1 (or -1) for the tokens whose log decays are added to (or subtracted from) the exponent of token
-    i. There is one matrix per length of `_halves`, then the one for blocks of `last` tokens that are decayed from their
-    middles, the one for all tokens up to i, and the one for all tokens after i.
+    Row i of a matrix has 1 (or -1) for the tokens whose log decays are added to (or subtracted from) the exponent of
+    token i. There is one matrix per length of `_halves`, then the one for blocks of `last` tokens that are decayed from
+    their middles, the one for all tokens up to i, and the one for all tokens after i.
     """
     row, column = np.arange(size)[:, None], np.arange(size)[None, :]
     halves = [(row // h == column // h) & ((row // h % 2 == 1) == (column <= row)) for h in _halves(size, last)]
@@ -138,8 +138,8 @@ def decay_spans(size: int, last: int) -> jax.Array:
 def last_block(decayed_keys: jax.ShapeDtypeStruct) -> int:
     """Returns the number of tokens in a block that is decayed from its middle.
 
-    Within such a block a single token's decay counts as no less than 2^-14 if decayed keys are one bfloat16, and as no less
-    than 2^-28 otherwise. `decayed_keys` is the array of decayed keys, [pieces, ...].
+    Within such a block a single token's decay counts as no less than 2^-14 if decayed keys are one bfloat16, and as no
+    less than 2^-28 otherwise. `decayed_keys` is the array of decayed keys, [pieces, ...].
     """
     return 16 if decayed_keys.dtype == jnp.bfloat16 and decayed_keys.shape[0] == 1 else 8
 
@@ -164,8 +164,8 @@ def products_per_channel(
     blocks are decayed from their middles, forwards and backwards, where exponents are bounded.
 
     Args:
-        refs: Reads `q`, `k`, `g`, `beta`, `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`, `k_before`,
-            `k_after`, `decay`.
+        refs: Reads `q`, `k`, `g`, `beta`, `spans` (see `decay_spans`). Writes `system`, `attention`, `q_before`,
+            `k_before`, `k_after`, `decay`.
         head: The value head.
         chunk: The chunk, which is not empty.
         start: Index of the chunk's first token.

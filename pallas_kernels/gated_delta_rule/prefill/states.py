@@ -18,8 +18,8 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, interpret: bool) -> 
 
     Args:
         refs: Reads `v`, `layer`, `query_start_loc`, `cu_chunk_seqlens`, `first_chunk`, `read_block`, `write_block`,
-            `checkpoint_offset`, `checkpoint_block`, `solve`, `attention`, `decay`, and either `q`, `k` and `scales` or, if
-            decays are per key channel, `q_before`, `k_before` and `k_after`. Updates `pool` and writes `out`.
+            `checkpoint_offset`, `checkpoint_block`, `solve`, `attention`, `decay`, and either `q`, `k` and `scales` or,
+            if decays are per key channel, `q_before`, `k_before` and `k_after`. Updates `pool` and writes `out`.
         size: The chunk size.
         config: The launch configuration.
         interpret: Whether the kernel runs as plain JAX.
@@ -55,8 +55,8 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, interpret: bool) -> 
 
     @pt.when(end > begin)
     def _():
-        # The number of tokens before the row's first one since the last position at which chunks are cut. If the row has
-        # only one chunk, any number that keeps it in one chunk will do.
+        # The number of tokens before the row's first one since the last position at which chunks are cut. If the row
+        # has only one chunk, any number that keeps it in one chunk will do.
         lead = size - (refs.cu_chunk_seqlens[first + 1] - begin)
 
         def advance(n, state):
