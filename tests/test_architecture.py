@@ -1,0 +1,204 @@
+"""The rooms of the house: which package may import which, no circles, no private imports across packages, short files."""
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = ("mamba_align_jax", "pallas_kernels", "benchmarks", "examples")
+# A room is a top-level package, or a file or folder of mamba_align_jax. Each may import itself and the rooms named here,
+# whose order is from the foundation up: no room imports a later one.
+MAY_IMPORT = {
+    "pallas_kernels": (),
+    "mamba_align_jax._deprecated": (),
+    "mamba_align_jax": ("mamba_align_jax._deprecated",),
+    "mamba_align_jax.errors": ("pallas_kernels",),
+    "mamba_align_jax.data": (),
+    "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.kv": ("mamba_align_jax.align",),
+    "mamba_align_jax.cache": ("mamba_align_jax.align", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.metadata": ("pallas_kernels", "mamba_align_jax.align", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.sharding": ("mamba_align_jax.align", "mamba_align_jax.kv"),
+    "mamba_align_jax.vllm_compat": (
+        "pallas_kernels",
+        "mamba_align_jax.align",
+        "mamba_align_jax.metadata",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.layers": (
+        "pallas_kernels",
+        "mamba_align_jax.align",
+        "mamba_align_jax.metadata",
+        "mamba_align_jax.sharding",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.models": (
+        "pallas_kernels",
+        "mamba_align_jax.align",
+        "mamba_align_jax.kv",
+        "mamba_align_jax.metadata",
+        "mamba_align_jax.sharding",
+        "mamba_align_jax.layers",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.engine": (
+        "pallas_kernels",
+        "mamba_align_jax.errors",
+        "mamba_align_jax.align",
+        "mamba_align_jax.kv",
+        "mamba_align_jax.cache",
+        "mamba_align_jax.metadata",
+        "mamba_align_jax.sharding",
+        "mamba_align_jax.models",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.load": (
+        "mamba_align_jax",
+        "mamba_align_jax.engine",
+        "mamba_align_jax.models",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.demo": (
+        "mamba_align_jax.data",
+        "mamba_align_jax.engine",
+        "mamba_align_jax.load",
+        "mamba_align_jax._deprecated",
+    ),
+    "mamba_align_jax.cli": (
+        "mamba_align_jax.data",
+        "mamba_align_jax.engine",
+        "mamba_align_jax.models",
+        "mamba_align_jax.load",
+        "mamba_align_jax.demo",
+    ),
+    "mamba_align_jax.__main__": ("mamba_align_jax.cli",),
+}
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for package in CODE for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def room_of(module):
+    """The room of a module: its first two names, or the package alone."""
+    for size in (2, 1):
+        room = ".".join(module.split(".")[:size])
+        if room in MAY_IMPORT:
+            return room
+    return None
+
+
+@functools.cache
+def imports_of(module):
+    """The modules of this repository that a module imports, anywhere in its text, with the names it takes from them."""
+    found = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.append((whole, None) if whole in MODULES else (node.module, alias.name))
+    return [(name, taken) for name, taken in found if name.split(".")[0] in CODE]
+
+
+def test_every_module_belongs_to_a_room():
+    homeless = [module for module in MODULES if module.split(".")[0] in CODE[:2] and room_of(module) is None]
+    assert not homeless
+
+
+def test_rooms_import_earlier_rooms_alone():
+    order = list(MAY_IMPORT)
+    for room, allowed in MAY_IMPORT.items():
+        assert all(order.index(other) < order.index(room) for other in allowed), room
+
+
+# The old names forward to modules of any room, when they are used.
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) not in (None, "mamba_align_jax._deprecated")])
+def test_a_module_imports_what_its_room_may(module):
+    room = room_of(module)
+    reached = {room_of(name) for name, _ in imports_of(module)} - {room}
+    assert reached <= set(MAY_IMPORT[room]), f"{module} imports {sorted(map(str, reached - set(MAY_IMPORT[room])))}"
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_uses_every_arrow_that_it_has(room):
+    reached = {room_of(name) for module in MODULES if room_of(module) == room for name, _ in imports_of(module)}
+    assert set(MAY_IMPORT[room]) <= reached
+
+
+def test_no_module_is_in_a_circle():
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            pytest.fail(f"circle: {' -> '.join([*path[path.index(module) :], module])}")
+        if module in done or module not in MODULES:
+            return
+        path.append(module)
+        for name, _ in imports_of(module):
+            if name != module:
+                visit(name)
+        done.add(path.pop())
+
+    for module in MODULES:
+        if room_of(module) != "mamba_align_jax._deprecated":
+            done.add("mamba_align_jax._deprecated")
+            visit(module)
+
+
+def package_of(module):
+    """The package that a private name belongs to: a folder of ours, or a top-level package."""
+    return module.rsplit(".", 1)[0] if module in MODULES and MODULES[module].name != "__init__.py" else module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_no_private_module_of_another_package(module):
+    for name, taken in imports_of(module):
+        private = [part for part in name.split(".") if part.startswith("_") and part != "_deprecated"]
+        if private:
+            assert module.split(".")[0] == name.split(".")[0], f"{module} imports {name}"
+        if taken and taken.startswith("_") and not taken.startswith("__"):
+            assert package_of(module) == package_of(name), f"{module} takes {taken} from {name}"
+
+
+TESTS = [path for path in sorted((ROOT / "tests").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_import_no_private_module_of_the_kernels(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            assert not name.startswith("pallas_kernels._") or name == "pallas_kernels._deprecated", name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_short_or_says_why_not(module):
+    lines = MODULES[module].read_text().splitlines()
+    if len(lines) > 400:
+        docstring = ast.get_docstring(ast.parse("\n".join(lines))) or ""
+        assert "400 lines" in docstring, f"{module} has {len(lines)} lines, and its docstring gives no reason"
+
+
+def test_a_forbidden_import_is_seen():
+    """The table is read: with one arrow less, the tests above would fail."""
+    reached = {room_of(name) for name, _ in imports_of("mamba_align_jax.engine.engine")}
+    assert "mamba_align_jax.cache" in reached
+    assert "mamba_align_jax.engine" not in {
+        room_of(name)
+        for module in MODULES
+        if room_of(module) == "mamba_align_jax.models"
+        for name, _ in imports_of(module)
+    }
