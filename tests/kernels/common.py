@@ -1,14 +1,14 @@
-"""What the kernel tests share: packed rows, dirty pools, tolerances, and how each implementation is run."""
+"""Helpers of the kernel tests: packed rows, dirty pools, tolerances, and the options that run each implementation."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# "triton" compiles and needs a GPU; "interpret" runs the same body as plain JAX anywhere.
+# "triton" compiles the kernel and needs a GPU. "interpret" runs the same kernel body as plain JAX anywhere.
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
-# (window, implementation): a window of one is a kernel of its own, but the same XLA program as a wider one.
+# Pairs (window, implementation). A window of one has its own Triton kernel, but shares its XLA program with wider ones.
 WINDOWS = [
     *((4, implementation) for implementation in ("xla", "interpret")),
     *(pytest.param(window, "triton", marks=pytest.mark.gpu) for window in (1, 4)),
@@ -16,18 +16,20 @@ WINDOWS = [
 
 
 def how(implementation):
+    """Returns the op's options that run an entry of `IMPLEMENTATIONS`."""
     if implementation == "interpret":
         return dict(implementation="triton", interpret=True)
     return dict(implementation=implementation)
 
 
 def pack(lengths, padding_rows=0):
+    """Returns query_start_loc, int32 [rows + padding_rows + 1], of rows of these lengths."""
     ends = np.cumsum([0, *lengths])
     return jnp.asarray(np.concatenate([ends, np.full(padding_rows, ends[-1])]), jnp.int32)
 
 
 def dirty_pool(rng, shape, dtype, clean=()):
-    """A pool of NaN whose blocks `clean` hold values: what a recycled pool may look like."""
+    """Makes a pool that is NaN except for the blocks in `clean`, as the memory of a recycled pool may be."""
     pool = np.full(shape, np.nan, np.float32)
     for block in clean:
         pool[:, block] = rng.normal(size=pool[:, block].shape)
@@ -35,16 +37,17 @@ def dirty_pool(rng, shape, dtype, clean=()):
 
 
 def tolerance(dtype, terms):
-    """Error of a sum of `terms` products of unit-scale numbers, rounded to `dtype` at the end.
+    """Returns the largest error of a sum of `terms` products of unit-scale numbers that is rounded to `dtype` at the end.
 
-    Rounding errors of a sum add like a random walk; 8 covers the largest of some thousand samples and the few roundings
-    on the way to it.
+    The rounding errors of a sum add up like a random walk. The factor 8 covers the largest of some thousand samples, and
+    the few roundings before the sum.
     """
     accumulated = 8 * float(jnp.finfo(jnp.float32).eps) * np.sqrt(terms)
     return accumulated + float(jnp.finfo(dtype).eps)
 
 
 def assert_close(actual, wanted, dtype, terms, what):
+    """Fails unless `actual` is finite and within `tolerance(dtype, terms)` of `wanted`, relative to its largest value."""
     actual = np.asarray(actual, np.float64)
     limit = tolerance(dtype, terms) * max(1.0, float(np.abs(wanted).max(initial=0.0)))
     assert np.isfinite(actual).all(), f"{what}: not finite"
@@ -55,7 +58,7 @@ def assert_close(actual, wanted, dtype, terms, what):
 
 
 def assert_untouched(before, after, written):
-    """Every block but `written` holds the same bits."""
+    """Fails unless every block except those in `written` holds the same bits before and after."""
     before, after = (np.asarray(x).view(np.uint8) for x in (before, after))
     kept = [block for block in range(before.shape[1]) if block not in set(written)]
     np.testing.assert_array_equal(before[:, kept], after[:, kept])

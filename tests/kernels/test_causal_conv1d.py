@@ -335,7 +335,7 @@ def test_bad_arguments_are_named(rng):
     for op in (causal_conv1d_update, causal_conv1d_prefill):
         with pytest.raises(ValueError, match="x must have the pool's dtype float32, got bfloat16"):
             op(x.astype(jnp.bfloat16), pool, 0, weight, None, pack([2]), row, row, row)
-        with pytest.raises(ValueError, match="weight must be 2 to 5 wide, got 6"):
+        with pytest.raises(ValueError, match="weight must have 2 to 5 taps, got 6"):
             op(x, pool, 0, jnp.ones((6, CHANNELS)), None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="at least 4 window rows, got 3"):
             op(x, pool, 0, jnp.ones((5, CHANNELS)), None, pack([2]), row, row, row)
@@ -345,7 +345,7 @@ def test_bad_arguments_are_named(rng):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, layout="ds")
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
         causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
 
 

@@ -377,7 +377,7 @@ def test_bad_arguments_are_named(rng):
         update(a=a[:, :2])
     with pytest.raises(ValueError, match="write_blocks must be Int32"):
         update(write=row)
-    with pytest.raises(ValueError, match="dt_bias must be of a's shape"):
+    with pytest.raises(ValueError, match="dt_bias must have the shape"):
         update(a=jnp.zeros((*a.shape, dims.key_dim)))
     with pytest.raises(ValueError, match="lower_bound must be negative or None, got 5"):
         gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=5.0)

@@ -365,14 +365,14 @@ def test_bad_arguments_are_named(rng):
     inputs, pool = make_prefill(rng, [2], DIMS["grouped"])
     run = lambda inputs=inputs, **options: prefill(inputs, pool, [2], [0], [0], [1], **options)
     k = np.concatenate([inputs[1], inputs[1][:, :1]], 1)
-    with pytest.raises(ValueError, match="k must have a number of heads that divides v's 4, got 3"):
+    with pytest.raises(ValueError, match="the number of heads of k must divide v's 4, got 3"):
         run((k, k, *inputs[2:]))
     with pytest.raises(ValueError, match="g must be Float32"):
         run((*inputs[:3], inputs[3].astype(jnp.bfloat16), inputs[4]))
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
         run(checkpoints=(np.array([[1]]), None), padded=False)
     row, chunks = jnp.array([1]), chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5)
     with pytest.raises(ValueError, match="chunks must be chunk_rows of 1 rows in 2 tokens \\(2 chunks\\), got 2 rows"):
         gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, 0, pack([2]), chunks, row, row)
-    with pytest.raises(UnsupportedError, match=r"chunks must be of .* tokens, got 24"):
+    with pytest.raises(UnsupportedError, match=r"chunk_size must be one of .*, got 24"):
         run(chunk=24, implementation="triton")

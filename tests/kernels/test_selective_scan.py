@@ -290,11 +290,11 @@ def test_bad_arguments_are_named(rng):
         scan(A=A[..., 0])
     with pytest.raises(ValueError, match="C must be Float"):
         scan(C=C[:, :1])
-    with pytest.raises(ValueError, match="B must have a number of groups that divides x's 4 heads, got 3"):
+    with pytest.raises(ValueError, match="the number of groups of B must divide x's 4 heads, got 3"):
         scan(B=jnp.concatenate([B, B[:, :1]], 1), C=jnp.concatenate([C, C[:, :1]], 1))
     with pytest.raises(ValueError, match="D must be Float"):
         scan(D=jnp.zeros(3))
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
         scan(row[None])
     with pytest.raises(ValueError, match="implementation must be"):
         scan(implementation="cuda")

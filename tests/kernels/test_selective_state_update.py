@@ -242,7 +242,7 @@ def test_bad_arguments_are_named(rng):
         update(dt=dt[:, :2])
     with pytest.raises(ValueError, match="C must be Float"):
         update(C=C[:, :1])
-    with pytest.raises(ValueError, match="B must have a number of groups that divides x's 4 heads, got 3"):
+    with pytest.raises(ValueError, match="the number of groups of B must divide x's 4 heads, got 3"):
         update(B=jnp.concatenate([B, B[:, :1]], 1), C=jnp.concatenate([C, C[:, :1]], 1))
     with pytest.raises(ValueError, match="D must be Float"):
         update(D=jnp.zeros(3))

@@ -358,9 +358,9 @@ def test_bad_arguments_are_named(rng):
     with pytest.raises(ValueError, match="D must be Float"):
         run(D=jnp.zeros(3))
     three = np.concatenate([inputs["B"], inputs["B"][:, :1]], 1)
-    with pytest.raises(ValueError, match="B must have a number of groups that divides x's 4 heads, got 3"):
+    with pytest.raises(ValueError, match="the number of groups of B must divide x's 4 heads, got 3"):
         run(B=three, C=three)
-    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block go together"):
+    with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
         run(checkpoints=([[64]], None))
     chunks, row = chunk_rows(pack([2, 3]), jnp.array([0, 0]), 5), jnp.array([1])
     positional = [jnp.asarray((packed | fixed)[name]) for name in ("x", "dt", "A", "B", "C")]
@@ -371,7 +371,7 @@ def test_bad_arguments_are_named(rng):
     with pytest.raises(UnsupportedError, match="chunk_size must be a power of two from 16 to 256, got 48"):
         run(how_=dict(implementation="triton", chunk_size=48))
     wide = np.zeros((5, 2, 4096), np.float32)
-    with pytest.raises(UnsupportedError, match=r"chunks of 64 tokens and states of 4096 take \d+ bytes"):
+    with pytest.raises(UnsupportedError, match=r"chunks of 64 tokens and states of 4096 need \d+ bytes"):
         prefill(
             inputs | dict(B=wide, C=wide), jnp.zeros((2, 2, 4, 16, 4096)), [2], [0], [0], [1], implementation="triton"
         )
