@@ -39,9 +39,12 @@ _EXPORTS |= {id(value) for name, value in vars(pallas_kernels).items() if not na
 def _skip(app, what, name, obj, skip, options):
     """Leaves out exports, old names that still work, and the fields of named tuples, which have no text of their own."""
     doc = inspect.getdoc(obj) or ""
-    if what == "module" and id(obj) in _EXPORTS or doc.startswith(("The old name of", "Alias for field number")):
-        return True
-    return None
+    has_own_entry = what == "module" and id(obj) in _EXPORTS
+    return (
+        True
+        if has_own_entry or doc.startswith(("The old name of", "A field that goes", "Alias for field number"))
+        else None
+    )
 
 
 def _escape(app, what, name, obj, options, lines):

@@ -1,4 +1,4 @@
-"""What the README shows runs."""
+"""The code on the pages runs."""
 
 import os
 import re
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def run(*arguments):
@@ -19,16 +22,26 @@ def run(*arguments):
 
 
 def test_the_engine_in_ten_lines():
-    lines = run("-c", BLOCKS[0]).splitlines()
-    cached = [int(line.split()[0]) for line in lines if "prompt tokens were cached" in line]
-    assert cached[0] == 0
-    assert all(count > 0 for count in cached[1:])
+    out = run("-c", blocks("README.md")[0])
+    first, *others = (
+        int(count) for count in re.findall(r"^(\d+) of \d+ prompt tokens were cached:$", out, re.MULTILINE)
+    )
+    assert first == 0
+    assert len(others) == 2
+    assert all(count > 0 for count in others)
+
+
+def test_the_quickstart():
+    first, second, stats = run("-c", blocks("docs/quickstart.md")[0]).splitlines()
+    assert first.startswith("0 cached;")
+    assert int(second.split()[0]) >= 64
+    assert "hit_requests=1" in stats
 
 
 def test_the_foreign_step_is_the_example_and_the_example_runs():
-    """And imports neither engine nor flax."""
+    """It imports neither the engine nor flax."""
     example = ROOT / "examples" / "foreign_step.py"
-    assert BLOCKS[1] in example.read_text()
+    assert blocks("README.md")[1] in example.read_text()
     out = run(
         "-c",
         f"import runpy, sys; runpy.run_path({str(example)!r}, run_name='__main__');"

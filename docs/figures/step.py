@@ -137,7 +137,7 @@ def draw() -> str:
         svg.text(
             (_middle(live) + _middle(save.target)) / 2,
             bottom + 40,
-            f"boundary save: acceptance passed {after} tokens = ({save.target} + 1) × block_size",
+            f"boundary save: acceptance passed {after} tokens = ({save.target} + 1) * block_size",
             "middle small ink3",
         )
     )
@@ -145,13 +145,13 @@ def draw() -> str:
         svg.text(
             20,
             574,
-            f"The next step reads column running_column + accepted - 1 = {live}. No state moved except the one that is kept.",
+            f"The next step reads column running_column + accepted - 1 = {live}. Only the state that is kept was copied.",
             "soft",
         )
     )
     description = (
-        f"A request with {computed} computed tokens runs token {computed} and drafts {computed + 1} and {computed + 2}. The "
-        f"kernels read column {read.recurrent_column} and write columns {current} to {current + K}. One draft is accepted, so "
-        f"the state of {after} tokens in column {live} is live, and it is copied to column {save.target}, where it can be shared."
+        f"A request with {computed} computed tokens runs token {computed} and two drafts. The kernels read column "
+        f"{read.recurrent_column} and write columns {current} to {current + K}. One draft is accepted, so the state of "
+        f"{after} tokens in column {live} is the live one, and it is copied to column {save.target}, where it can be shared."
     )
     return svg.figure(900, 594, "One verify step in align mode", description, parts)

@@ -209,7 +209,7 @@ def test_example_d_plain_decode(policy):
 
 def walk_on_the_host(K, steps):
     spec = AlignConfig((GROUP,), 4, K, max_num_seqs=1, max_model_len=40, policy="pre_copy")
-    columns, state_idx, accepted, resumed = range(FIRST, FIRST + spec.num_columns), {}, [1], ()
+    columns, running_columns, accepted, resumed = range(FIRST, FIRST + spec.num_columns), {}, [1], ()
     for number, step in enumerate(steps):
         where = f"step {number}"
         if isinstance(step, Enter):
@@ -223,17 +223,17 @@ def walk_on_the_host(K, steps):
             block_rows=[[columns]],
         )
         scheduled = SimpleNamespace(finished_req_ids=(), preempted_req_ids=None, resumed_req_ids=resumed)
-        plan, accepted = preprocess_mamba(spec, scheduled, batch, state_idx, accepted)
+        plan, accepted = preprocess_mamba(spec, scheduled, batch, running_columns, accepted)
         assert the_copy(plan) == step.before, where
-        assert state_idx == {"r": step.column}, where
-        at = gather_state_indices(spec, batch, state_idx, accepted, 1)
+        assert running_columns == {"r": step.column}, where
+        at = gather_state_indices(spec, batch, running_columns, accepted, 1)
         if step.read is None:
             assert not at.has_initial_state[0], where
         else:
             read = Read(int(at.recurrent_read[0, 0]) - FIRST, int(at.conv_read[0, 0]) - FIRST, int(at.window_row[0]))
             assert read == (step.read if step.before is None else Read(step.column, step.column, 0)), where
         np.testing.assert_array_equal(at.write[0, 0] - FIRST, step.column + np.arange(1 + K), err_msg=where)
-        plan, accepted = postprocess_mamba(spec, batch, state_idx, [step.accepted])
+        plan, accepted = postprocess_mamba(spec, batch, running_columns, [step.accepted])
         assert the_copy(plan) == step.after, where
         assert accepted[0] == (step.left or max(step.accepted, 1)), where
         resumed = ()
