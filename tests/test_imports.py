@@ -26,11 +26,14 @@ EXTRAS = {"flax", "safetensors", "tokenizers", "rich"}
 HOST = [
     "mamba_align_jax.cache",
     "mamba_align_jax.align.columns",
-    "mamba_align_jax.vllm_compat.mamba_utils",
+    "mamba_align_jax.align.interior",
     "mamba_align_jax.align.policy",
     "mamba_align_jax.align.config",
+    "mamba_align_jax.vllm_compat.block_idx",
+    "mamba_align_jax.vllm_compat.mamba_utils",
+    "mamba_align_jax.vllm_compat.row_kinds",
 ]
-CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "pallas_kernels"]
+CORE = ["mamba_align_jax.align", "mamba_align_jax.metadata", "mamba_align_jax.vllm_compat", "pallas_kernels"]
 
 
 def python(program):

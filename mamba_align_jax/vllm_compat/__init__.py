@@ -1,1 +1,4 @@
-"""vLLM's own functions under vLLM's names, for code that is ported from vLLM. Nothing else in the package imports this."""
+"""Functions of vLLM under vLLM's names, for code that is ported from vLLM: see docs/porting.md.
+
+The rest of the package does not import this folder. `mamba_utils`, `row_kinds` and `block_idx` import no JAX.
+"""

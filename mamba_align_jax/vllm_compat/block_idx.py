@@ -1,4 +1,4 @@
-"""The blocks that a row's tokens lie in, where every block boundary of a chunk is kept (vLLM's mode "all")."""
+"""The columns that a row reads and writes in mode "all", in which every block boundary of a chunk is kept."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,12 @@ from mamba_align_jax.align.columns import choose, column_of
 
 
 class BlockIdx(NamedTuple):
-    """Columns of a row, under vLLM's names less their prefix `block_idx_`.
+    """Columns of a row. vLLM's names have the prefix `block_idx_`. Ints or integer arrays.
 
     Attributes:
-        last_computed_token: Has the state that the row goes on from; 0 for a fresh row.
-        first_scheduled_token: Takes the row's first token.
-        last_scheduled_token: Gets the row's final state.
+        last_computed_token: The column with the state from which the row continues. 0 for a fresh row.
+        first_scheduled_token: The column of the row's first token.
+        last_scheduled_token: The column to which the row's final state goes.
     """
 
     last_computed_token: Any
@@ -20,13 +20,13 @@ class BlockIdx(NamedTuple):
 
 
 def block_idx(num_computed_tokens: Any, num_tokens: Any, block_size: int) -> BlockIdx:
-    """The columns that `num_tokens` from position `num_computed_tokens` on begin, lie and end in.
+    """Returns the columns of a row of `num_tokens` tokens that starts at position `num_computed_tokens`.
 
-    For Mamba layers ported from vLLM. Works on ints, NumPy and JAX arrays alike.
+    It is meant for Mamba layers that are ported from vLLM. It takes ints, NumPy arrays or JAX arrays.
     """
-    least_0 = lambda column: choose(column < 0, 0, column)
+    at_least_0 = lambda column: choose(column < 0, 0, column)
     return BlockIdx(
-        least_0(column_of(num_computed_tokens, block_size)),
+        at_least_0(column_of(num_computed_tokens, block_size)),
         column_of(num_computed_tokens + 1, block_size),
-        least_0(column_of(num_computed_tokens + num_tokens, block_size)),
+        at_least_0(column_of(num_computed_tokens + num_tokens, block_size)),
     )

@@ -1,7 +1,8 @@
-"""The bookkeeping of a step in plain Python, under policy "pre_copy": for hosts that know every count before a step.
+"""The bookkeeping of a step in plain Python, under policy "pre_copy", for hosts that know every count before the step.
 
-It is what vLLM's first model runner does (`vllm.v1.worker.mamba_utils`), by its functions' names, with the formulas of the
-device path. There are no pointers: plans say which blocks move, and `staging` runs them. Nothing here imports JAX. A step:
+It does what vLLM's first model runner does (`vllm.v1.worker.mamba_utils`), with vLLM's function names and the formulas
+of the device path. Where vLLM passes pointers, these functions return plans of the blocks to copy, which `staging`
+carries out. Nothing here imports JAX. A step consists of:
 
     accepted = counts.reorder(scheduler_output, batch.req_ids)
     plan, accepted = preprocess_mamba(spec, scheduler_output, batch, state_idx, accepted)
@@ -11,9 +12,9 @@ device path. There are no pointers: plans say which blocks move, and `staging` r
     pool = do_mamba_copy_block(spec, pool, plan)
     counts.expect(batch.req_ids, accepted)
 
-or, without waiting for what was sampled, with `postprocess_mamba_align_gpu` in place of the two lines before the last.
-`state_idx` is a dict of the caller's, empty at first: the running column of every request that has one. These functions
-change it, and change nothing when they raise. Block tables keep the same contract as on the device.
+To avoid waiting for the sampled tokens, call `staging.postprocess_mamba_align_gpu` in place of the two lines before the
+last. `state_idx` is the caller's dict of the running column of each request, empty at first. These functions change it,
+but not when they raise. The block tables must keep the same contract as on the device (design section 5).
 """
 
 from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
@@ -36,58 +37,64 @@ from mamba_align_jax.align.policy import copy_free, pre_copy
 
 
 class SchedulerOutput(Protocol):
-    """Requests whose states are gone since the last step. Resumed ones may or may not have been called preempted."""
+    """The requests whose states were lost since the last step. A resumed request need not be listed as preempted."""
 
     @property
     def finished_req_ids(self) -> Iterable[Hashable]:
-        """Finished or aborted."""
+        """Requests that finished or were aborted."""
         ...
 
     @property
     def preempted_req_ids(self) -> Iterable[Hashable] | None:
-        """Their blocks were taken."""
+        """Requests whose blocks were taken away."""
         ...
 
     @property
     def resumed_req_ids(self) -> Iterable[Hashable]:
-        """In the batch again, with the computed tokens of a new prefix hit."""
+        """Requests that are in the batch again, with the computed tokens of a new prefix hit."""
         ...
 
 
 class InputBatch(Protocol):
-    """The rows of a step, in batch order: one entry per row in every sequence. A request may sit a step out."""
+    """The rows of a step, in batch order. Each sequence has one entry per row. A request may be absent from a step."""
 
     @property
     def req_ids(self) -> Sequence[Hashable]:
-        """Distinct; at most `max_num_seqs`."""
+        """The requests' names, all distinct, at most `max_num_seqs` of them."""
         ...
 
     @property
     def num_computed_tokens(self) -> Sequence[int]:
-        """Tokens whose states exist before the step, exactly: rejected drafts are not counted."""
+        """The exact number of tokens whose states exist before the step. Rejected drafts are not counted."""
         ...
 
     @property
     def num_scheduled_tokens(self) -> Sequence[int]:
-        """Tokens of the step, drafts included; 0 for a row that takes no part."""
+        """The number of tokens in the step, drafts included. 0 for a row that takes no part."""
         ...
 
     @property
     def num_draft_tokens(self) -> Sequence[int]:
-        """Draft tokens of a verify row, which has one token more; -1 for a row that is none."""
+        """The number of draft tokens of a verify row, which has one token more. -1 for any other row."""
         ...
 
     @property
     def block_rows(self) -> Sequence[Sequence[Sequence[int]]]:
-        """Per group and row, the block of each column. NULL_BLOCK, stale or missing where the step needs none."""
+        """The block of each column, per group and row. Entries that the step does not need may be stale or missing."""
         ...
 
 
 @renamed_fields(conv_row="window_row")
 class HostCopyPlan(NamedTuple):
-    """A `CopyPlan` in NumPy, with `max_num_seqs` rows whatever the batch: int32 [groups, rows], but `window_row` [rows].
+    """A `CopyPlan` of NumPy arrays. It always has `max_num_seqs` rows, so that one compiled program runs all plans.
 
-    Destination NULL_BLOCK is no copy. Unlike the device's plans it has no copies of a state onto itself.
+    Unlike a plan of the device path, it contains no copy of a state onto itself.
+
+    Attributes:
+        recurrent_source: The block from which the recurrent states are copied. int32 [groups, rows].
+        conv_source: The block from which the conv windows are copied. int32 [groups, rows].
+        window_row: The first row of the window to copy. int32 [rows].
+        destination: The block to which both are copied, or NULL_BLOCK for no copy. int32 [groups, rows].
     """
 
     recurrent_source: np.ndarray
@@ -97,19 +104,19 @@ class HostCopyPlan(NamedTuple):
 
     @classmethod
     def empty(cls, spec: AlignConfig) -> "HostCopyPlan":
-        """A plan without copies."""
+        """Creates a plan without copies."""
         blocks = lambda: np.full((len(spec.groups), spec.max_num_seqs), NULL_BLOCK, np.int32)
         return cls(blocks(), blocks(), np.zeros(spec.max_num_seqs, np.int32), blocks())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing moves."""
+        """True if the plan contains no copy."""
         return not self.destination.any()
 
 
 @renamed_fields(conv_row="window_row")
 class HostIndices(NamedTuple):
-    """Where a step's rows read and write: NumPy arrays of the same names and meaning as in `StepIndices`."""
+    """Where each row reads and writes: NumPy arrays with names, shapes and meanings as in `StepIndices`."""
 
     recurrent_read: np.ndarray
     conv_read: np.ndarray
@@ -120,7 +127,7 @@ class HostIndices(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """`drafts` is -1 for a row that is no verify row."""
+    """One row of a step. `drafts` is -1 for a row that is no verify row."""
 
     index: int
     req_id: Hashable
@@ -137,7 +144,7 @@ class _Row(NamedTuple):
 
 
 def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_Row]:
-    """The batch's rows, checked."""
+    """Checks the batch and returns its rows."""
     count = len(batch.req_ids)
     if count > spec.max_num_seqs:
         raise ValueError(f"{function}: req_ids must be at most max_num_seqs = {spec.max_num_seqs}, got {count}")
@@ -173,7 +180,7 @@ def _rows(function: str, spec: AlignConfig, batch: InputBatch) -> list[_Row]:
 
 
 def _counts(function: str, name: str, values: Sequence[int] | np.ndarray, rows: list[_Row]) -> np.ndarray:
-    """A copy, int32 [rows], of counts that may be padded."""
+    """Returns a copy of counts that may be padded, int32 [rows]."""
     counts = np.array(values[: len(rows)], np.int32)
     if len(counts) != len(rows):
         raise ValueError(f"{function}: {name} must describe {len(rows)} rows, got {len(counts)}")
@@ -181,7 +188,7 @@ def _counts(function: str, name: str, values: Sequence[int] | np.ndarray, rows: 
 
 
 def _block(batch: InputBatch, group: int, row: int, column: int) -> int:
-    """NULL_BLOCK where the row has none."""
+    """Returns the block of a column, or NULL_BLOCK if the row has none."""
     blocks = batch.block_rows[group][row]
     return int(blocks[column]) if 0 <= column < len(blocks) else NULL_BLOCK
 
@@ -190,22 +197,24 @@ def _held_block(function: str, batch: InputBatch, group: int, row: int, column: 
     block = _block(batch, group, row, column)
     if block == NULL_BLOCK:
         raise ValueError(
-            f"{function}: request {batch.req_ids[row]!r} must have a block in column {column} of group {group}, got none"
+            f"{function}: request {batch.req_ids[row]!r} must have a block in column {column} of group {group}, "
+            "got none"
         )
     return block
 
 
 def missing_state_idx(function: str, req_id: Hashable) -> ValueError:
-    """What to raise where a request has no running column."""
+    """Returns the error for a request that has no running column."""
     return ValueError(
         f"{function}: request {req_id!r} must have a running column: run preprocess_mamba on this batch first"
     )
 
 
 def cleanup_mamba_state_idx(scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[Hashable, int]) -> None:
-    """Forgets the running columns of finished, preempted and resumed requests.
+    """Removes the running columns of finished, preempted and resumed requests.
 
-    Resumed ones too: a forced preemption tells nobody, and the old column may lie behind the new, shorter row of blocks.
+    A resumed request must be removed too, because a forced preemption is not reported, and the old column may lie
+    beyond the end of the request's new row of blocks.
     """
     gone = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or (), scheduler_output.resumed_req_ids
     for req_ids in gone:
@@ -216,20 +225,22 @@ def cleanup_mamba_state_idx(scheduler_output: SchedulerOutput, mamba_state_idx: 
 def collect_mamba_copy_meta(
     plan: HostCopyPlan, batch: InputBatch, row: int, source: int, destination: int, offset: int
 ) -> None:
-    """Adds one row's copy to `plan`: the state `offset` tokens into the window that begins at column `source`.
+    """Adds one row's copy to `plan`.
 
-    That is the recurrent state of column `source + offset`, and the conv window of column `source` from row `offset` on.
+    The copy takes the recurrent state of column `source + offset`, and the conv window of column `source` from row
+    `offset` on.
 
     Args:
-        plan: Changed.
+        plan: The plan, which is changed.
         batch: The step's rows.
-        row: Which of them.
-        source: Column.
-        destination: Column.
-        offset: Tokens, 0 to K. With 0 and the same column nothing is added: nothing would move.
+        row: The number of the row.
+        source: The first column of the window that contains the state.
+        destination: The column to copy to.
+        offset: Tokens from the start of the window to the state, 0 to K. If it is 0 and the columns are equal, nothing
+            is added, because nothing would move.
 
     Raises:
-        ValueError: a column has no block; the request is named, and `plan` is as it was.
+        ValueError: A column has no block. The text names the request, and `plan` is unchanged.
     """
     if source == destination and offset == 0:
         return
@@ -248,27 +259,30 @@ def preprocess_mamba(
     mamba_state_idx: MutableMapping[Hashable, int],
     num_accepted_tokens: Sequence[int] | np.ndarray,
 ) -> tuple[HostCopyPlan, np.ndarray]:
-    """Before the model runs: advances the running columns, and plans the copies of states that must follow.
+    """Advances the running columns and plans the copies of states to them. Call it before the model runs.
 
-    Requests without a running column enter, new or resumed, with the tokens of a prefix hit: as if they had accepted 1.
+    A request without a running column enters, with the tokens of its prefix hit, as if it had accepted one token.
 
     Args:
-        spec: Mode "none" or "align", policy "pre_copy".
-        scheduler_output: Whose states are gone.
+        spec: The configuration, with mode "none" or "align" and policy "pre_copy".
+        scheduler_output: The requests whose states were lost.
         input_batch: The step's rows.
-        mamba_state_idx: Changed: without those that are gone, and with the column of every row of the batch.
-        num_accepted_tokens: Of each row's last step, the bonus token included: at least 1. Not changed.
+        mamba_state_idx: The running columns. The lost requests are removed, and each row of the batch gets its new
+            column.
+        num_accepted_tokens: What each row accepted in its last step, the bonus token included, so at least 1. int32
+            [rows].
 
     Returns:
-        The plan, and the accepted counts that hold once it has run, int32 [rows]: 1 for rows whose state has moved.
+        The plan, and the accepted counts after it was carried out, int32 [rows]. They are 1 for rows whose state moves.
 
     Raises:
-        ValueError: names the argument, or the request that can't be. Nothing is changed.
+        ValueError: An argument or a row is wrong. The text names it, and nothing is changed.
     """
     name = "preprocess_mamba"
     if spec.mode == "all" or spec.policy != "pre_copy":
         raise ValueError(
-            f"{name}: wants mode 'none' or 'align' and policy 'pre_copy', got {spec.mode!r}, {spec.policy!r}"
+            f"{name}: spec must have mode 'none' or 'align' and policy 'pre_copy', "
+            f"got {spec.mode!r} and {spec.policy!r}"
         )
     rows = _rows(name, spec, input_batch)
     accepted = _counts(name, "num_accepted_tokens", num_accepted_tokens, rows)
@@ -312,20 +326,21 @@ def gather_state_indices(
     num_accepted_tokens: Sequence[int] | np.ndarray,
     bucket: int,
 ) -> HostIndices:
-    """The blocks that the model reads and writes: after `preprocess_mamba`, or in mode "all" before `postprocess_mamba`.
+    """Returns the blocks that the model reads and writes.
 
-    In mode "all" the running column is that of the last step, if it was a verify step: the anchor. Otherwise the state is
-    where a prefill chunk left it, in the column of its last token.
+    Call it after `preprocess_mamba`. In mode "all", which has no `preprocess_mamba`, call it before the model runs. In
+    that mode a request has a running column only if its last step was a verify step. Otherwise its state is in the
+    column of the last computed token, where a prefill chunk left it.
 
     Args:
-        spec: Any mode.
+        spec: The configuration, with any mode.
         input_batch: The step's rows.
-        mamba_state_idx: Running columns.
-        num_accepted_tokens: What `preprocess_mamba` returned; in mode "all", what the last step accepted.
+        mamba_state_idx: The running columns.
+        num_accepted_tokens: What `preprocess_mamba` returned. In mode "all", what the last step accepted. int32 [rows].
         bucket: Rows of the result, padding included.
 
     Raises:
-        ValueError: names the argument, the request without a running column, or the column without a block.
+        ValueError: An argument is wrong, a request has no running column, or a column has no block. The text names it.
     """
     name = "gather_state_indices"
     rows = _rows(name, spec, input_batch)
@@ -345,7 +360,7 @@ def gather_state_indices(
         if old is None:
             raise missing_state_idx(name, row.req_id)
         current = row.running_column(spec)
-        # Where nothing moves, or all that must has moved, states are read where they are.
+        # All copies were made before, so each state is read where it is, as under policy "copy_free".
         places = copy_free(old, accepted, current)
         for group in groups:
             held = lambda column, row=row.index, group=group: _held_block(name, input_batch, group, row, column)
@@ -370,21 +385,23 @@ def postprocess_mamba(
     num_sampled: Sequence[int] | np.ndarray,
     num_published_tokens: Sequence[int] | None = None,
 ) -> tuple[HostCopyPlan, np.ndarray]:
-    """After the model ran, once the sampled tokens are on the host: plans the copies of boundaries that were passed.
+    """Plans the copies that save the boundaries which rows passed. Call it when the sampled tokens are on the host.
 
     Args:
-        spec: Any mode. "all" copies nothing, and goes to `postprocess_mamba_all`.
-        input_batch: The step's rows, as before it.
-        mamba_state_idx: Running columns of the step. Changed in mode "all" only.
-        num_sampled: Tokens each row sampled, accepted drafts and the bonus token; 0 for a chunk inside a prompt.
-        num_published_tokens: See `postprocess_mamba_all`; for other modes it means nothing.
+        spec: The configuration, with any mode. Mode "all" copies nothing and calls `postprocess_mamba_all`.
+        input_batch: The step's rows, as before the step.
+        mamba_state_idx: The running columns of the step. They are changed in mode "all" only.
+        num_sampled: How many tokens each row sampled: its accepted drafts and the bonus token, or 0 for a chunk inside
+            a prompt. int32 [rows].
+        num_published_tokens: See `postprocess_mamba_all`. Ignored in the other modes.
 
     Returns:
-        The plan, and what each row accepted, int32 [rows]: at least 1, and 1 where the state was saved onto the running
-        column itself; 0 for rows without tokens, which keep what they had. It does not count tokens: `num_sampled` does.
+        The plan, and the accepted counts for the next step, int32 [rows]. A count is at least 1. It is 1 where the
+        state was saved onto the running column, so it does not say how many tokens were sampled. It is 0 for a row
+        without tokens, whose request keeps its last count.
 
     Raises:
-        ValueError: names the argument, the request that can't be, or the column without a block. Nothing is changed.
+        ValueError: An argument or a row is wrong, or a column has no block. The text names it, and nothing is changed.
     """
     name = "postprocess_mamba"
     rows = _rows(name, spec, input_batch)
@@ -393,10 +410,10 @@ def postprocess_mamba(
     for row in rows:
         if row.scheduled == 0:
             continue
-        most = 1 + max(row.drafts, 0)
-        if not 0 <= sampled[row.index] <= most:
+        max_sampled = 1 + max(row.drafts, 0)
+        if not 0 <= sampled[row.index] <= max_sampled:
             raise ValueError(
-                f"{name}: request {row.req_id!r}: num_sampled must be in [0, {most}], got {sampled[row.index]}"
+                f"{name}: request {row.req_id!r}: num_sampled must be in [0, {max_sampled}], got {sampled[row.index]}"
             )
         count = accepted[row.index] = max(int(sampled[row.index]), 1)
         if spec.mode == "all":
@@ -419,21 +436,22 @@ def postprocess_mamba_all(
     mamba_state_idx: MutableMapping[Hashable, int],
     num_published_tokens: Sequence[int] | None = None,
 ) -> None:
-    """After a step in mode "all": remembers the running column of verify rows, from which the next step reads.
+    """Records the running columns of verify rows in mode "all". The next step reads from there.
 
-    No boundary is saved: drafts push the window on, so that after a verify step a boundary's column may hold anything. Hence
-    the precondition: every verify row has 1 + K tokens, or its anchor would be lost, and what others may find in the cache
-    are the boundaries of prefill chunks. Without drafts (K = 0) there is nothing to remember.
+    No boundary is saved in this mode: drafts move the window on, so that after a verify step the column of a boundary
+    may contain any state. Therefore each verify row must have 1 + K tokens, and must publish no boundary. The cache may
+    contain only the boundaries of prefill chunks. If K is 0, nothing is recorded.
 
     Args:
-        spec: Mode "all".
-        input_batch: The step's rows, as before it.
-        mamba_state_idx: Changed: the running column of verify rows; other rows with tokens lose theirs.
-        num_published_tokens: Longest boundary of each row that this step publishes to the prefix cache, in tokens; 0 for
-            none. None: no row publishes any.
+        spec: The configuration, with mode "all".
+        input_batch: The step's rows, as before the step.
+        mamba_state_idx: The running columns. Verify rows get theirs. Other rows with tokens lose theirs.
+        num_published_tokens: The longest boundary of each row that this step publishes to the prefix cache, in tokens,
+            or 0 for none. None if no row publishes one.
 
     Raises:
-        ValueError: names the request that breaks the precondition. Nothing is changed.
+        ValueError: A verify row has another number of tokens or publishes a boundary. The text names the request, and
+            nothing is changed.
     """
     name = "postprocess_mamba_all"
     if spec.mode != "all":

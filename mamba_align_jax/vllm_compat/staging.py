@@ -1,7 +1,7 @@
-"""The host path's arrays on their way to the device and back: plans, a step's inputs, what it accepted.
+"""Transfers the host path's arrays to the device and back: plans, the inputs of a step, and the accepted counts.
 
-What is staged is a buffer of its own every time, which nobody writes again: a step in flight may still read it, and on a
-CPU `jax.device_put` may only borrow it.
+Each transfer uses a new buffer that is never written again. A step in flight may still read the old one, and on a CPU
+`jax.device_put` may borrow NumPy's memory instead of copying it.
 """
 
 import functools
@@ -30,13 +30,13 @@ from pallas_kernels import Implementation
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PostprocessInputs:
-    """What is known of a step's rows before its result: int32 [rows] each.
+    """What the host knows of a step's rows before the step's result.
 
     Attributes:
-        state_idx: Running column of the step; -1 for padding.
-        num_scheduled_tokens: Tokens of the step, drafts included; 0 for padding.
-        num_computed_tokens: Tokens before it.
-        num_draft_tokens: Draft tokens of a verify row; -1 for a row that is none.
+        state_idx: The running column of the step, or -1 for a padding row. int32 [rows].
+        num_scheduled_tokens: Tokens in the step, drafts included. 0 for a padding row. int32 [rows].
+        num_computed_tokens: Tokens computed before the step. int32 [rows].
+        num_draft_tokens: Draft tokens of a verify row, or -1 for any other row. int32 [rows].
     """
 
     state_idx: jax.Array
@@ -56,13 +56,15 @@ def _stage(function: str, values: Sequence[int], bucket: int, fill: int) -> jax.
 def do_mamba_copy_block(
     spec: AlignConfig, pool: StatePool, plan: HostCopyPlan, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Runs a host's plan over every array of the pool, in one program for all batches; none where nothing moves.
+    """Makes the copies of a host's plan in every array of the pool.
+
+    One compiled program serves all batches. If the plan is empty, nothing is launched.
 
     Args:
-        spec: Static.
-        pool: Donated.
-        plan: May be written again at once.
-        implementation: Of `state_copy`.
+        spec: The configuration.
+        pool: The pool, which is donated unless the plan is empty.
+        plan: The plan. The caller may change it right after the call.
+        implementation: The implementation of `state_copy`.
     """
     if plan.is_empty:
         return pool
@@ -73,10 +75,13 @@ def do_mamba_copy_block(
 def stage_mamba_state_idx_to_gpu(
     mamba_state_idx: Mapping[Hashable, int], req_ids: Sequence[Hashable], bucket: int
 ) -> jax.Array:
-    """The running columns of a batch's rows, int32 [bucket], -1 for padding. Run `preprocess_mamba` first.
+    """Transfers the running columns of a batch's rows to the device. Call `preprocess_mamba` before it.
+
+    Returns:
+        int32 [bucket], -1 for padding.
 
     Raises:
-        ValueError: a request has no running column, named, or `bucket` is too small.
+        ValueError: A request has no running column, or `bucket` is too small.
     """
     name = "stage_mamba_state_idx_to_gpu"
     for req_id in req_ids:
@@ -86,7 +91,10 @@ def stage_mamba_state_idx_to_gpu(
 
 
 def stage_postprocess_metadata_to_gpu(input_batch: InputBatch, bucket: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Scheduled, computed and draft tokens of a batch's rows, int32 [bucket] each; 0, 0 and -1 for padding.
+    """Transfers the numbers of scheduled, computed and draft tokens of a batch's rows to the device.
+
+    Returns:
+        Three arrays, int32 [bucket] each. Padding is 0, 0 and -1.
 
     Raises:
         ValueError: `bucket` is too small.
@@ -102,10 +110,10 @@ def stage_postprocess_metadata_to_gpu(input_batch: InputBatch, bucket: int) -> t
 def stage_postprocess_inputs_to_gpu(
     input_batch: InputBatch, mamba_state_idx: Mapping[Hashable, int], bucket: int
 ) -> PostprocessInputs:
-    """All that `postprocess_mamba_align_gpu` needs to know of a step's rows. Run `preprocess_mamba` first.
+    """Transfers what `postprocess_mamba_align_gpu` needs to know of a step's rows. Call `preprocess_mamba` before it.
 
     Raises:
-        ValueError: a request has no running column, named, or `bucket` is too small.
+        ValueError: A request has no running column, or `bucket` is too small.
     """
     state_idx = stage_mamba_state_idx_to_gpu(mamba_state_idx, input_batch.req_ids, bucket)
     scheduled, computed, drafts = stage_postprocess_metadata_to_gpu(input_batch, bucket)
@@ -124,7 +132,7 @@ def plan_postprocess(
     tables: BlockTables,
     idx_mapping: jax.Array | None = None,
 ) -> tuple[CopyPlan, jax.Array]:
-    """`postprocess_mamba_align_gpu` without running the copies, for a caller's own jitted step."""
+    """Does what `postprocess_mamba_align_gpu` does, but returns the copies, for a caller's own jitted step."""
     live = inputs.num_scheduled_tokens > 0
     slot = jnp.arange(live.shape[0], dtype=jnp.int32) if idx_mapping is None else jnp.maximum(idx_mapping, 0)
     drafts = jnp.maximum(inputs.num_draft_tokens, 0)
@@ -144,22 +152,23 @@ def postprocess_mamba_align_gpu(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[StatePool, jax.Array]:
-    """`postprocess_mamba` on the device: the host need not know what was sampled, and does not wait for it.
+    """Saves the boundaries that rows passed, as `postprocess_mamba` does, without waiting for the sampled tokens.
 
     Args:
-        spec: Mode "none" or "align".
-        pool: Donated.
+        spec: The configuration, with mode "none" or "align".
+        pool: The pool, which is donated.
         inputs: What was staged before the step.
-        num_sampled: Tokens each row sampled; 0 for a chunk inside a prompt. int32 [rows], rows as in `inputs`.
-        tables: Blocks of every column, by slot.
-        idx_mapping: Slot of each row, int32 [rows]; None: the rows of `tables` are in batch order.
-        implementation: Of `state_copy`.
+        num_sampled: How many tokens each row sampled, or 0 for a chunk inside a prompt. int32 [rows].
+        tables: The block tables.
+        idx_mapping: The slot of each row, int32 [rows]. None if the slots of `tables` are in batch order.
+        implementation: The implementation of `state_copy`.
 
     Returns:
-        The pool, and what each row accepted, as `postprocess_mamba` returns it: for `AcceptedTokens.expect`.
+        The pool, and the accepted counts as `postprocess_mamba` returns them, for `AcceptedTokens.expect`. int32
+        [rows].
 
     Raises:
-        ValueError: mode "all", which saves no boundaries in the host path.
+        ValueError: The mode is "all", which saves no boundaries in the host path.
     """
     if spec.mode == "all":
         raise ValueError("postprocess_mamba_align_gpu: mode must be 'none' or 'align', got 'all'")
@@ -186,22 +195,26 @@ def _postprocess(
 
 
 class AcceptedTokens:
-    """What each request accepted in its last step, while batches are re-ordered and requests sit steps out."""
+    """Keeps what each request accepted in its last step, across batches of other orders and other requests."""
 
     def __init__(self) -> None:
+        """Starts without any request."""
         self._known: dict[Hashable, int] = {}
         self._coming: tuple[tuple[Hashable, ...], jax.Array | np.ndarray] | None = None
 
     def expect(self, req_ids: Sequence[Hashable], counts: jax.Array | np.ndarray) -> None:
-        """Takes in a step's counts, int32 [rows or more]: starts their copy to the host and does not wait for it.
+        """Starts the copy of a step's counts to the host, without waiting for it.
 
-        Rows beyond `req_ids` are padding; a count of 0 is a row without tokens, whose request keeps what it had.
+        Args:
+            req_ids: The request of each row.
+            counts: The accepted counts, int32, at least one per request. Further counts are padding. A count of 0 is
+                for a row without tokens, whose request keeps its last count.
 
         Raises:
-            ValueError: there are fewer counts than requests.
+            ValueError: There are fewer counts than requests.
         """
         if counts.shape[0] < len(req_ids):
-            raise ValueError(f"AcceptedTokens: counts must be of {len(req_ids)} rows or more, got {counts.shape[0]}")
+            raise ValueError(f"AcceptedTokens: counts must have at least {len(req_ids)} rows, got {counts.shape[0]}")
         self._settle()
         if isinstance(counts, np.ndarray):
             counts = counts.copy()
@@ -210,7 +223,10 @@ class AcceptedTokens:
         self._coming = tuple(req_ids), counts
 
     def reorder(self, scheduler_output: SchedulerOutput, req_ids: Sequence[Hashable]) -> np.ndarray:
-        """The counts of the next batch's rows, int32 [rows], once they are there: 1 for requests that are new or resumed."""
+        """Returns the counts of the next batch's rows, int32 [rows]. Waits for the copy that `expect` started.
+
+        The count of a new or resumed request is 1.
+        """
         self._settle()
         cleanup_mamba_state_idx(scheduler_output, self._known)
         return np.array([self._known.get(req_id, 1) for req_id in req_ids], np.int32)

@@ -1,4 +1,4 @@
-"""Packed tokens apart by kind, wherever their rows stand: the index split of vLLM's gated delta net."""
+"""Separates the packed tokens of verify rows from all others, in batches whose rows are in any order."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from pallas_kernels.rows import token_rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TokenSplit:
-    """A batch's verify rows, and its others ("non-spec"). int32 throughout.
+    """The tokens of a batch's verify rows on one side, and those of its other rows ("non-spec" in vLLM) on the other.
 
-    Each side keeps all rows in their places, those of the other side without tokens: kernels skip them, and the step's
-    indices need no gathering. vLLM's `spec_query_start_loc` is the same without the empty rows.
+    Each side keeps all rows in their places. Rows of the other side have no tokens there, so kernels skip them, and the
+    step's indices need not be gathered. vLLM's `spec_query_start_loc` leaves these empty rows out.
 
     Attributes:
-        verify_query_start_loc: Of the verify rows, in their own tokens. [rows + 1]
-        other_query_start_loc: Of the others, likewise.
-        verify_tokens: Packed place of each token of the verify rows; out of range behind the last. [bound]
-        other_tokens: Of the others, likewise. [tokens]
-        place: Where each packed token is on its side; out of range for padding tokens. [tokens]
-        is_verify: Which side that is. bool [tokens]
+        verify_query_start_loc: Where each row starts among the tokens of the verify rows. int32 [rows + 1].
+        other_query_start_loc: Where each row starts among the tokens of the other rows. int32 [rows + 1].
+        verify_tokens: The packed position of each token of the verify rows, out of range after the last. int32 [bound].
+        other_tokens: The packed position of each token of the other rows, out of range after the last. int32 [tokens].
+        place: The position of each packed token on its side, out of range for padding tokens. int32 [tokens].
+        is_verify: True if the packed token belongs to a verify row. bool [tokens].
     """
 
     verify_query_start_loc: jax.Array
@@ -33,12 +33,12 @@ class TokenSplit:
     is_verify: jax.Array
 
     def take(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The verify rows' tokens and the others' of an array with the packed tokens in front; 0 behind the last."""
+        """Returns the verify rows' tokens and the other rows' tokens of `x`, [tokens, ...]. Zeros follow the last."""
         take = lambda tokens: x.at[tokens].get(mode="fill", fill_value=0)
         return take(self.verify_tokens), take(self.other_tokens)
 
     def merge(self, verify: jax.Array, other: jax.Array) -> jax.Array:
-        """Outputs of both sides in packed order; 0 for padding tokens."""
+        """Returns the outputs of both sides in packed order, with 0 for padding tokens."""
         take = lambda x: x.at[self.place].get(mode="fill", fill_value=0)
         is_verify = self.is_verify.reshape(-1, *[1] * (verify.ndim - 1))
         return jnp.where(is_verify, take(verify), take(other))
@@ -47,16 +47,16 @@ class TokenSplit:
 def split_tokens(
     query_start_loc: jax.Array, num_drafts: jax.Array, num_tokens: int, num_verify_tokens: int | None = None
 ) -> TokenSplit:
-    """Tells the tokens of verify rows from the others', in a batch whose rows are in no particular order.
+    """Separates the tokens of verify rows from those of other rows, in a batch whose rows are in any order.
 
-    For layers ported from vLLM that run such batches; where decode and verify rows lead, `split_rows` slices instead.
-    Source: vLLM's `GDNAttentionMetadataBuilder`.
+    It is meant for layers ported from vLLM that run such batches. If the prefill rows are at the end, `split_rows`
+    needs only slices instead. Source: vLLM's `GDNAttentionMetadataBuilder`.
 
     Args:
-        query_start_loc: First packed token of each row, then the end of the last.
-        num_drafts: Draft tokens of a verify row; -1 for a row that is none. [rows]
-        num_tokens: Packed tokens, padding included.
-        num_verify_tokens: Static bound on the verify rows' tokens; None is all.
+        query_start_loc: The position of each row's first token, followed by the number of tokens. int32 [rows + 1].
+        num_drafts: Draft tokens of a verify row, or -1 for any other row. int32 [rows].
+        num_tokens: The number of packed tokens, padding included. Static.
+        num_verify_tokens: An upper bound on the verify rows' tokens. None for `num_tokens`. Static.
     """
     rows, length = token_rows(query_start_loc, num_tokens), jnp.diff(query_start_loc)
     is_verify_row = num_drafts >= 0

@@ -395,8 +395,8 @@ def test_what_preprocess_refuses():
         (spec, good, [1, 4], "request 'b': num_accepted_tokens must be in [1, 3], got 4"),
         (spec, two_rows(req_ids=["b", "a"]), [1, 1], "request 'a' enters: num_computed_tokens must be a multiple of 4"),
         (spec, no_block, [1, 1], "request 'b' must have a block in column 2 of group 1, got none"),
-        (make_spec(4, 2, "all"), good, [1, 1], "policy 'pre_copy', got 'all'"),
-        (make_spec(4, 2, policy="copy_free"), good, [1, 1], "policy 'pre_copy', got 'align', 'copy_free'"),
+        (make_spec(4, 2, "all"), good, [1, 1], "policy 'pre_copy', got 'all' and 'pre_copy'"),
+        (make_spec(4, 2, policy="copy_free"), good, [1, 1], "policy 'pre_copy', got 'align' and 'copy_free'"),
     ]:
         state_idx = {"b": 1, "gone": 3}
         with raises(message):
@@ -602,7 +602,7 @@ def test_accepted_counts_come_back_by_themselves_and_follow_their_requests():
     counts.expect(["a", "b"], buffer)
     buffer[:] = 3
     assert counts.reorder(Scheduled(), ["b", "a"]).tolist() == [2, 2]
-    with raises("AcceptedTokens: counts must be of 3 rows or more, got 2"):
+    with raises("AcceptedTokens: counts must have at least 3 rows, got 2"):
         counts.expect(["a", "b", "c"], buffer)
 
 

@@ -1,4 +1,6 @@
-"""The row split, against a row-by-row account of it."""
+"""Row kinds follow vLLM's rule apart from two differences, and make batches that `split_rows` takes."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +14,49 @@ from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.vllm_compat.row_kinds import RowKind, row_kinds, sort_rows
 
-# tokens, computed, drafts, prefilling
+# (tokens, computed, drafts, is_prefilling)
 EXAMPLES = {
-    (1, 0, 0, True): RowKind.PREFILL,  # a prompt of one token: the first chunk
+    (1, 0, 0, True): RowKind.PREFILL,  # a prompt of one token: its first tokens are a prefill row
     (1, 0, -1, True): RowKind.PREFILL,
-    (3, 0, 2, True): RowKind.PREFILL,  # a first chunk, padded
-    (1, 8, 0, True): RowKind.DECODE,  # a prompt's last token, resumed behind a hit
-    (3, 8, 2, True): RowKind.VERIFY,  # the same, padded with placeholders
+    (3, 0, 2, True): RowKind.PREFILL,  # a first chunk that was padded with placeholder drafts
+    (1, 8, 0, True): RowKind.DECODE,  # the last token of a prompt, after a prefix hit
+    (3, 8, 2, True): RowKind.VERIFY,  # the same, padded with placeholder drafts
     (3, 8, 0, True): RowKind.PREFILL,
     (3, 8, 1, True): RowKind.PREFILL,
     (7, 0, 0, True): RowKind.PREFILL,
     (1, 8, 0, False): RowKind.DECODE,
     (1, 8, -1, False): RowKind.DECODE,
-    (1, 8, 2, False): RowKind.DECODE,  # drafts that were clipped
+    (1, 8, 2, False): RowKind.DECODE,  # its drafts were dropped
     (4, 8, 3, False): RowKind.VERIFY,
-    (5, 8, 0, False): RowKind.PREFILL,  # the conversation goes on
+    (5, 8, 0, False): RowKind.PREFILL,  # the next turn of a conversation
     (0, 8, 0, False): RowKind.DECODE,
     (0, 0, 3, True): RowKind.DECODE,
 }
 
 
-def kind_of(tokens, computed, drafts, prefilling):
+def kind_of(tokens, computed, drafts, is_prefilling):
+    """Our rule, written out case by case."""
     if tokens == 0:
         return RowKind.DECODE
-    if prefilling and computed == 0:
+    if is_prefilling and computed == 0:
         return RowKind.PREFILL
     if tokens == 1:
         return RowKind.DECODE
     return RowKind.VERIFY if drafts >= 0 and tokens == 1 + drafts else RowKind.PREFILL
 
 
+def is_prefill_in_vllm(tokens, computed, drafts, is_prefilling, K):
+    """vLLM's rule: `_compute_common_metadata` clears some flags, then `split_decodes_and_prefills` looks at the lengths."""
+    has_prior_state = computed > 0
+    looks_like_decode = tokens == 1 or (drafts >= 0 and tokens == drafts + 1)
+    if has_prior_state and looks_like_decode:
+        is_prefilling = False
+    return is_prefilling or tokens > 1 + K
+
+
 def columns(rows):
-    tokens, computed, drafts, prefilling = zip(*rows, strict=True)
-    return *(np.asarray(x, np.int32) for x in (tokens, computed, drafts)), np.asarray(prefilling)
+    tokens, computed, drafts, is_prefilling = zip(*rows, strict=True)
+    return *(np.asarray(x, np.int32) for x in (tokens, computed, drafts)), np.asarray(is_prefilling)
 
 
 ROW = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 8]), st.integers(-1, 4), st.booleans())
@@ -55,9 +67,23 @@ def test_examples():
     np.testing.assert_array_equal(row_kinds(*columns(EXAMPLES)), list(EXAMPLES.values()))
 
 
+@pytest.mark.parametrize("K", range(5))
+def test_only_rows_without_tokens_and_short_rows_that_are_no_verify_rows_differ_from_vllm(K):
+    rows = list(itertools.product(range(K + 4), [0, 1, 8], range(-1, K + 1), [False, True]))
+    kinds = row_kinds(*columns(rows))
+    for (tokens, computed, drafts, is_prefilling), kind in zip(rows, kinds, strict=True):
+        in_vllm = is_prefill_in_vllm(tokens, computed, drafts, is_prefilling, K)
+        if tokens == 0 and is_prefilling:
+            assert (in_vllm, kind) == (True, RowKind.DECODE)
+        elif not is_prefilling and 1 < tokens <= 1 + K and tokens != 1 + drafts:
+            assert (in_vllm, kind) == (False, RowKind.PREFILL)
+        else:
+            assert in_vllm == (kind == RowKind.PREFILL), (tokens, computed, drafts, is_prefilling)
+
+
 @given(st.lists(ROW, min_size=7, max_size=7))
 @settings(max_examples=200, deadline=None)
-def test_host_and_device_split_rows_as_the_account_does(rows):
+def test_host_and_device_find_the_kinds_of_the_written_out_rule(rows):
     wanted = [kind_of(*row) for row in rows]
     host, device = row_kinds(*columns(rows)), on_device(*columns(rows))
     assert host.dtype == device.dtype == np.int32
@@ -67,7 +93,7 @@ def test_host_and_device_split_rows_as_the_account_does(rows):
 
 @given(st.lists(ROW, min_size=1, max_size=9))
 @settings(max_examples=200, deadline=None)
-def test_sorted_rows_are_what_a_batch_takes(rows):
+def test_sorted_rows_make_a_valid_batch(rows):
     rows = [row for row in rows if not (kind_of(*row) == RowKind.PREFILL and not row[3] and row[2] > 0)]
     if not rows:
         return
@@ -85,7 +111,7 @@ def test_sorted_rows_are_what_a_batch_takes(rows):
     StepBatch.from_host(spec, len(rows), range(len(rows)), loc, found.num_drafts)
 
 
-def test_unverified_drafts_are_refused():
+def test_a_row_with_drafts_and_another_number_of_tokens_is_refused():
     with pytest.raises(ValueError, match="row 1 with 3 drafts must have 4 tokens, got 3"):
         sort_rows(*columns([(4, 8, 3, False), (3, 8, 3, False)]))
 
