@@ -39,7 +39,7 @@ def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
     ("width", "K", "bias", "activation"),
     [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 0, True, None), (3, 2, True, None), (5, 8, True, "silu")],
 )
-def test_update_is_the_recurrence(rng, width, K, bias, activation, dtype, implementation):
+def test_update_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation):
     # Decode and verify rows, an empty row, a skipped write, read block == write block, a fresh row, a padding row.
     lengths = [1, K + 1, 0, 1, min(2, K + 1), 1]
     read, row = [3, 4, 5, 0, 4, 5], [0, K, 0, 0, min(1, K), 0]
@@ -104,7 +104,7 @@ def test_every_config_computes_the_same_bits(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     x, _, _, _ = make(rng, [1], 4, jnp.bfloat16, extra_tokens=0)
     channels, blocks = 8192, 90000  # 2.2e9 elements
     x, weight = jnp.tile(x, (1, channels // CHANNELS + 1))[:, :channels], jnp.ones((4, channels))
@@ -145,7 +145,7 @@ def exact(implementation, *arrays):
     ("width", "K", "bias", "activation"),
     [(4, 0, False, "silu"), (4, 2, True, None), (2, 0, False, "silu"), (3, 0, True, None), (5, 1, True, "silu")],
 )
-def test_prefill_is_the_recurrence(rng, width, K, bias, activation, dtype, implementation):
+def test_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation):
     lengths = [7, 1, 0, 64, 2, 3, 65, 1, 1, 63]
     read, row = [3, 0, 4, 5, 4, 0, 12, 4, 13, 0], [0, 0, 0, K, K, 0, 0, 0, K, 0]
     write = [3, 6, 7, 8, 9, 10, 14, 0, 13, 15]
@@ -252,7 +252,7 @@ def test_every_prefill_config_computes_the_same_bits(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_prefill_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
     channels, blocks = 8192, 90000  # 2.2e9 elements
     last = blocks - 1
     wrapped = last - 2**31 // (3 * channels)
@@ -291,7 +291,7 @@ def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
 
 
 @pytest.mark.parametrize("op", [causal_conv1d_update, causal_conv1d_prefill])
-def test_windows_of_the_other_layout(rng, op):
+def test_windows_of_layout_ds(rng, op):
     """DS, [channels, window]: against the oracle, in XLA however it is lowered; the Triton kernels refuse it."""
     lengths, width, K = [1, 3, 0, 2], 4, 2
     read, row, write = [3, 4, 5, 0], [0, K, 0, 0], [6, 4, 7, 8]
@@ -329,7 +329,7 @@ def test_empty_arrays_return_at_once(rng):
         assert after is pool
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     x, pool, weight, _ = make(rng, [2], 4, jnp.float32)
     row = jnp.array([1])
     for op in (causal_conv1d_update, causal_conv1d_prefill):

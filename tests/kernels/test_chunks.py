@@ -29,7 +29,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30)), min_size=1, m
 
 @given(ROWS, st.sampled_from([1, 2, 4, 5]), st.integers(0, 7))
 @settings(max_examples=200, deadline=None)
-def test_chunks_are_the_loops(rows, chunk_size, padding_tokens):
+def test_chunks_match_a_loop(rows, chunk_size, padding_tokens):
     lengths, computed = zip(*rows, strict=True)
     starts, owners, last = by_loop(lengths, computed, chunk_size)
     loc = np.cumsum([0, *lengths], dtype=np.int32)
@@ -46,7 +46,7 @@ def test_chunks_are_the_loops(rows, chunk_size, padding_tokens):
 
 @given(ROWS, st.integers(0, 7))
 @settings(max_examples=30, deadline=None)
-def test_the_device_cuts_as_the_host_does(rows, padding_tokens):
+def test_device_and_host_cut_the_same_chunks(rows, padding_tokens):
     lengths, computed = (np.asarray(x, np.int32) for x in zip(*rows, strict=True))
     loc = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     num_tokens = int(loc[-1]) + padding_tokens
@@ -58,7 +58,7 @@ def test_the_device_cuts_as_the_host_does(rows, padding_tokens):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_worked_example():
+def test_worked_example():
     """Rows at 6 and 0 with 7 and 5 new tokens, in chunks of 4; a row without tokens between them."""
     chunks = chunk_rows(np.array([0, 7, 7, 12], np.int32), np.array([6, 9, 0], np.int32), 12, 4)
     np.testing.assert_array_equal(chunks.cu_chunk_seqlens[:6], [0, 2, 6, 7, 11, 12])
@@ -68,14 +68,14 @@ def test_the_worked_example():
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
-def test_the_grid_of_packed_positions(lengths):
+def test_packed_positions_can_serve_as_absolute_positions(lengths):
     loc = np.cumsum([0, *lengths], dtype=np.int32)
     chunks = chunk_rows(loc, loc[:-1], int(loc[-1]), 4)
     wanted = sorted({*range(0, int(loc[-1]), 4), *loc.tolist()})
     np.testing.assert_array_equal(np.unique(chunks.cu_chunk_seqlens), wanted)
 
 
-def test_bad_arguments_are_named():
+def test_errors_name_the_bad_argument():
     loc, computed = np.array([0, 2], np.int32), np.array([0], np.int32)
     with pytest.raises(ValueError, match="chunk_size must be positive, got 0"):
         chunk_rows(loc, computed, 2, 0)

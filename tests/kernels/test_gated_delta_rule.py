@@ -79,7 +79,7 @@ def mixed_rows(window):
     return lengths, read, write
 
 
-def assert_rows_are_the_recurrence(lengths, read, write, out, before, after, row_inputs, scale, l2norm=True):
+def assert_rows_match_the_oracle(lengths, read, write, out, before, after, row_inputs, scale, l2norm=True):
     """Outputs, every state that was kept, and that nothing else in the pool changed."""
     key_dim, written = before.shape[-1], []
     ends = np.cumsum([0, *lengths])
@@ -117,7 +117,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("window", "implementation"), WINDOWS)
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS)
-def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window, implementation):
+def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, window, implementation):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(window)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype)
@@ -138,13 +138,13 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, window,
         **how(implementation),
     )
     gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias)
-    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
+    assert_rows_match_the_oracle(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
 
 
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS[:3])
-def test_update_of_one_token_each_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm):
+def test_update_with_a_window_of_one_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm):
     """A window of one is a kernel of its own."""
-    test_update_is_the_recurrence(rng, dims, dtype, state_dtype, l2norm, 1, "interpret")
+    test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, 1, "interpret")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -152,7 +152,7 @@ def test_update_of_one_token_each_is_the_recurrence(rng, dims, dtype, state_dtyp
     ("dims", "dtype"), [("equal heads", jnp.float32), ("odd", jnp.float32), ("kimi", jnp.bfloat16)]
 )
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_update_with_a_decay_per_key_channel(rng, dims, dtype, lower_bound, implementation):
+def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, dtype, lower_bound, implementation):
     """Kimi delta attention with both gates, several tokens to a row: each token has its own gate."""
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
@@ -163,12 +163,12 @@ def test_update_with_a_decay_per_key_channel(rng, dims, dtype, lower_bound, impl
     )
     gated = gates(*(x.astype(jnp.float32) for x in (a, b)), A_log, dt_bias, lower_bound)
     inputs = (*unpack(qkv, dims), *gated)
-    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
+    assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dims", ["grouped", "odd"])
-def test_update_with_negative_eigenvalues(rng, dims, implementation):
+def test_update_with_negative_eigenvalues_matches_the_oracle(rng, dims, implementation):
     """OLMo's beta of up to 2."""
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
@@ -178,7 +178,7 @@ def test_update_with_negative_eigenvalues(rng, dims, implementation):
         qkv, a, b + 3.0, A_log, dt_bias, pool, LAYER, *rows, allow_neg_eigval=True, **how(implementation)
     )
     inputs = (*unpack(qkv, dims), *gates(a, b + 3.0, A_log, dt_bias, beta_max=2))
-    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
+    assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
 
 
 @pytest.mark.parametrize(("window", "implementation"), WINDOWS)
@@ -186,7 +186,7 @@ def test_update_with_negative_eigenvalues(rng, dims, implementation):
 @pytest.mark.parametrize(
     ("dims", "dtype"), [("grouped", jnp.float32), ("odd", jnp.float32), ("96 x 192", jnp.bfloat16)]
 )
-def test_recurrent_is_the_recurrence(rng, dims, dtype, kda, window, implementation):
+def test_recurrent_matches_the_oracle(rng, dims, dtype, kda, window, implementation):
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(window)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=kda)
@@ -195,12 +195,12 @@ def test_recurrent_is_the_recurrence(rng, dims, dtype, kda, window, implementati
     rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
     out, after = gated_delta_rule_recurrent(q, k, v, g, 2 * beta, pool, LAYER, *rows, scale=0.3, **how(implementation))
     inputs = (*unpack(qkv, dims), np.asarray(g, np.float64), 2 * np.asarray(beta, np.float64))
-    assert_rows_are_the_recurrence(lengths, read, write, out, pool, after, inputs, 0.3)
+    assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, 0.3)
 
 
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_gates_are_the_equations(rng, kda, lower_bound):
+def test_gates_match_the_oracle(rng, kda, lower_bound):
     dims = DIMS["odd"]
     _, a, b, A_log, dt_bias, _ = make(rng, [5], dims, extra_tokens=0, kda=kda)
     a = a * 20  # both ends of the softplus
@@ -332,7 +332,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = Dims(4, 8, 128, 128), 16500
     qkv, a, b, A_log, dt_bias, small = make(rng, [1], dims, extra_tokens=0)
     pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
@@ -364,7 +364,7 @@ def test_empty_arrays_return_at_once(rng):
     assert after is pool
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     dims = DIMS["grouped"]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [2], dims)
     row = jnp.array([1])

@@ -60,7 +60,7 @@ def terms_of(dims, tokens=CHUNK):
     return 16 * (tokens + dims.key_dim)
 
 
-def assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, before, after, scale, terms):
+def assert_rows_match_the_oracle(inputs, lengths, read, kept, out, before, after, scale, terms):
     """Outputs, the states kept (per row {offset: block}), and that nothing else in the pool changed."""
     # With a decay per channel, bfloat16 keys are decayed to bfloat16 before they are multiplied.
     decayed = inputs[3].ndim == 3 and inputs[1].dtype == jnp.bfloat16
@@ -109,7 +109,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "kda", "implementation"), CASES)
-def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype, kda, implementation):
+def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation):
     """Positions on and off the grid, fresh rows over dirty blocks, an empty row, checkpoints, blocks written in place."""
     dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
     computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 4], [6, 3, 7, 8, 9, 10, 0]
@@ -122,19 +122,19 @@ def test_prefill_is_the_recurrence(rng, dims, dtype, state_dtype, kda, implement
     kept = [
         {n: write[r]} | dict(zip(offsets[r].tolist(), blocks[r].tolist(), strict=True)) for r, n in enumerate(lengths)
     ]
-    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+    assert_rows_match_the_oracle(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
 
 
 @pytest.mark.parametrize("implementation", ["xla", *(pytest.param("triton", marks=GPU),)])
 @pytest.mark.parametrize("kda", [False, True])
-def test_prefill_of_every_residue(rng, kda, implementation):
+def test_prefill_of_rows_of_1_to_64_tokens(rng, kda, implementation):
     """Rows of 1 to 64 tokens in one call, each at another position of the grid."""
     dims, lengths = DIMS["grouped"], list(range(1, 65))
     inputs, pool = make_prefill(rng, lengths, dims, kda=kda)
     read, computed = [0, 3, 4, 5] * 16, [7 * n % 64 for n in lengths]
     out, after = prefill(inputs, pool, lengths, computed, read, [0] * 64, **how(implementation))
     kept = [{} for _ in lengths]
-    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+    assert_rows_match_the_oracle(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
 
 
 SPLITS = [
@@ -187,7 +187,7 @@ def test_prefill_split_off_the_grid_is_close(rng, implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_prefill_of_a_row_is_the_same_whatever_the_configuration(rng, dtype, kda):
+def test_prefill_of_a_row_is_the_same_with_every_default_configuration(rng, dtype, kda):
     """Alone or one of dozens, for which default configurations differ: the same bits."""
     dims = Dims(16, 32, 128, 128)
     inputs, pool = make_prefill(rng, [200], dims, dtype, kda=kda)
@@ -211,7 +211,7 @@ def test_prefill_of_a_row_is_the_same_whatever_the_configuration(rng, dtype, kda
         ),
     ],
 )
-def test_prefill_of_one_repeated_token(rng, beta, dtype, kda, implementation):
+def test_prefill_of_one_repeated_key_without_decay(rng, beta, dtype, kda, implementation):
     """Identical normalised keys without decay: where inverses by doubling explode."""
     dims, n = DIMS["grouped"], 192
     (q, k, v, g, b), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
@@ -243,7 +243,7 @@ DECAYS = (-1e4, -1e-7, "strong, then weak")
         ),
     ],
 )
-def test_prefill_at_extreme_decays(rng, decay, dtype, kda, implementation):
+def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, implementation):
     """A difference of two large sums of decays would lose the small one between close tokens."""
     dims, n = DIMS["grouped"], 70
     (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
@@ -296,12 +296,12 @@ def test_prefill_differentiates(rng, kda):
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=GPU)])
 @pytest.mark.parametrize("chunk", [16, 32])
-def test_chunks_of_other_sizes(rng, chunk, implementation):
+def test_other_chunk_sizes_match_the_oracle(rng, chunk, implementation):
     dims, lengths, computed, read, write = DIMS["grouped"], [50, 7], [5, 0], [3, 0], [6, 7]
     inputs, pool = make_prefill(rng, lengths, dims)
     out, after = prefill(inputs, pool, lengths, computed, read, write, padded=False, chunk=chunk, **how(implementation))
     kept = [{n: block} for n, block in zip(lengths, write, strict=True)]
-    assert_rows_are_the_recurrence(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
+    assert_rows_match_the_oracle(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
 
 
 @pytest.mark.gpu
@@ -317,7 +317,7 @@ def test_every_prefill_config_computes_the_same_bits(rng):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=GPU)])
-def test_two_pieces_of_a_decayed_key_are_nearly_float32(rng, implementation):
+def test_two_pieces_of_decayed_keys_are_nearly_float32(rng, implementation):
     dims, n = DIMS["grouped"], 70
     inputs, pool = make_prefill(rng, [n], dims, jnp.bfloat16, kda=True)
     _, after = prefill(inputs, pool, [n], [0], [3], [6], config=PrefillConfig(32, 4, 1, 4, 2), **how(implementation))
@@ -328,7 +328,7 @@ def test_two_pieces_of_a_decayed_key_are_nearly_float32(rng, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kda", [False, True])
-def test_a_long_row_is_the_xla_twin(rng, kda):
+def test_triton_matches_xla_on_a_long_row(rng, kda):
     dims, n = Dims(1, 1, 64, 64), 65536
     inputs, pool = make_prefill(rng, [n], dims, kda=kda)
     wanted = prefill(inputs, pool, [n], [0], [3], [6], implementation="xla")
@@ -339,7 +339,7 @@ def test_a_long_row_is_the_xla_twin(rng, kda):
 
 
 @pytest.mark.gpu
-def test_prefill_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks, n = Dims(4, 8, 128, 128), 16500, 70
     inputs, small = make_prefill(rng, [n], dims)
     pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
@@ -361,7 +361,7 @@ def test_prefill_reaches_blocks_behind_2_to_the_31_elements(rng):
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     inputs, pool = make_prefill(rng, [2], DIMS["grouped"])
     run = lambda inputs=inputs, **options: prefill(inputs, pool, [2], [0], [0], [1], **options)
     k = np.concatenate([inputs[1], inputs[1][:, :1]], 1)

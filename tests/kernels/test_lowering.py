@@ -196,7 +196,7 @@ def test_every_case_lowers_for_h200(op, case):
     assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
 
 
-def test_a_whole_step_lowers_with_what_it_is_made_of():
+def test_a_whole_step_lowers_with_the_expected_number_of_launches():
     """Thirty layers of two ops; with drafts, states and windows may be moved before them and after them."""
     case = pipeline.Case("pre_copy", 8, 3)
     with on("NVIDIA H200"):
@@ -206,7 +206,7 @@ def test_a_whole_step_lowers_with_what_it_is_made_of():
     assert (calls("_update"), calls("_state_copy")) == (2 * 30, 4)
 
 
-def test_windows_of_the_other_layout_lower_for_h200():
+def test_shift_of_windows_of_layout_ds_lowers_for_h200():
     run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
     pool = array(jnp.bfloat16, 30, 512, 8192, 3)
     assert "__gpu$xla.gpu.triton" in lower("NVIDIA H200", run, pool, *[rows(8)] * 3)

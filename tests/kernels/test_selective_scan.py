@@ -55,7 +55,7 @@ def of_tokens(tokens, arguments, options):
     return (x[tokens], dt[tokens], A, B[tokens], C[tokens]), options | z
 
 
-def is_recurrence(
+def assert_scan_matches_the_oracle(
     rng, implementation, dims, dtype, state_dtype, rows, saved=(), given=("D", "z", "dt_bias"), **options
 ):
     """Checks rows (tokens, read block, write block), with checkpoints (row, column, tokens, block), against float64."""
@@ -104,34 +104,34 @@ def is_recurrence(
         ("heads", jnp.bfloat16, jnp.float32),
     ],
 )
-def test_scan_is_the_recurrence(rng, dims, dtype, state_dtype, implementation):
+def test_scan_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
     # A row alone in its blocks, fresh rows, an empty one, a skipped write, read block == write block.
     rows = [(1, 3, 6), (63, 0, 7), (0, 4, 8), (2, 4, 0), (65, 5, 5), (3, 0, 9)]
-    is_recurrence(rng, implementation, DIMS[dims], dtype, state_dtype, rows)
+    assert_scan_matches_the_oracle(rng, implementation, DIMS[dims], dtype, state_dtype, rows)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
-def test_checkpoints_are_the_recurrence(rng, state_dtype, implementation):
+def test_checkpoints_match_the_oracle(rng, state_dtype, implementation):
     # Checkpoints into the block that is read, at the row's start and end, of an empty row, of a row that writes nothing.
     rows = [(64, 3, 3), (1, 0, 0), (0, 5, 6), (13, 4, 7)]
     saved = [(0, 0, 16, 10), (0, 1, 17, 11), (1, 1, 1, 12), (3, 0, 0, 13), (3, 1, 6, 4)]
-    is_recurrence(rng, implementation, DIMS["mamba1"], jnp.float32, state_dtype, rows, saved)
+    assert_scan_matches_the_oracle(rng, implementation, DIMS["mamba1"], jnp.float32, state_dtype, rows, saved)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
-def test_optional_arguments(rng, given, dt_softplus, implementation):
+def test_optional_arguments_match_the_oracle(rng, given, dt_softplus, implementation):
     rows = [(2, 3, 6), (5, 0, 7)]
-    is_recurrence(
+    assert_scan_matches_the_oracle(
         rng, implementation, DIMS["odd"], jnp.float32, jnp.float32, rows, given=given, dt_softplus=dt_softplus
     )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_dozens_of_rows(rng, implementation):
+def test_many_short_rows_match_the_oracle(rng, implementation):
     rows = [(n % 4, 3 * (n % 3 == 0), 6 + n // 2 if n % 2 else 0) for n in range(33)]
-    is_recurrence(rng, implementation, (1, 5, 4, 1), jnp.float32, jnp.float32, rows)
+    assert_scan_matches_the_oracle(rng, implementation, (1, 5, 4, 1), jnp.float32, jnp.float32, rows)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -233,7 +233,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_scan_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_scan_reaches_blocks_beyond_2_to_the_31_elements(rng):
     arguments, small, options = make(rng, [5], (1, 8192, 16, 1), extra_tokens=0)
     blocks = 16500
     last = blocks - 1
@@ -278,7 +278,7 @@ def test_empty_arrays_return_at_once(rng):
     assert after is pool
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     (x, dt, A, B, C), pool, _ = make(rng, [2], DIMS["heads"])
     row = jnp.array([1])
     scan = lambda *checkpoints, dt=dt, A=A, B=B, C=C, **options: selective_scan(

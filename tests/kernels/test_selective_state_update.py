@@ -78,7 +78,7 @@ def in_float64(tree):
         ("mamba1 odd", jnp.float32, jnp.float32),
     ],
 )
-def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, window, implementation):
+def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implementation):
     dims = DIMS[dims]
     # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
     lengths = [1, window, 0, 1, min(2, window), window]
@@ -112,7 +112,7 @@ def test_update_is_the_recurrence(rng, dims, dtype, state_dtype, window, impleme
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dims", ["mamba2", "mamba1"])
 @pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
-def test_optional_arguments(rng, dims, given, dt_softplus, implementation):
+def test_optional_arguments_match_the_oracle(rng, dims, given, dt_softplus, implementation):
     dims, lengths = DIMS[dims], [2, 1]
     (x, dt, A, B, C), pool, options = make(rng, lengths, dims, extra_tokens=0)
     options = {name: options[name] for name in given}
@@ -203,7 +203,7 @@ def test_every_config_computes_the_same_numbers(rng, dims, implementation):
 
 
 @pytest.mark.gpu
-def test_update_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = Dims(8, 128, 128), 16500
     arguments, small, options = make(rng, [1], dims, extra_tokens=0)
     last = blocks - 1
@@ -232,7 +232,7 @@ def test_empty_arrays_return_at_once(rng):
     assert after is pool
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     (x, dt, A, B, C), pool, _ = make(rng, [2], DIMS["mamba2"])
     row = jnp.array([1])
     update = lambda dt=dt, B=B, C=C, **options: selective_state_update(

@@ -54,7 +54,7 @@ def run(draw, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_results_are_the_same_to_the_bit(implementation):
+def test_global_settings_change_no_bit(implementation):
     wanted = run(np.random.default_rng(0), implementation)
     with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):
         actual = run(np.random.default_rng(0), implementation)

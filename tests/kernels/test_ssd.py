@@ -73,7 +73,7 @@ def tokens_of(packed, start, stop):
     return {name: v[start:stop] for name, v in packed.items()}
 
 
-def assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, before, out, after, **options):
+def assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, before, out, after, **options):
     """Outputs, the states in `kept` (row, tokens, block), and that nothing else in the pool changed."""
     loc, state_dim = np.asarray(pack(lengths)), before.shape[-1]
     packed, fixed, out = *in_float64((packed, fixed)), np.asarray(out)
@@ -106,7 +106,7 @@ def assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, before, o
         pytest.param("80 x 256", jnp.bfloat16, jnp.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_ssd_is_the_recurrence(rng, dims, dtype, state_dtype, implementation):
+def test_ssd_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
     """Positions off the grid, a fresh row, an empty row, padding rows, a read block that is written at the end or before."""
     lengths, computed = [1, 63, 0, 64, 65, 130, 5, 0, 0], [0, 1, 64, 64, 37, 128, 63, 0, 7]
     read, write = [0, 3, 4, 4, 5, 3, 5, 5, 0], [6, 3, 7, 8, 9, 10, 0, 20, 20]
@@ -120,11 +120,11 @@ def test_ssd_is_the_recurrence(rng, dims, dtype, state_dtype, implementation):
     packed, fixed, pool = make(rng, lengths, DIMS[dims], dtype, state_dtype)
     out, after = prefill(packed | fixed, pool, lengths, computed, read, write, (offsets, blocks), **how(implementation))
     assert out.dtype == dtype
-    assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, pool, out, after)
+    assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_length(rng, implementation):
+def test_rows_of_every_length_match_the_oracle(rng, implementation):
     """Every residue of a length modulo the chunk, from anywhere on the grid."""
     lengths = [*range(67), 127, 128, 129]
     rows, dims = len(lengths), Dims(1, 4, 8)
@@ -133,12 +133,12 @@ def test_rows_of_every_length(rng, implementation):
     packed, fixed, pool = make(rng, lengths, dims, extra_tokens=100, clean=range(1, rows + 1), blocks=2 * rows + 1)
     out, after = prefill(packed | fixed, pool, lengths, computed, read, write, **how(implementation))
     kept = [(r, n, write[r]) for r, n in enumerate(lengths)]
-    assert_rows_are_the_recurrence(packed, fixed, lengths, read, kept, pool, out, after)
+    assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
-def test_optional_arguments(rng, given, dt_softplus, implementation):
+def test_optional_arguments_match_the_oracle(rng, given, dt_softplus, implementation):
     lengths = [70, 3]
     packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
     packed["dt"] = packed["dt"] if dt_softplus else np.abs(packed["dt"])
@@ -147,7 +147,7 @@ def test_optional_arguments(rng, given, dt_softplus, implementation):
     options = dict(dt_softplus=dt_softplus)
     out, after = prefill(packed | fixed, pool, lengths, [0, 0], [3, 4], [6, 7], **options, **how(implementation))
     kept = [(0, 70, 6), (1, 3, 7)]
-    assert_rows_are_the_recurrence(packed, fixed, lengths, [3, 4], kept, pool, out, after, **options)
+    assert_rows_match_the_oracle(packed, fixed, lengths, [3, 4], kept, pool, out, after, **options)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_optional_arguments(rng, given, dt_softplus, implementation):
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.gpu)])
-def test_chunks_of_other_sizes(rng, chunk_size, implementation, dtype):
+def test_other_chunk_sizes_match_the_oracle(rng, chunk_size, implementation, dtype):
     lengths = [150, 3]
     packed, fixed, pool = make(rng, lengths, Dims(2, 16, 16), dtype)
     how_ = dict(chunk_size=chunk_size, **how(implementation))
     out, after = prefill(packed | fixed, pool, lengths, [20, 0], [3, 4], [6, 7], **how_)
-    assert_rows_are_the_recurrence(packed, fixed, lengths, [3, 4], [(0, 150, 6), (1, 3, 7)], pool, out, after)
+    assert_rows_match_the_oracle(packed, fixed, lengths, [3, 4], [(0, 150, 6), (1, 3, 7)], pool, out, after)
 
 
 SPLITS = [
@@ -226,7 +226,7 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("strong_first", [False, True])
-def test_extreme_decays(rng, strong_first, implementation):
+def test_extreme_decays_match_the_oracle(rng, strong_first, implementation):
     """A difference of two large sums of decays would lose the small one between close tokens."""
     lengths, dims = [130], DIMS["grouped"]
     packed, fixed, pool = make(rng, lengths, dims, extra_tokens=0)
@@ -236,7 +236,7 @@ def test_extreme_decays(rng, strong_first, implementation):
         fixed = {"A": -np.ones(4, np.float32)}
         packed["dt"] = np.where(np.arange(130)[:, None] % 64 < 32, np.float32(300), 1e-3 * np.abs(packed["x"][:, :, 0]))
     out, after = prefill(packed | fixed, pool, lengths, [0], [3], [6], dt_softplus=False, **how(implementation))
-    assert_rows_are_the_recurrence(packed, fixed, lengths, [3], [(0, 130, 6)], pool, out, after, dt_softplus=False)
+    assert_rows_match_the_oracle(packed, fixed, lengths, [3], [(0, 130, 6)], pool, out, after, dt_softplus=False)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -287,7 +287,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_a_row_is_the_same_whatever_the_configuration(rng):
+def test_a_row_is_the_same_with_every_default_configuration(rng):
     """Alone or one of dozens, for which default configurations differ: the same bits."""
     packed, fixed, pool = make(rng, [200], Dims(16, 64, 128), jnp.bfloat16, extra_tokens=0)
     alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], implementation="triton")
@@ -299,7 +299,7 @@ def test_a_row_is_the_same_whatever_the_configuration(rng):
 
 
 @pytest.mark.gpu
-def test_a_long_row_is_the_xla_twin(rng):
+def test_triton_matches_xla_on_a_long_row(rng):
     n = 65536
     packed, fixed, pool = make(rng, [n], Dims(2, 64, 128), jnp.bfloat16, extra_tokens=0)
     fixed["A"] = np.float32([-1e-4, -1.0])  # one head that remembers 10,000 tokens, one that forgets
@@ -315,7 +315,7 @@ def test_a_long_row_is_the_xla_twin(rng):
 
 
 @pytest.mark.gpu
-def test_ssd_reaches_blocks_behind_2_to_the_31_elements(rng):
+def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = Dims(8, 128, 128), 16500
     packed, fixed, small = make(rng, [70], dims, extra_tokens=0)
     last = blocks - 1
@@ -345,7 +345,7 @@ def test_empty_arrays_return_at_once(rng):
     assert after is pool
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     packed, fixed, pool = make(rng, [2], DIMS["grouped"])
     inputs = packed | fixed
     run = lambda lengths=(2,), checkpoints=(None, None), how_=None, **changed: prefill(

@@ -23,7 +23,7 @@ def make_pool(rng, shape, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_copies_whole_blocks_to_the_bit(rng, shape, dtype, implementation):
+def test_copies_of_whole_blocks_are_exact(rng, shape, dtype, implementation):
     pool = make_pool(rng, shape, dtype)
     # A copy, a skip, a copy onto itself, a fresh block, two rows that read one block.
     source, destination = [3, 4, 5, 0, 3], [1, 0, 5, 6, 8]
@@ -36,7 +36,7 @@ def test_copies_whole_blocks_to_the_bit(rng, shape, dtype, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("channels", "layout"), [(64, "SD"), (1000, "SD"), (1100, "DS")])
-def test_shifts_windows(rng, channels, layout, dtype, implementation):
+def test_shifts_of_windows_are_exact(rng, channels, layout, dtype, implementation):
     pool = make_pool(rng, (2, 9, 6, channels), dtype)
     before = np.array(pool)
     # Across blocks with and without an offset, within one block by 1 and by 3, a skip, nothing to do, a fresh block.
@@ -53,7 +53,7 @@ def test_shifts_windows(rng, channels, layout, dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_every_tile_size_copies_alike(rng, implementation):
+def test_every_tile_size_copies_the_same_bits(rng, implementation):
     if implementation == "xla":
         pytest.skip("XLA has no tiles")
     pool = make_pool(rng, (1, 5, 3, 24, 40), jnp.float32)
@@ -65,7 +65,7 @@ def test_every_tile_size_copies_alike(rng, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_rows_and_idle_rows_change_nothing(rng, implementation):
+def test_empty_batches_and_skipped_rows_change_nothing(rng, implementation):
     pool = make_pool(rng, (2, 4, 8, 16), jnp.float32)
     none = jnp.zeros((0,), jnp.int32)
     assert_untouched(pool, state_copy(pool, none, none, **how(implementation)), written=())
@@ -74,7 +74,7 @@ def test_no_rows_and_idle_rows_change_nothing(rng, implementation):
 
 
 @pytest.mark.gpu
-def test_reaches_blocks_behind_2_to_the_31_elements():
+def test_reaches_blocks_beyond_2_to_the_31_elements():
     blocks, state = 4200, (32, 128, 128)  # 2.2e9 float16 elements
     pool = jnp.zeros((1, blocks, *state), jnp.float16)
     last = blocks - 1
@@ -86,7 +86,7 @@ def test_reaches_blocks_behind_2_to_the_31_elements():
     assert [float(pool[0, block].min()) for block in (1, wrapped, last, 5, 6)] == [1, 2, 1, 1, 0]
 
 
-def test_bad_arguments_are_named(rng):
+def test_errors_name_the_bad_argument(rng):
     pool = make_pool(rng, (2, 4, 8, 16), jnp.float32)
     row = jnp.array([1])
     with pytest.raises(ValueError, match=r"destination must be Int32\[ ?rows\], got jax\S* int32\[2\]"):
