@@ -136,6 +136,7 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(length, dtype=jnp.int32)
     x = model.embed_tokens(tokens)
     for layer in model.layers:
+        assert isinstance(layer, qwen3_5.Layer)
         normed = layer.input_layernorm(x)
         if hasattr(layer, "linear_attn"):
             mixer = layer.linear_attn

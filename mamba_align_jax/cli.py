@@ -79,7 +79,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     config = EngineConfig(max_num_seqs=1)
     with _loading() as loaded:
-        engine = Engine.from_pretrained(options.model, config, dtype=options.dtype, advance=loaded)
+        engine = Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
     # A model without a tokenizer and with 256 tokens, as the bundled one, reads bytes.
     in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
