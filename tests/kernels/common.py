@@ -37,17 +37,17 @@ def dirty_pool(rng, shape, dtype, clean=()):
 
 
 def tolerance(dtype, terms):
-    """Returns the largest error of a sum of `terms` products of unit-scale numbers that is rounded to `dtype` at the end.
+    """Bounds the error of a sum of `terms` products of unit-scale numbers that is rounded to `dtype` at the end.
 
-    The rounding errors of a sum add up like a random walk. The factor 8 covers the largest of some thousand samples, and
-    the few roundings before the sum.
+    The rounding errors of a sum add up like a random walk. The factor 8 covers the largest of some thousand samples,
+    and the few roundings before the sum.
     """
     accumulated = 8 * float(jnp.finfo(jnp.float32).eps) * np.sqrt(terms)
     return accumulated + float(jnp.finfo(dtype).eps)
 
 
 def assert_close(actual, wanted, dtype, terms, what):
-    """Fails unless `actual` is finite and within `tolerance(dtype, terms)` of `wanted`, relative to its largest value."""
+    """Fails unless `actual` is finite and within the tolerance of `wanted`, in units of its largest value."""
     actual = np.asarray(actual, np.float64)
     limit = tolerance(dtype, terms) * max(1.0, float(np.abs(wanted).max(initial=0.0)))
     assert np.isfinite(actual).all(), f"{what}: not finite"

@@ -1,3 +1,5 @@
+"""causal_conv1d: outputs and windows against the oracle, and the bitwise promises."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 20, 40
 def make(rng, lengths, width, dtype, K=0, bias=False, extra_tokens=3, blocks_to_read=(3, 4, 5)):
     tokens = sum(lengths) + extra_tokens
     x = rng.normal(size=(tokens, CHANNELS)).astype(np.float32)
-    x[sum(lengths) :] = np.nan  # padding tokens hold anything
+    x[sum(lengths) :] = np.nan  # padding tokens may hold anything
     pool = dirty_pool(rng, (LAYERS, BLOCKS, width - 1 + K, CHANNELS), dtype, clean=blocks_to_read)
     weight = jnp.asarray(rng.normal(size=(width, CHANNELS)), jnp.float32)
     return (
@@ -40,7 +42,8 @@ def oracle_row(x, pool, weight, bias, start, length, read, row, silu):
     [(4, 0, False, "silu"), (4, 3, False, "silu"), (2, 0, True, None), (3, 2, True, None), (5, 8, True, "silu")],
 )
 def test_update_matches_the_oracle(rng, width, K, bias, activation, dtype, implementation):
-    # Decode and verify rows, an empty row, a skipped write, read block == write block, a fresh row, a padding row.
+    # Decode and verify rows, an empty row, a skipped write, a row that writes its read block, a fresh row, padding
+    # rows.
     lengths = [1, K + 1, 0, 1, min(2, K + 1), 1]
     read, row = [3, 4, 5, 0, 4, 5], [0, K, 0, 0, min(1, K), 0]
     write = [3, 6, 7, 8, 9, 0]
@@ -64,7 +67,7 @@ def test_update_matches_the_oracle(rng, width, K, bias, activation, dtype, imple
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_update_of_a_row_depends_on_that_row_alone(rng, implementation):
-    """Alone, among others, permuted, padded: the same bits."""
+    """A row gives the same bits alone, among other rows, in another order, and with padding."""
     lengths = [1, 3, 1, 2, 1]
     x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, 2, bias=True, blocks_to_read=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
@@ -129,13 +132,16 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
 
 
 def how_prefill(implementation):
-    # The interpreter unrolls a block of tokens at compile time: a short one.
+    # In interpret mode a block of tokens is unrolled at compile time, so a short block compiles faster.
     small = dict(config=PrefillConfig(64, 5, 1)) if implementation == "interpret" else {}
     return how(implementation) | small
 
 
 def exact(implementation, *arrays):
-    """Interpreted, XLA may round one unrolled token's sum differently from another's: numbers whose sums are exact."""
+    """In interpret mode, rounds the numbers so that their sums are exact.
+
+    XLA may otherwise round the sum of one unrolled token differently from another's.
+    """
     return [jnp.round(4 * x) / 4 if implementation == "interpret" else x for x in arrays]
 
 
@@ -149,12 +155,12 @@ def test_prefill_matches_the_oracle(rng, width, K, bias, activation, dtype, impl
     lengths = [7, 1, 0, 64, 2, 3, 65, 1, 1, 63]
     read, row = [3, 0, 4, 5, 4, 0, 12, 4, 13, 0], [0, 0, 0, K, K, 0, 0, 0, K, 0]
     write = [3, 6, 7, 8, 9, 10, 14, 0, 13, 15]
-    # Per checkpoint its row, column, tokens and block: the row's own read block, right at the start, and all at once.
+    # Each checkpoint is (row, column, tokens, block). Some go to the row's own read block, some are at its very start.
     checkpoints = [(0, 1, 2, 1), (3, 0, 40, 5), (4, 0, 0, 16), (4, 1, 1, 17), (6, 0, 12, 12), (6, 1, 65, 18)]
     x, pool, weight, bias = make(rng, lengths, width, dtype, K, bias, extra_tokens=37, blocks_to_read=(3, 4, 5, 12, 13))
     loc = pack(lengths, padding_rows=1)
     padded = [jnp.array([*v, 5]) for v in (read, row)] + [jnp.array([*write, 11])]
-    # Where there is no checkpoint, any offset.
+    # An offset without a block may be anything.
     offsets, blocks = np.tile(np.int32([10**6, 1]), (11, 1)), np.zeros((11, 2), np.int32)
     for r, column, offset, block in checkpoints:
         offsets[r, column], blocks[r, column] = offset, block
@@ -189,7 +195,7 @@ def test_prefill_split_anywhere_is_bit_identical(rng, implementation):
     whole, after = run(x, pool, pack([37]), jnp.int32(3), jnp.int32(6))
     for split in (1, 2, 3, 5, 16, 36):
         first, between = run(x, pool, pack([split]), jnp.int32(3), jnp.int32(7))
-        # The rest, and as many tokens as before, those behind it being padding.
+        # The rest comes in an array of the same length, in which the tokens after it are padding.
         rest = jnp.roll(x, -split, axis=0)
         second, last = run(rest, between, pack([37 - split]), jnp.int32(7), jnp.int32(8))
         np.testing.assert_array_equal(jnp.concatenate([first[:split], second[: 37 - split]]), whole)
@@ -198,7 +204,7 @@ def test_prefill_split_anywhere_is_bit_identical(rng, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
-    """Alone, among dozens of others, permuted, padded: the same bits, whatever the neighbours hold."""
+    """A row gives the same bits alone, among dozens of other rows, in another order, with padding, and beside NaN."""
     lengths = [1, 19, 64, 2, 3] + [1, 0, 2, 5] * 6
     x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, bias=True, extra_tokens=0)
     x, pool, weight, bias = exact(implementation, x, pool, weight, bias)
@@ -214,7 +220,7 @@ def test_prefill_of_a_row_depends_on_that_row_alone(rng, implementation):
         tokens = np.pad(tokens, ((0, len(x_) + padding - len(tokens)), (0, 0)))
         here = pack([lengths[r] for r in rows], len(lengths) + padding - len(rows))
         read, write = (np.zeros(len(here) - 1, np.int32) for _ in range(2))
-        # Rows from 5 on write nothing.
+        # The rows from number 5 on write nothing.
         read[: len(rows)], write[: len(rows)] = [(3, 4, 0)[r % 3] for r in rows], [r + 6 if r < 5 else 0 for r in rows]
         y, after = jax.tree.map(np.asarray, run(tokens, here, read, np.zeros_like(read), write))
         return {
@@ -277,7 +283,7 @@ def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
-    """Three tokens verified, two accepted, then a chunk: as if five tokens had run in one go."""
+    """A chunk after a verify step with two of three tokens accepted continues as if five tokens had run in one call."""
     x, pool, weight, _ = make(rng, [8], 4, jnp.float32, K=2, extra_tokens=0)
     x, pool, weight = exact(implementation, x, pool, weight)
     one = lambda v: jnp.array([v])
@@ -292,7 +298,7 @@ def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
 
 @pytest.mark.parametrize("op", [causal_conv1d_update, causal_conv1d_prefill])
 def test_windows_of_layout_ds(rng, op):
-    """DS, [channels, window]: against the oracle, in XLA however it is lowered; the Triton kernels refuse it."""
+    """Layout "DS", [channels, window], matches the oracle, runs as XLA even on CUDA, and is an error for Triton."""
     lengths, width, K = [1, 3, 0, 2], 4, 2
     read, row, write = [3, 4, 5, 0], [0, K, 0, 0], [6, 4, 7, 8]
     x, pool, weight, bias = make(rng, lengths, width, jnp.float32, K, bias=True)

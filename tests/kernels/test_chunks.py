@@ -1,4 +1,4 @@
-"""Chunk metadata against the loop it vectorises."""
+"""chunk_rows against the loop that it vectorises."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from pallas_kernels import chunk_rows
 
 
 def by_loop(lengths, computed, chunk_size):
-    """Start of each chunk (and the end of the last), row of each chunk, last chunk of each row."""
+    """Returns each chunk's start (and the end of the last), each chunk's row, and each row's last chunk."""
     starts, rows, last, token = [], [], [], 0
     for row, (length, position) in enumerate(zip(lengths, computed, strict=True)):
         end = token + length
@@ -59,7 +59,7 @@ def test_device_and_host_cut_the_same_chunks(rows, padding_tokens):
 
 
 def test_worked_example():
-    """Rows at 6 and 0 with 7 and 5 new tokens, in chunks of 4; a row without tokens between them."""
+    """Two rows at positions 6 and 0 have 7 and 5 new tokens and chunks of 4. A row without tokens is between them."""
     chunks = chunk_rows(np.array([0, 7, 7, 12], np.int32), np.array([6, 9, 0], np.int32), 12, 4)
     np.testing.assert_array_equal(chunks.cu_chunk_seqlens[:6], [0, 2, 6, 7, 11, 12])
     np.testing.assert_array_equal(chunks.seq_idx[:5], [0, 0, 0, 2, 2])

@@ -1,3 +1,5 @@
+"""gated_delta_rule's update: outputs and states against the oracle, and the bitwise promises."""
+
 import dataclasses
 
 import jax
@@ -41,7 +43,7 @@ def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_t
 
     def draw(*shape):
         x = rng.normal(size=(tokens, *shape)).astype(np.float32)
-        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        x[sum(lengths) :] = np.nan  # padding tokens may hold anything
         return jnp.asarray(x).astype(dtype)
 
     channels = 2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
@@ -68,7 +70,11 @@ def state_of(pool, block):
 
 
 def mixed_rows(window):
-    """Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows."""
+    """Returns lengths, read blocks and write blocks of a mixed batch.
+
+    It has verify rows, an empty row, a fresh row, rows whose read block is the first or last block that they write,
+    skipped writes, and padding rows.
+    """
     lengths = [1, window, 0, 1, min(2, window), window]
     read = [3, 4, 5, 0, 4, 5]
     write = np.zeros((8, window), np.int32)
@@ -80,14 +86,14 @@ def mixed_rows(window):
 
 
 def assert_rows_match_the_oracle(lengths, read, write, out, before, after, row_inputs, scale, l2norm=True):
-    """Outputs, every state that was kept, and that nothing else in the pool changed."""
+    """Checks the outputs, every state that was kept, and that nothing else in the pool changed."""
     key_dim, written = before.shape[-1], []
     ends = np.cumsum([0, *lengths])
     for r, n in enumerate(lengths):
         tokens = slice(ends[r], ends[r] + n)
         inputs = (x[tokens] for x in row_inputs)
         wanted, states = gated_delta_rule(*inputs, state_of(before, read[r]), scale, l2norm)
-        # A token's output sums key_dim products of a state that n steps of key_dim products each have made.
+        # A token's output sums key_dim products of a state, which n steps of key_dim products each have made.
         terms = 4 * (n + 1) * key_dim
         assert_close(out[tokens], wanted, out.dtype, terms, f"row {r}")
         for t in range(n):
@@ -104,7 +110,7 @@ NUMBERS = [
     ("96 x 192", jnp.bfloat16, jnp.bfloat16, True),
     ("odd", jnp.float32, jnp.float32, True),
     ("grouped", jnp.float32, jnp.float32, False),
-    # float32 outputs tell whether a narrow state is rounded between tokens too.
+    # float32 outputs would show if a narrow state were rounded between tokens.
     ("grouped", jnp.float32, jnp.bfloat16, True),
     ("grouped", jnp.bfloat16, jnp.float32, True),
     ("grouped", jnp.bfloat16, jnp.bfloat16, True),
@@ -143,7 +149,7 @@ def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, window
 
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS[:3])
 def test_update_with_a_window_of_one_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm):
-    """A window of one is a kernel of its own."""
+    """A window of one has a Triton kernel of its own."""
     test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, 1, "interpret")
 
 
@@ -153,7 +159,7 @@ def test_update_with_a_window_of_one_matches_the_oracle(rng, dims, dtype, state_
 )
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, dtype, lower_bound, implementation):
-    """Kimi delta attention with both gates, several tokens to a row: each token has its own gate."""
+    """Kimi delta attention with both kinds of gate, in rows of several tokens, each with its own gates."""
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, kda=True)
@@ -169,7 +175,7 @@ def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, dtype
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dims", ["grouped", "odd"])
 def test_update_with_negative_eigenvalues_matches_the_oracle(rng, dims, implementation):
-    """OLMo's beta of up to 2."""
+    """beta goes up to 2, as in OLMo."""
     dims = DIMS[dims]
     lengths, read, write = mixed_rows(4)
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims)
@@ -203,14 +209,14 @@ def test_recurrent_matches_the_oracle(rng, dims, dtype, kda, window, implementat
 def test_gates_match_the_oracle(rng, kda, lower_bound):
     dims = DIMS["odd"]
     _, a, b, A_log, dt_bias, _ = make(rng, [5], dims, extra_tokens=0, kda=kda)
-    a = a * 20  # both ends of the softplus
+    a = a * 20  # reaches both ends of the softplus
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, lower_bound=lower_bound, allow_neg_eigval=True)
     wanted_g, wanted_beta = gates(a, b, A_log, dt_bias, lower_bound, beta_max=2)
     np.testing.assert_allclose(g, wanted_g, rtol=4e-6)
     np.testing.assert_allclose(beta, wanted_beta, rtol=4e-6)
 
 
-# Where default configurations change with rows and window, at dims that fill a warp's tiles.
+# On the GPU the sizes fill a warp's tiles, and the default configurations depend on rows and window.
 ALONE = [
     *(("grouped", jnp.float32, how) for how in IMPLEMENTATIONS[:2]),
     *(
@@ -223,7 +229,7 @@ ALONE = [
 
 @pytest.mark.parametrize(("dims", "state_dtype", "implementation"), ALONE)
 def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, implementation):
-    """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
+    """A row gives the same bits alone, among others, in another order, with padding, and as decode or verify row."""
     dims, lengths = DIMS[dims], [1, 3, 1, 2, 1]
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, jnp.bfloat16, state_dtype, clean=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
@@ -235,7 +241,7 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, imple
 
     def results(rows, window, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
-        # Interpreted, a window of one is a program of its own, which XLA may round differently.
+        # In interpret mode a window of one is a separate program, which XLA may round differently.
         window = 3 if implementation == "interpret" else window
         write = np.zeros((len(rows) + padding, window), np.int32)
         for i in range(len(rows)):
@@ -298,7 +304,7 @@ def test_verify_and_single_decodes_agree(rng, implementation):
             **how(implementation),
         )
         decoded.append(out)
-    # A float32 state stored and loaded is the state: only the order of instructions may differ.
+    # Storing and loading a float32 state does not round it. Only the order of instructions may differ.
     assert_close(verified, np.asarray(jnp.concatenate(decoded), np.float64), jnp.float32, dims.key_dim, "outputs")
     assert_close(after[LAYER, 9], np.asarray(pool[LAYER, 3], np.float64), jnp.float32, dims.key_dim, "state")
 

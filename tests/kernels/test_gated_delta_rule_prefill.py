@@ -1,4 +1,4 @@
-"""gated_delta_rule's prefill: rows of any length against the recurrence, and the bitwise promises at chunk boundaries."""
+"""gated_delta_rule's prefill: rows of any length against the oracle, and the bitwise promises at the ends of chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ CHUNK = 64
 GPU = pytest.mark.gpu
 
 
-# What most calls are padded to, so that they share a program.
+# Most calls are padded to these sizes, so that they share a program.
 TOKENS, ROWS, CHECKPOINTS = 352, 9, 2
 
 
 def prefill(inputs, pool, lengths, computed, read, write, checkpoints=None, *, padded=True, chunk=CHUNK, **options):
-    """Tokens behind the last row hold NaN, and rows without tokens name blocks that nothing may touch."""
+    """Calls the op, padded with tokens that hold NaN and with rows without tokens, whose blocks nothing may touch."""
     tokens, rows = inputs[2].shape[0], len(lengths)
     if padded and tokens <= TOKENS and rows <= ROWS:
         inputs = [np.concatenate([x, np.full((TOKENS - tokens, *x.shape[1:]), np.nan, x.dtype)]) for x in inputs]
@@ -45,7 +45,7 @@ def prefill(inputs, pool, lengths, computed, read, write, checkpoints=None, *, p
 
 
 def make_prefill(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=0, kda=False):
-    """Inputs in NumPy, whose slices compile nothing, and a dirty pool."""
+    """Returns the inputs as NumPy arrays, because slicing them compiles nothing, and a dirty pool."""
     qkv, a, b, A_log, dt_bias, pool = make(rng, lengths, dims, dtype, state_dtype, extra_tokens, kda=kda)
     q, k, v = (x.astype(np.float32).astype(dtype) for x in unpack(qkv, dims))
     return (q, k, v, *map(np.asarray, gated_delta_rule_gates(a, b, A_log, dt_bias))), pool
@@ -56,13 +56,13 @@ def float64(*arrays):
 
 
 def terms_of(dims, tokens=CHUNK):
-    """A chunk's correction sums over its tokens what sums over keys made, a few times over."""
+    """Returns the number of terms of a chunk's correction: sums over its tokens of sums over keys, a few times over."""
     return 16 * (tokens + dims.key_dim)
 
 
 def assert_rows_match_the_oracle(inputs, lengths, read, kept, out, before, after, scale, terms):
-    """Outputs, the states kept (per row {offset: block}), and that nothing else in the pool changed."""
-    # With a decay per channel, bfloat16 keys are decayed to bfloat16 before they are multiplied.
+    """Checks the outputs, the states in `kept` (per row {offset: block}), and that nothing else in the pool changed."""
+    # With a decay per key channel, bfloat16 keys are decayed and rounded to bfloat16 before they are multiplied.
     decayed = inputs[3].ndim == 3 and inputs[1].dtype == jnp.bfloat16
     dtype = jnp.bfloat16 if decayed else after.dtype
     loc, arrays = np.cumsum([0, *lengths]), float64(*inputs)
@@ -110,11 +110,11 @@ CASES = [
 
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "kda", "implementation"), CASES)
 def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation):
-    """Positions on and off the grid, fresh rows over dirty blocks, an empty row, checkpoints, blocks written in place."""
+    """Rows start at and between ends of chunks; one is empty, and some are fresh, keep checkpoints or write in place."""
     dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
     computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 4], [6, 3, 7, 8, 9, 10, 0]
     inputs, pool = make_prefill(rng, lengths, dims, dtype, state_dtype, kda=kda)
-    # Row 4 keeps a state in the block that it read; an offset without a block may be anything.
+    # Row 4 keeps a state in the block that it has read. An offset without a block may be anything.
     offsets, blocks = np.zeros((7, 2), np.int32), np.zeros((7, 2), np.int32)
     offsets[4], blocks[4] = (27, 99), (5, 0)
     offsets[5], blocks[5] = (64, 128), (12, 13)
@@ -128,7 +128,7 @@ def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implemen
 @pytest.mark.parametrize("implementation", ["xla", *(pytest.param("triton", marks=GPU),)])
 @pytest.mark.parametrize("kda", [False, True])
 def test_prefill_of_rows_of_1_to_64_tokens(rng, kda, implementation):
-    """Rows of 1 to 64 tokens in one call, each at another position of the grid."""
+    """Each of the rows starts at another position within a chunk."""
     dims, lengths = DIMS["grouped"], list(range(1, 65))
     inputs, pool = make_prefill(rng, lengths, dims, kda=kda)
     read, computed = [0, 3, 4, 5] * 16, [7 * n % 64 for n in lengths]
@@ -151,7 +151,7 @@ SPLITS = [
 
 @pytest.mark.parametrize(("dims", "dtype", "kda", "implementation"), SPLITS)
 def test_prefill_split_on_the_grid_is_bit_identical(rng, dims, dtype, kda, implementation):
-    """Whole, split at every boundary, resumed from a block, with checkpoints, in another bucket and beside other rows."""
+    """A row gives the same bits in one call, split at the end of a chunk, with checkpoints, and beside other rows."""
     dims, start, total = DIMS[dims], 64, 200
     inputs, pool = make_prefill(rng, [total + 50], dims, dtype, kda=kda)
     part = lambda a, b: [x[a:b] for x in inputs]
@@ -188,7 +188,7 @@ def test_prefill_split_off_the_grid_is_close(rng, implementation):
 @pytest.mark.parametrize("kda", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prefill_of_a_row_is_the_same_with_every_default_configuration(rng, dtype, kda):
-    """Alone or one of dozens, for which default configurations differ: the same bits."""
+    """A row gives the same bits alone and as one of 24, for which the default configurations differ."""
     dims = Dims(16, 32, 128, 128)
     inputs, pool = make_prefill(rng, [200], dims, dtype, kda=kda)
     alone, after = prefill(inputs, pool, [200], [0], [3], [6], implementation="triton")
@@ -212,14 +212,15 @@ def test_prefill_of_a_row_is_the_same_with_every_default_configuration(rng, dtyp
     ],
 )
 def test_prefill_of_one_repeated_key_without_decay(rng, beta, dtype, kda, implementation):
-    """Identical normalised keys without decay: where inverses by doubling explode."""
+    """With identical normalised keys and no decay, an inverse by repeated doubling would overflow."""
     dims, n = DIMS["grouped"], 192
     (q, k, v, g, b), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     inputs = (*(np.broadcast_to(x[:1], x.shape) for x in (q, k, v)), np.zeros_like(g), np.full_like(b, beta))
     out, after = prefill(inputs, pool, [n], [0], [3], [6], **how(implementation))
     wanted, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
-    # At beta 2 the corrections flip sign at every token without shrinking. Each is a sum over its chunk of products up to
-    # beta * beta * |v - S k|, and the state sums n of them. bfloat16 inputs meet pieces of 2^-16, 2^7 times float32's.
+    # With beta = 2 the corrections change sign at every token without shrinking. Each one sums products of up to beta *
+    # beta * |v - S k| over its chunk, and the state sums n of them. With bfloat16 inputs the pieces have a relative
+    # error of 2^-16, which is 2^7 times that of float32.
     reach = np.abs(float64(v)).max() + np.linalg.norm(state_of(pool, 3), axis=-1).max()
     terms = CHUNK * n * (beta**2 * reach * (2**7 if dtype == jnp.bfloat16 else 1)) ** 2
     assert_close(out[:n], wanted, dtype, terms, "outputs")
@@ -244,7 +245,7 @@ DECAYS = (-1e4, -1e-7, "strong, then weak")
     ],
 )
 def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, implementation):
-    """A difference of two large sums of decays would lose the small one between close tokens."""
+    """The difference of two large sums of decays would lose the small decay between two tokens close to each other."""
     dims, n = DIMS["grouped"], 70
     (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     if decay == "strong, then weak":
@@ -257,8 +258,9 @@ def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, 
     wanted, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
     terms = terms_of(dims)
     if dtype == jnp.bfloat16:
-        # Products in pieces of 2^-16, 2^7 times float32's. Keys that were decayed are rounded to 2^-8, 2^15 times float32's:
-        # where nothing is forgotten, a walk of n steps, each the size of a key.
+        # Pieces have a relative error of 2^-16, which is 2^7 times that of float32. Decayed keys are rounded to 2^-8,
+        # which is 2^15 times that of float32. If nothing is forgotten, that error is a walk of n steps of the size of a
+        # key.
         terms = 2**30 * n // dims.key_dim if kda else 2**14 * terms
     assert_close(out[:n], wanted, dtype, terms, "outputs")
     assert_close(after[LAYER, 6], states[-1], jnp.float32, terms, "state")
@@ -266,7 +268,7 @@ def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, 
 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=GPU)])
 def test_prefill_then_update_continues_one_recurrence(rng, implementation):
-    """Both read the same layout of state: [value_dim, key_dim]."""
+    """Both ops use the same layout of states, [value_dim, key_dim]."""
     dims, n = DIMS["grouped"], 70
     qkv, a, b, A_log, dt_bias, pool = make(rng, [n], dims, extra_tokens=0)
     q, k, v = (x.astype(np.float32) for x in unpack(qkv, dims))
@@ -322,7 +324,7 @@ def test_two_pieces_of_decayed_keys_are_nearly_float32(rng, implementation):
     inputs, pool = make_prefill(rng, [n], dims, jnp.bfloat16, kda=True)
     _, after = prefill(inputs, pool, [n], [0], [3], [6], config=PrefillConfig(32, 4, 1, 4, 2), **how(implementation))
     _, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
-    # 2^-16 of each factor is 2^7 times a float32's rounding.
+    # Each factor has a relative error of 2^-16, which is 2^7 times that of float32.
     assert_close(after[LAYER, 6], states[-1], jnp.float32, 2**14 * (CHUNK + dims.key_dim), "state")
 
 
@@ -333,7 +335,7 @@ def test_triton_matches_xla_on_a_long_row(rng, kda):
     inputs, pool = make_prefill(rng, [n], dims, kda=kda)
     wanted = prefill(inputs, pool, [n], [0], [3], [6], implementation="xla")
     actual = prefill(inputs, pool, [n], [0], [3], [6], implementation="triton")
-    # Decays forget: errors are those of some chunks, not of all.
+    # Decays forget, so errors add up over some chunks only, not over all of them.
     assert_close(actual[0], *float64(wanted[0]), jnp.float32, 16 * terms_of(dims), "outputs")
     assert_close(actual[1][LAYER, 6], *float64(wanted[1][LAYER, 6]), jnp.float32, 16 * terms_of(dims), "state")
 

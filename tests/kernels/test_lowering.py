@@ -1,4 +1,4 @@
-"""Every Triton kernel lowers for GPUs on a machine without one, for every case and every Config that may be chosen."""
+"""Every Triton kernel lowers for GPUs, on a machine without one, for every case and every default configuration."""
 
 import dataclasses
 import functools
@@ -34,8 +34,9 @@ CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM
 
 
 def on(device):
+    """Returns a context in which programs are lowered for that GPU."""
     abstract = AbstractDevice(device_kind=device, num_cores=CORES[device], platform="gpu")
-    # The mesh is there for its device: nothing is sharded over it.
+    # The mesh only names the device. Nothing is sharded over it.
     return use_abstract_mesh(AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=abstract))
 
 
@@ -160,7 +161,8 @@ def lower_selective_scan(device, case, layers=30, blocks=512, implementation="tr
     return lower(device, run, pool, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
 
 
-# Each op's lowering, its cases, and one whose pool passes 2^31 elements at 4097 blocks or fewer.
+# For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097
+# blocks.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
     "causal_conv1d_update": (lower_conv, causal_conv1d_cases.UPDATE_CASES, causal_conv1d_cases.UPDATE_CASES[0]),
@@ -197,7 +199,7 @@ def test_every_case_lowers_for_h200(op, case):
 
 
 def test_a_whole_step_lowers_with_the_expected_number_of_launches():
-    """Thirty layers of two ops; with drafts, states and windows may be moved before them and after them."""
+    """With 30 layers each of two ops is called 30 times, and states and windows may be copied before and after them."""
     case = pipeline.Case("pre_copy", 8, 3)
     with on("NVIDIA H200"):
         text = pipeline.trace(case, "triton").lower(lowering_platforms=("cuda",)).as_text()
@@ -216,7 +218,7 @@ def test_shift_of_windows_of_layout_ds_lowers_for_h200():
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("lengths", [(1,), (1,) * 8, (3, 1)], ids=str)
 def test_every_configuration_lowers(op, state_dtype, lengths):
-    """Whatever `default_config` depends on, besides what the cases cover."""
+    """Covers what `default_config` depends on beyond the named cases."""
     run, cases, _ = OPS[op]
     dims = {(c.key_dim, c.value_dim) if hasattr(c, "key_dim") else (c.head_dim, c.state_dim): c for c in cases}
     for case in dims.values():
@@ -252,7 +254,7 @@ def test_pools_of_more_than_2_to_the_31_elements_have_64_bit_offsets(op, monkeyp
         run("NVIDIA H200", case, blocks=blocks)
         return capsys.readouterr().out.split("The Triton module")[-1]
 
-    # 30 layers: a window of 3 x 8192 bfloat16 is 1/21 of a state of 32 x 128 x 128, and half as many bytes an element.
+    # With 30 layers, a window of 3 x 8192 has 1/21 of the elements of a state of 32 x 128 x 128.
     few, many = (500, 4097 * 24) if op.startswith("causal_conv1d") else (33, 4097)
     assert "xi64>" not in triton_ir(few)
     assert "xi64>" in triton_ir(many)

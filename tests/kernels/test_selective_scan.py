@@ -1,3 +1,5 @@
+"""selective_scan: outputs and states against the oracle, and the bitwise promises."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +11,20 @@ from pallas_kernels import selective_scan, selective_state_update
 from pallas_kernels.selective_scan.config import Config
 
 LAYER, LAYERS, BLOCKS = 1, 2, 24
-# heads, head_dim, state_dim, groups
+# (heads, head_dim, state_dim, groups)
 DIMS = {"mamba1": (1, 37, 16, 1), "odd": (1, 10, 20, 1), "heads": (4, 8, 16, 2)}
 
 
 def make(
     rng, lengths, dims=DIMS["mamba1"], dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5)
 ):
-    """Arguments up to C, the pool and the optional arguments."""
+    """Returns the arguments up to C, a dirty pool, and the optional arguments."""
     heads, head_dim, state_dim, groups = dims
     tokens = sum(lengths) + extra_tokens
 
     def draw(*shape):
         x = rng.normal(size=(tokens, *shape)).astype(np.float32)
-        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        x[sum(lengths) :] = np.nan  # padding tokens may hold anything
         return jnp.asarray(x).astype(dtype)
 
     channel = (heads, head_dim)
@@ -34,7 +36,7 @@ def make(
 
 
 def how_scan(implementation, unroll=2):
-    # The interpreter unrolls a turn's tokens at compile time: few.
+    # In interpret mode the tokens of a turn are unrolled at compile time, so few of them compile faster.
     small = dict(config=Config(32, 4, unroll, 1)) if implementation == "interpret" else {}
     return how(implementation) | small
 
@@ -49,7 +51,7 @@ def in_float64(tree):
 
 
 def of_tokens(tokens, arguments, options):
-    """What a call over those tokens alone takes."""
+    """Returns the arguments and options of a call over those tokens alone."""
     x, dt, A, B, C = arguments
     z = {name: v[tokens] for name, v in options.items() if name == "z"}
     return (x[tokens], dt[tokens], A, B[tokens], C[tokens]), options | z
@@ -58,15 +60,15 @@ def of_tokens(tokens, arguments, options):
 def assert_scan_matches_the_oracle(
     rng, implementation, dims, dtype, state_dtype, rows, saved=(), given=("D", "z", "dt_bias"), **options
 ):
-    """Checks rows (tokens, read block, write block), with checkpoints (row, column, tokens, block), against float64."""
+    """Checks rows (tokens, read block, write block) with checkpoints (row, column, tokens, block)."""
     lengths, read, write = zip(*rows, strict=True)
     arguments, pool, fixed = make(rng, lengths, dims, dtype, state_dtype, extra_tokens=5)
     fixed = {name: fixed[name] for name in given}
-    # Where there is no checkpoint, any offset.
+    # An offset without a block may be anything.
     offsets, blocks = np.tile(np.int32([10**6, 1]), (len(rows) + 1, 1)), np.zeros((len(rows) + 1, 2), np.int32)
     for r, column, offset, block in saved:
         offsets[r, column], blocks[r, column] = offset, block
-    offsets[-1], blocks[-1] = 1, BLOCKS - 2  # of a padding row
+    offsets[-1], blocks[-1] = 1, BLOCKS - 2  # a padding row
     at = pack(lengths, 1), jnp.array([*read, 5]), jnp.array([*write, BLOCKS - 1])
     checkpoints = (jnp.asarray(offsets), jnp.asarray(blocks)) if saved else ()
     out, after = selective_scan(
@@ -79,7 +81,7 @@ def assert_scan_matches_the_oracle(
         alone, kept = of_tokens(tokens, arguments, fixed)
         initial = state_of(pool, read[r])
         wanted, states = oracle(*alone, initial, **kept, **options)
-        # A token's output sums state_dim products of a state to which n tokens have added one each.
+        # A token's output sums state_dim products of a state, to which n tokens have added one product each.
         terms = 4 * (n + 1) * dims[2]
         assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
         stores = [(offset, block) for row, _, offset, block in saved if row == r] + [(n, write[r])] * (n > 0)
@@ -98,14 +100,14 @@ def assert_scan_matches_the_oracle(
     ("dims", "dtype", "state_dtype"),
     [
         ("mamba1", jnp.float32, jnp.float32),
-        # float32 outputs tell whether a narrow state is rounded between tokens too.
+        # float32 outputs would show if a narrow state were rounded between tokens.
         ("mamba1", jnp.float32, jnp.bfloat16),
         ("odd", jnp.bfloat16, jnp.float16),
         ("heads", jnp.bfloat16, jnp.float32),
     ],
 )
 def test_scan_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
-    # A row alone in its blocks, fresh rows, an empty one, a skipped write, read block == write block.
+    # A row with blocks of its own, fresh rows, an empty row, a skipped write, a row that writes its read block.
     rows = [(1, 3, 6), (63, 0, 7), (0, 4, 8), (2, 4, 0), (65, 5, 5), (3, 0, 9)]
     assert_scan_matches_the_oracle(rng, implementation, DIMS[dims], dtype, state_dtype, rows)
 
@@ -113,7 +115,8 @@ def test_scan_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16])
 def test_checkpoints_match_the_oracle(rng, state_dtype, implementation):
-    # Checkpoints into the block that is read, at the row's start and end, of an empty row, of a row that writes nothing.
+    # Some checkpoints go to the read block, are at the row's start or end, or belong to a row that writes no final
+    # state.
     rows = [(64, 3, 3), (1, 0, 0), (0, 5, 6), (13, 4, 7)]
     saved = [(0, 0, 16, 10), (0, 1, 17, 11), (1, 1, 1, 12), (3, 0, 0, 13), (3, 1, 6, 4)]
     assert_scan_matches_the_oracle(rng, implementation, DIMS["mamba1"], jnp.float32, state_dtype, rows, saved)
@@ -136,14 +139,14 @@ def test_many_short_rows_match_the_oracle(rng, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_split_anywhere_is_bit_identical(rng, implementation):
-    """In two calls, or at a checkpoint of one."""
+    """A row gives the same bits in one call, in two calls, and with a checkpoint at the split."""
     n = 37
     arguments, pool, options = make(rng, [n], extra_tokens=0)
 
     @jax.jit
     def run(arguments, options, pool, length, read, write, offset):
         rows = jnp.stack([length * 0, length]), read[None], write[None], offset[None, None], jnp.array([[9]])
-        # Interpreted, XLA may round one unrolled token differently from another: one in a turn.
+        # In interpret mode XLA may round one unrolled token differently from another, so a turn has only one.
         return selective_scan(*arguments, pool, LAYER, *rows, **options, **how_scan(implementation, unroll=1))
 
     ints = lambda *values: [jnp.int32(v) for v in values]
@@ -151,7 +154,7 @@ def test_split_anywhere_is_bit_identical(rng, implementation):
     np.testing.assert_array_equal(after[LAYER, 9], after[LAYER, 6])
     for split in (1, 2, 4, 23, 36):
         first, between = run(arguments, options, pool, *ints(split, 3, 7, split))
-        # The rest, and as many tokens as before, those behind it being padding.
+        # The rest comes in an array of the same length, in which the tokens after it are padding.
         rest = of_tokens(jnp.roll(jnp.arange(n), -split), arguments, options)
         second, last = run(*rest, between, *ints(n - split, 7, 8, 0))
         np.testing.assert_array_equal(jnp.concatenate([first[:split], second[: n - split]]), whole)
@@ -164,7 +167,7 @@ def test_split_anywhere_is_bit_identical(rng, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_row_depends_on_that_row_alone(rng, implementation):
-    """Alone, among others, permuted, padded: the same bits, whatever the neighbours hold."""
+    """A row gives the same bits alone, among other rows, in another order, with padding, and beside NaN."""
     lengths = [1, 9, 4, 2, 6]
     arguments, pool, options = make(rng, lengths, dtype=jnp.bfloat16, extra_tokens=0)
     loc = np.asarray(pack(lengths))
@@ -204,7 +207,7 @@ def test_a_row_depends_on_that_row_alone(rng, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_chunk_may_follow_a_verify_step(rng, implementation):
-    """Three tokens verified, two accepted, then a chunk: as if five tokens had run in one go."""
+    """A chunk after a verify step with two of three tokens accepted continues as if five tokens had run in one call."""
     arguments, pool, options = make(rng, [6], extra_tokens=0)
     one, kind = (lambda v: jnp.array([v])), how_scan(implementation)
     given, kept = of_tokens(jnp.array([0, 1, 3, 4, 5]), arguments, options)

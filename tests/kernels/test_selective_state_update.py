@@ -1,3 +1,5 @@
+"""selective_state_update: outputs and states against the oracle, and the bitwise promises."""
+
 import dataclasses
 
 import jax
@@ -36,12 +38,12 @@ DIMS = {
 
 
 def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5)):
-    """Arguments up to C, the pool and the optional arguments."""
+    """Returns the arguments up to C, a dirty pool, and the optional arguments."""
     tokens = sum(lengths) + extra_tokens
 
     def draw(*shape):
         x = rng.normal(size=(tokens, *shape)).astype(np.float32)
-        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        x[sum(lengths) :] = np.nan  # padding tokens may hold anything
         return jnp.asarray(x).astype(dtype)
 
     channel = (dims.heads, dims.head_dim)
@@ -67,7 +69,7 @@ def in_float64(tree):
     ("dims", "dtype", "state_dtype"),
     [
         ("mamba2", jnp.float32, jnp.float32),
-        # float32 outputs tell whether a narrow state is rounded between tokens too.
+        # float32 outputs would show if a narrow state were rounded between tokens.
         ("mamba2", jnp.float32, jnp.bfloat16),
         ("mamba2", jnp.bfloat16, jnp.float16),
         ("mamba2 128", jnp.bfloat16, jnp.bfloat16),
@@ -80,7 +82,8 @@ def in_float64(tree):
 )
 def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implementation):
     dims = DIMS[dims]
-    # Verify rows, an empty row, a fresh row, read block == first and last written block, skipped writes, padding rows.
+    # Verify rows, an empty row, a fresh row, rows whose read block is the first or last block that they write, skipped
+    # writes, padding rows.
     lengths = [1, window, 0, 1, min(2, window), window]
     read = [3, 4, 5, 0, 4, 5]
     write = np.zeros((8, window), np.int32)
@@ -97,7 +100,7 @@ def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implem
         tokens = slice(ends[r], ends[r] + n)
         per_row = given | dict(z=given["z"][tokens])
         wanted, states = oracle(x[tokens], dt[tokens], A, B[tokens], C[tokens], state_of(pool, read[r]), **per_row)
-        # A token's output sums state_dim products of a state to which n tokens have added one each.
+        # A token's output sums state_dim products of a state, to which n tokens have added one product each.
         terms = 4 * (n + 1) * dims.state_dim
         assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
         for t in range(n):
@@ -130,7 +133,7 @@ def test_optional_arguments_match_the_oracle(rng, dims, given, dt_softplus, impl
         assert_close(state_of(after, (7, 8)[r]), states[-1], jnp.float32, 12 * dims.state_dim, f"state {r}")
 
 
-# Where default configurations change with rows and window, at dims that fill a warp's tiles.
+# On the GPU the sizes fill a warp's tiles, and the default configurations depend on rows and window.
 ALONE = [
     *(("mamba2", jnp.float32, how) for how in IMPLEMENTATIONS[:2]),
     *(
@@ -143,7 +146,7 @@ ALONE = [
 
 @pytest.mark.parametrize(("dims", "state_dtype", "implementation"), ALONE)
 def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, implementation):
-    """Alone, among others, permuted, padded, as decode or as verify of one token: the same bits."""
+    """A row gives the same bits alone, among others, in another order, with padding, and as decode or verify row."""
     lengths = [1, 3, 1, 2, 1]
     (x, dt, A, B, C), pool, options = make(rng, lengths, DIMS[dims], jnp.bfloat16, state_dtype, clean=(1, 2, 3, 4, 5))
     loc = np.asarray(pack(lengths))
@@ -156,7 +159,7 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, imple
 
     def results(rows, window, padding):
         tokens = np.concatenate([np.arange(loc[r], loc[r + 1]) for r in rows] + [np.zeros(padding, int)])
-        # Interpreted, a window of one is a program of its own, which XLA may round differently.
+        # In interpret mode a window of one is a separate program, which XLA may round differently.
         window = 3 if implementation == "interpret" else window
         write = np.zeros((len(rows) + padding, window), np.int32)
         for i in range(len(rows)):

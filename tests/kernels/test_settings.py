@@ -1,4 +1,4 @@
-"""A user's global settings change nothing: 64-bit mode and matmul precision."""
+"""JAX's global settings, 64-bit mode and matmul precision, do not change the ops' results."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ CHANNELS = 3 * HEADS * DIM
 
 
 def run(draw, implementation):
-    """Every op once, on the same numbers."""
+    """Runs every op once, on the same numbers."""
     array = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
     ints = lambda *values: jnp.asarray(values, jnp.int32)
     x, weight, loc = array(6, CHANNELS), array(4, CHANNELS), ints(0, 1, 6)
@@ -35,7 +35,7 @@ def run(draw, implementation):
     q, k, v = jnp.split(x.reshape(6, 3 * HEADS, DIM), 3, axis=1)
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
     states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
-    chunks = chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks are small programs
+    chunks = chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
     prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
     return (

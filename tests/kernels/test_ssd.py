@@ -1,3 +1,5 @@
+"""ssd: outputs and states against the oracle, and the bitwise promises at the ends of chunks."""
+
 import dataclasses
 
 import jax
@@ -34,12 +36,15 @@ DIMS = {
 def make(
     rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5), blocks=BLOCKS
 ):
-    """What has a row per token and what is the same for all tokens, in NumPy (slices compile nothing), and the pool."""
+    """Returns the arrays with a row per token, the arrays that all tokens share, and a dirty pool.
+
+    The arrays are NumPy's, because slicing them compiles nothing.
+    """
     tokens = sum(lengths) + extra_tokens
 
     def draw(*shape):
         x = rng.normal(size=(tokens, *shape)).astype(np.float32)
-        x[sum(lengths) :] = np.nan  # padding tokens hold anything
+        x[sum(lengths) :] = np.nan  # padding tokens may hold anything
         return x.astype(dtype)
 
     head, channel, group = (dims.heads,), (dims.heads, dims.head_dim), (dims.groups, dims.state_dim)
@@ -74,10 +79,11 @@ def tokens_of(packed, start, stop):
 
 
 def assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, before, out, after, **options):
-    """Outputs, the states in `kept` (row, tokens, block), and that nothing else in the pool changed."""
+    """Checks the outputs, the states in `kept` (row, tokens, block), and that nothing else in the pool changed."""
     loc, state_dim = np.asarray(pack(lengths)), before.shape[-1]
     packed, fixed, out = *in_float64((packed, fixed)), np.asarray(out)
-    # A token's output sums state_dim products of a state and as many, of as many, for each of a chunk's tokens.
+    # A token's output sums state_dim products of the state, and for each token of the chunk a product of sums of
+    # state_dim.
     terms = 16 * (64 + state_dim)
     for r, n in enumerate(lengths):
         wanted, states = oracle(
@@ -96,7 +102,7 @@ def assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, before, out
     ("dims", "dtype", "state_dtype"),
     [
         ("grouped", jnp.float32, jnp.float32),
-        # float32 outputs tell whether a narrow state is rounded between chunks too.
+        # float32 outputs would show if a narrow state were rounded between chunks.
         ("grouped", jnp.float32, jnp.bfloat16),
         ("odd", jnp.bfloat16, jnp.float32),
         ("24 x 96", jnp.float16, jnp.float16),
@@ -107,15 +113,15 @@ def assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, before, out
     ],
 )
 def test_ssd_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
-    """Positions off the grid, a fresh row, an empty row, padding rows, a read block that is written at the end or before."""
+    """Rows start between ends of chunks. One is fresh, some are empty or padding, some write their own read block."""
     lengths, computed = [1, 63, 0, 64, 65, 130, 5, 0, 0], [0, 1, 64, 64, 37, 128, 63, 0, 7]
     read, write = [0, 3, 4, 4, 5, 3, 5, 5, 0], [6, 3, 7, 8, 9, 10, 0, 20, 20]
     offsets, blocks = np.zeros((2, 9, 2), np.int32)
     offsets[4, 0], blocks[4, 0] = 27, 5
     offsets[5], blocks[5] = (64, 128), (12, 13)
-    offsets[3], offsets[4, 1], offsets[1] = (-5, 10**6), 20, 7  # for no block
+    offsets[3], offsets[4, 1], offsets[1] = (-5, 10**6), 20, 7  # offsets without a block may be anything
     kept = [(r, n, write[r]) for r, n in enumerate(lengths) if write[r]] + [(4, 27, 5), (5, 64, 12), (5, 128, 13)]
-    # Row 6 reads what row 4 writes, and row 5 what row 1 writes: not in one call.
+    # Within one call row 6 must not read what row 4 writes, nor row 5 what row 1 writes.
     read[6], read[5] = 0, 4
     packed, fixed, pool = make(rng, lengths, DIMS[dims], dtype, state_dtype)
     out, after = prefill(packed | fixed, pool, lengths, computed, read, write, (offsets, blocks), **how(implementation))
@@ -125,7 +131,7 @@ def test_ssd_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_every_length_match_the_oracle(rng, implementation):
-    """Every residue of a length modulo the chunk, from anywhere on the grid."""
+    """Rows have every length modulo the chunk size and start anywhere within a chunk."""
     lengths = [*range(67), 127, 128, 129]
     rows, dims = len(lengths), Dims(1, 4, 8)
     computed, read = rng.integers(0, 200, rows), np.arange(1, rows + 1) * (rng.random(rows) < 0.7)
@@ -182,14 +188,14 @@ SPLITS = [
 
 @pytest.mark.parametrize(("dims", "dtype", "implementation"), SPLITS)
 def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
-    """Whole, split, resumed from a block or a checkpoint, alone and beside other rows, and in another bucket."""
+    """A row gives the same bits in one call, split, resumed from a block or checkpoint, and beside other rows."""
     start, total, bucket, options = 100, 250, 320, how(implementation)
-    ends = (28, 92, 156, 220)  # of chunks
+    ends = (28, 92, 156, 220)  # where chunks end
     packed, fixed, pool = make(rng, [total + 50], DIMS[dims], dtype, extra_tokens=0)
     row, others = tokens_of(packed, 0, total), tokens_of(packed, total, total + 50)
 
     def run(pool, parts, computed, read, write, checkpoints=((0,) * 4, (0,) * 4)):
-        """Parts of one call, in a bucket of tokens and three rows."""
+        """Runs the parts as rows of one call, padded to three rows and a fixed number of tokens."""
         lengths = [len(part["x"]) for part in parts]
         fill = lambda x: np.full((bucket - sum(lengths), *x.shape[1:]), np.nan, x.dtype)
         inputs = {name: np.concatenate([*(p[name] for p in parts), fill(packed[name])]) for name in packed}
@@ -214,7 +220,7 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
         resumed, last = run(after, [tokens_of(row, end, total)], [start + end], [10 + n], [10 + n])
         np.testing.assert_array_equal(resumed[: total - end], whole[end:total])
         np.testing.assert_array_equal(last[LAYER, 10 + n], after[LAYER, 6])
-    # Elsewhere the sums are others: within the error of the recurrence itself.
+    # If the row is split elsewhere, the sums are different ones, and results differ within the error of the recurrence.
     for split in (1, 60, 155):
         first, between = run(pool, [tokens_of(row, 0, split)], [start], [3], [7])
         rest, last = run(between, [tokens_of(row, split, total)], [start + split], [7], [8])
@@ -227,7 +233,7 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("strong_first", [False, True])
 def test_extreme_decays_match_the_oracle(rng, strong_first, implementation):
-    """A difference of two large sums of decays would lose the small one between close tokens."""
+    """The difference of two large sums of decays would lose the small decay between two tokens close to each other."""
     lengths, dims = [130], DIMS["grouped"]
     packed, fixed, pool = make(rng, lengths, dims, extra_tokens=0)
     fixed = {"A": np.float32([-1e4, -1e-7, -30.0, -0.1])}
@@ -241,7 +247,7 @@ def test_extreme_decays_match_the_oracle(rng, strong_first, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ssd_then_update_continues_one_recurrence(rng, implementation):
-    """Both read the same layout of state, [head_dim, state_dim], and the same arguments."""
+    """Both ops use the same layout of states, [head_dim, state_dim], and take the same arguments."""
     lengths = [70]
     packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
     _, after = prefill(tokens_of(packed, 0, 69) | fixed, pool, [69], [0], [3], [7], **how(implementation))
@@ -288,7 +294,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 @pytest.mark.gpu
 def test_a_row_is_the_same_with_every_default_configuration(rng):
-    """Alone or one of dozens, for which default configurations differ: the same bits."""
+    """A row gives the same bits alone and as one of 24, for which the default configurations differ."""
     packed, fixed, pool = make(rng, [200], Dims(16, 64, 128), jnp.bfloat16, extra_tokens=0)
     alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], implementation="triton")
     many = {name: np.concatenate([x] * 24) for name, x in packed.items()}
@@ -302,13 +308,13 @@ def test_a_row_is_the_same_with_every_default_configuration(rng):
 def test_triton_matches_xla_on_a_long_row(rng):
     n = 65536
     packed, fixed, pool = make(rng, [n], Dims(2, 64, 128), jnp.bfloat16, extra_tokens=0)
-    fixed["A"] = np.float32([-1e-4, -1.0])  # one head that remembers 10,000 tokens, one that forgets
+    fixed["A"] = np.float32([-1e-4, -1.0])  # one head remembers 10,000 tokens, the other one forgets
     results = [
         prefill(packed | fixed, pool, [n], [0], [3], [6], implementation=implementation)
         for implementation in ("triton", "xla")
     ]
     (out, after), (wanted, state) = in_float64(results)
-    # Decays of a thousand chunks, of 2^-22 each on the GPU, in the slow head's state.
+    # The slow head's state holds the decays of a thousand chunks, each with an error of 2^-22 on the GPU.
     terms = 16 * (64 + 128) + 1024 * 4
     assert_close(out, wanted, jnp.bfloat16, terms, "outputs")
     assert_close(after[LAYER, 6], state[LAYER, 6], jnp.float32, terms, "state")

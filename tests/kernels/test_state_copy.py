@@ -1,3 +1,5 @@
+"""state_copy: copies of blocks and shifts of windows against NumPy, to the bit."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ SHAPES = {
 
 def make_pool(rng, shape, dtype):
     pool = rng.normal(size=shape).astype(np.float32)
-    pool[:, 0] = np.nan  # NULL_BLOCK holds anything
+    pool[:, 0] = np.nan  # NULL_BLOCK may hold anything
     return jnp.asarray(pool).astype(dtype)
 
 
@@ -25,7 +27,7 @@ def make_pool(rng, shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_copies_of_whole_blocks_are_exact(rng, shape, dtype, implementation):
     pool = make_pool(rng, shape, dtype)
-    # A copy, a skip, a copy onto itself, a fresh block, two rows that read one block.
+    # A copy, a skipped row, a copy of a block onto itself, a fresh block, and two rows that read the same block.
     source, destination = [3, 4, 5, 0, 3], [1, 0, 5, 6, 8]
     wanted = np.array(pool)
     wanted[:, 1], wanted[:, 6], wanted[:, 8] = wanted[:, 3], 0, wanted[:, 3]
@@ -39,7 +41,8 @@ def test_copies_of_whole_blocks_are_exact(rng, shape, dtype, implementation):
 def test_shifts_of_windows_are_exact(rng, channels, layout, dtype, implementation):
     pool = make_pool(rng, (2, 9, 6, channels), dtype)
     before = np.array(pool)
-    # Across blocks with and without an offset, within one block by 1 and by 3, a skip, nothing to do, a fresh block.
+    # Shifts by 0 and 2 to another block, by 1 and 3 within a block, a skipped row, a shift by 0 within a block (which
+    # does nothing), and a fresh block.
     rows = [(1, 2, 0), (1, 3, 2), (4, 4, 1), (5, 5, 3), (6, 0, 2), (7, 7, 0), (0, 8, 1)]
     wanted = before.copy()
     for source, destination, offset in rows:
