@@ -1,4 +1,4 @@
-"""docs/failures.md names every failure once, and only tests that exist."""
+"""docs/failures.md lists every failure once, and names only tests that exist."""
 
 import ast
 import collections
@@ -14,7 +14,7 @@ IDS = [f"F{n:02}" for n in range(1, 65)] + [f"N{n}" for n in range(1, 13)] + [f"
 
 @functools.cache
 def names(path):
-    """Functions, classes and other names that a file defines at its top."""
+    """The functions, classes and variables that a file defines at its top level."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
