@@ -231,6 +231,7 @@ def _run_step(
         num_tokens=tokens.shape[0],
         page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
+        token_rows=rows,
     )
     hidden, pool, kv = model(tokens, step, pool, kv)
     verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify, draws)

@@ -1,4 +1,4 @@
-"""The inputs of a step as a model takes them: its rows, and where each token's keys and values go."""
+"""The inputs of a step as a model takes them: its rows, and the place of each token's key and value."""
 
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from mamba_align_jax.metadata.layer_step import LayerStep, TokenPages
 from mamba_align_jax.metadata.positions import token_positions
 from mamba_align_jax.metadata.rows import Rows, RowSplit, split_rows
 from pallas_kernels import Chunks, Implementation
+from pallas_kernels.rows import TokenRows
 
 
 @renamed_fields(
@@ -25,12 +26,12 @@ from pallas_kernels import Chunks, Implementation
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """One step as a model takes it: what all of its layers share.
+    """What all layers of a model share in one step.
 
     Attributes:
         rows: The step's rows by kind.
-        chunks: The chunks of the prefill rows; None without such rows.
-        pages: Where each token stands, and where its keys and values go.
+        chunks: The chunks of the prefill rows; None in a step without prefill rows.
+        pages: The position of each token, and the place of its key and value.
     """
 
     rows: RowSplit
@@ -40,7 +41,7 @@ class StepInputs:
     def layer(
         self, layer: int | jax.Array, *, group: int = 0, implementation: Implementation | None = None
     ) -> LayerStep:
-        """The step for one layer, given by its index in its group."""
+        """Returns the step for layer `layer` of group `group`. `implementation` None chooses the ops by platform."""
         return LayerStep(
             rows=self.rows,
             chunks=self.chunks,
@@ -61,21 +62,23 @@ def step_inputs(
     page_size: int,
     num_pages: int,
     num_decode_tokens: int | None = None,
+    token_rows: TokenRows | None = None,
 ) -> StepInputs:
-    """Derives a step's inputs on the device.
+    """Computes a step's inputs. It can be called inside a jitted step.
 
     Args:
         batch: The step's rows, decode and verify rows first.
         indices: The result of `begin_step`.
-        num_decode_rows: How many rows are decode or verify rows, padding included. Static.
+        num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
         page_tables: Pages of each slot, in the order of their positions. int32 [slots, pages]
         num_tokens: Number of packed tokens, padding included. Static.
-        page_size: Tokens of a page. Static.
-        num_pages: Pages of the pool. Static.
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each.
+        page_size: Number of tokens of a page. Static.
+        num_pages: Number of pages of the pool. Static.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        token_rows: The row of each packed token, as `pallas_kernels.rows.token_rows` finds it; None computes it.
     """
     rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens)
-    tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens)
+    tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens, token_rows)
     page_table = page_tables[jnp.maximum(batch.idx_mapping, 0)]
     page = page_table[tokens.row, tokens.position // page_size]
     pages = TokenPages(
@@ -90,17 +93,18 @@ def step_inputs(
 def single_token_inputs(
     page_table: jax.Array, position: jax.Array, alive: jax.Array, *, page_size: int, num_pages: int
 ) -> StepInputs:
-    """The inputs of a step with one token per row, for attention layers alone: no state is read or written.
+    """Computes the inputs of a step with one token per row, for attention layers only. No state is read or written.
 
-    Keys at a position that has no page go to the NULL page. The same pass reads them there, and so does every other row
-    that wrote its keys there.
+    If a row has no page for its token, the token's key goes to page 0. All such rows share that page, so one of them
+    may read the key of another.
 
     Args:
-        page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32 [rows, pages]
+        page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32 [rows,
+            pages]
         position: Position of each row's token. int32 [rows]
-        alive: Rows whose keys are kept. The outputs of the other rows mean nothing. bool [rows]
-        page_size: Tokens of a page. Static.
-        num_pages: Pages of the pool. Static.
+        alive: Whether a row's key is written. The outputs of the other rows have no meaning. bool [rows]
+        page_size: Number of tokens of a page. Static.
+        num_pages: Number of pages of the pool. Static.
     """
     count, number = position.shape[0], position // page_size
     row = jnp.arange(count, dtype=jnp.int32)
