@@ -15,61 +15,61 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import peers, prefill, workloads
+from benchmarks import peers, prefill, update
+from benchmarks.kernel_benchmark import KernelBenchmark
 from benchmarks.timing import copy_bandwidth, span_per_turn, time_per_turn
-from benchmarks.workloads import Workload
 from mamba_align_jax.load.rows import environment
 
-OPS = workloads.OPS | prefill.OPS
+OPS = update.OPS | prefill.OPS
 TURNS = 24
 REPETITIONS = 5
 SPAN_US = 20_000  # what a span is measured over, at least
 
 
-def time_ours(workload: Workload, **options: Any) -> Callable[[], float]:
+def time_ours(benchmark: KernelBenchmark, **options: Any) -> Callable[[], float]:
     """A function that measures once: microseconds per turn."""
-    launch = _launch(lambda inputs: workload.run(TURNS, inputs, implementation="triton", **options), workload)
-    return lambda: time_per_turn(launch, TURNS, workload.kernel)
+    launch = _launch(lambda inputs: benchmark.run(TURNS, inputs, implementation="triton", **options), benchmark)
+    return lambda: time_per_turn(launch, TURNS, benchmark.kernel)
 
 
-def _launch(run: Callable[[dict[str, Any]], tuple[jax.Array, ...]], workload: Workload) -> Callable[[], Any]:
-    """Runs a compiled `run` of the workload's inputs and waits."""
-    compiled = jax.jit(lambda inputs: [x.reshape(-1)[:1] for x in run(inputs)]).lower(workload.inputs).compile()
-    launch = lambda: jax.block_until_ready(compiled(workload.inputs))
+def _launch(run: Callable[[dict[str, Any]], tuple[jax.Array, ...]], benchmark: KernelBenchmark) -> Callable[[], Any]:
+    """Runs a compiled `run` of the benchmark's inputs and waits."""
+    compiled = jax.jit(lambda inputs: [x.reshape(-1)[:1] for x in run(inputs)]).lower(benchmark.inputs).compile()
+    launch = lambda: jax.block_until_ready(compiled(benchmark.inputs))
     launch()
     return launch
 
 
-def span_of_ours(workload: Workload, us: float) -> float:
+def span_of_ours(benchmark: KernelBenchmark, us: float) -> float:
     """The span of a turn of about `us` microseconds."""
-    rounds = _rounds(workload, us)
-    run = lambda n: _launch(lambda inputs: workload.run_sets(n, inputs, implementation="triton"), workload)
+    rounds = _rounds(benchmark, us)
+    run = lambda n: _launch(lambda inputs: benchmark.run_sets(n, inputs, implementation="triton"), benchmark)
     launches = {n: run(n) for n in (rounds, 2 * rounds)}
-    return span_per_turn(lambda n: launches[n](), rounds, workload.span_sets)
+    return span_per_turn(lambda n: launches[n](), rounds, benchmark.span_sets)
 
 
-def _rounds(workload: Workload, us: float) -> int:
-    return max(2, math.ceil(SPAN_US / (us * workload.span_sets)))
+def _rounds(benchmark: KernelBenchmark, us: float) -> int:
+    return max(2, math.ceil(SPAN_US / (us * benchmark.span_sets)))
 
 
 class Peer:
-    """A peer of a workload, after its first turn: `error` is the distance from ours, `rms_error` that from float64."""
+    """A peer of a benchmark, after its first turn: `error` is the distance from ours, `rms_error` that from float64."""
 
-    def __init__(self, name: str, adapter: peers.Adapter, workload: Workload):
+    def __init__(self, name: str, adapter: peers.Adapter, benchmark: KernelBenchmark):
         import torch
 
-        self.name, self.workload = name, workload
-        pools = jax.block_until_ready(jax.jit(workload.initial)())
-        self.launch = adapter(workload, pools)
+        self.name, self.benchmark = name, benchmark
+        pools = jax.block_until_ready(jax.jit(benchmark.initial)())
+        self.launch = adapter(benchmark, pools)
         outputs = [jnp.from_dlpack(x.contiguous()) for x in self.launch(0)]
         torch.cuda.synchronize()
         if len(outputs) == len(pools) > 0:
-            given = workload.given
+            given = benchmark.given
             outputs[0] = pools[0].at[0, given["write"][0]].set(outputs[0].astype(pools[0].dtype))
         # What the peer wrote is in the buffers of `pools`, of which the last are outputs' where it made its own.
         theirs = (*pools[: len(pools) - len(outputs)], *outputs)
-        self.error = float(workload.difference(theirs, workload.first_turn(implementation="triton")))
-        self.rms_error = workload.rms_error(theirs[-1])
+        self.error = float(benchmark.difference(theirs, benchmark.first_turn(implementation="triton")))
+        self.rms_error = benchmark.rms_error(theirs[-1])
 
     def turns(self, turns: int) -> None:
         """Runs some turns and waits."""
@@ -87,13 +87,13 @@ class Peer:
         """The span of a turn of about `us` microseconds, from a CUDA graph of the sets; None if it can't be captured."""
         import torch
 
-        sets, graph = self.workload.span_sets, torch.cuda.CUDAGraph()
+        sets, graph = self.benchmark.span_sets, torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for turn in range(sets):
                     self.launch(turn)
         except RuntimeError as error:
-            print(f"{self.workload.case.name}: no graph of {self.name} ({error})")
+            print(f"{self.benchmark.case.name}: no graph of {self.name} ({error})")
             return None
 
         def replay(rounds):
@@ -101,37 +101,37 @@ class Peer:
                 graph.replay()
             torch.cuda.synchronize()
 
-        return span_per_turn(replay, _rounds(self.workload, us), sets)
+        return span_per_turn(replay, _rounds(self.benchmark, us), sets)
 
 
-def find_peers(workload: Workload) -> list[Peer]:
+def find_peers(benchmark: KernelBenchmark) -> list[Peer]:
     """Those that compute the same."""
     found = []
-    for name, adapter in peers.find(workload).items():
+    for name, adapter in peers.find(benchmark).items():
         try:
-            peer = Peer(name, adapter, workload)
+            peer = Peer(name, adapter, benchmark)
         except Exception as error:  # of any kind: not every peer takes every shape
-            print(f"{workload.case.name}: {name} fails ({type(error).__name__}: {error})")
+            print(f"{benchmark.case.name}: {name} fails ({type(error).__name__}: {error})")
             continue
-        if workload.accepts(peer.error, peer.rms_error):
+        if benchmark.accepts(peer.error, peer.rms_error):
             found.append(peer)
         else:
-            print(f"{workload.case.name}: {name} computes something else (differs by {peer.error:.2g})")
+            print(f"{benchmark.case.name}: {name} computes something else (differs by {peer.error:.2g})")
     return found
 
 
-def measure(workload: Workload) -> dict[str, Any]:
+def measure(benchmark: KernelBenchmark) -> dict[str, Any]:
     """One row of results, without the environment; no `us` if the outputs are wrong."""
-    row: dict[str, Any] = {"case": workload.case.name, "implementation": "triton"}
-    first = workload.first_turn(implementation="triton")
-    row["max_error"] = float(workload.difference(first, workload.first_turn(implementation="xla")))
-    rms_error = workload.rms_error(first[-1])
+    row: dict[str, Any] = {"case": benchmark.case.name, "implementation": "triton"}
+    first = benchmark.first_turn(implementation="triton")
+    row["max_error"] = float(benchmark.difference(first, benchmark.first_turn(implementation="xla")))
+    rms_error = benchmark.rms_error(first[-1])
     if rms_error is not None:
         row["rms_error"] = rms_error
-    if not workload.accepts(row["max_error"], rms_error):
+    if not benchmark.accepts(row["max_error"], rms_error):
         return row
     del first
-    ours, found = time_ours(workload), find_peers(workload)
+    ours, found = time_ours(benchmark), find_peers(benchmark)
     for peer in found:
         peer.turns(TURNS)
     times: list[float] = []
@@ -140,9 +140,9 @@ def measure(workload: Workload) -> dict[str, Any]:
         times.append(ours())
         for peer in found:
             peer_times[peer.name].append(peer.time())
-    row |= {"us": statistics.median(times), "bytes": workload.bytes, "config": str(workload.config)}
-    if workload.reference is not None:
-        row["span_us"] = span_of_ours(workload, row["us"])
+    row |= {"us": statistics.median(times), "bytes": benchmark.bytes, "config": str(benchmark.config)}
+    if benchmark.reference is not None:
+        row["span_us"] = span_of_ours(benchmark, row["us"])
     if found:
         peer_us = {name: statistics.median(each) for name, each in peer_times.items()}
         peer = min(found, key=lambda peer: peer_us[peer.name])
@@ -150,7 +150,7 @@ def measure(workload: Workload) -> dict[str, Any]:
         row["ratio"] = row["us"] / row["peer_us"]
         if peer_us:
             row["other_peers"] = peer_us
-        if workload.reference is not None:
+        if benchmark.reference is not None:
             row |= {"peer_span_us": peer.span(row["peer_us"]), "peer_rms_error": peer.rms_error}
     return row
 
@@ -175,10 +175,10 @@ def main() -> None:
         for case in cases:
             if options.case and case.name not in options.case:
                 continue
-            workload = make(case)
-            row = measure(workload)
+            benchmark = make(case)
+            row = measure(benchmark)
             if "us" not in row:
-                print(f"{case.name:40} WRONG: {row}, limit {workload.tolerance}")
+                print(f"{case.name:40} WRONG: {row}, limit {benchmark.tolerance}")
                 continue
             row |= {"bandwidth_fraction": row["bytes"] / row["us"] / rate, "copy_bandwidth_tb_s": rate / 1e6} | header
             line = f"{case.name:32} {row['us']:9.2f} us {row['bandwidth_fraction']:6.3f} of the copy rate"

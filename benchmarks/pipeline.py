@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernel_benchmark import ROTATION_BYTES, random_pool
 from benchmarks.timing import kernel_times, span_per_turn
-from benchmarks.workloads import ROTATION_BYTES, random_pool
 from mamba_align_jax import (
     Additions,
     AlignConfig,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import reference
-from benchmarks.workloads import Workload, itemsize, locations, random_pool, rotate, tolerance
+from benchmarks.kernel_benchmark import KernelBenchmark, itemsize, locations, random_pool, rotate, tolerance
 from pallas_kernels import causal_conv1d_prefill, chunk_rows, gated_delta_rule_prefill, selective_scan, ssd
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.causal_conv1d.config import default_prefill_config as conv_config
@@ -59,7 +59,7 @@ def _given(lengths: tuple[int, ...], blocks: jax.Array) -> dict[str, jax.Array]:
     return dict(query_start_loc=locations(tuple(lengths[row] for row in live)), write=blocks[:, np.array(live)])
 
 
-def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
+def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
     """Per row a window of width - 1 in and out, per token an input and an output; and the taps."""
     rows, tokens = len(case.lengths), sum(case.lengths)
     channel_rows = 2 * len(_live(case.lengths)) * (case.width - 1) + 2 * tokens + case.width
@@ -88,7 +88,7 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
         history = pool[0, int(blocks[0, row]), :, channels]
         return reference.causal_conv1d(*_float64(inputs["x"][first, channels], history, inputs["weight"][:, channels]))
 
-    return Workload(
+    return KernelBenchmark(
         case=case,
         kernel="causal_conv1d_prefill",
         bytes=moved,
@@ -98,13 +98,13 @@ def conv_workload(case: causal_conv1d_cases.Case) -> Workload:
         given=_given(case.lengths, blocks),
         config=conv_config(),
         draw=draw,
-        least=1e-6,
+        min_scale=1e-6,
         part=(first, channels),
         reference=wanted,
     )
 
 
-def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
+def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
     """Per row a state in and out, per token q, k, v, an output, and g and beta in float32.
 
     q and k come unnormalised, so that normalising them is part of every side's work.
@@ -146,7 +146,7 @@ def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
         of_values = [inputs[name][first, heads] for name in ("v", "g", "beta")]
         return reference.gated_delta_rule(*_float64(*of_keys, *of_values, pool[0, int(blocks[0, row]), heads]))
 
-    return Workload(
+    return KernelBenchmark(
         case=case,
         kernel="gated_delta_rule_prefill",
         bytes=moved,
@@ -159,13 +159,15 @@ def delta_rule_workload(case: gated_delta_rule_cases.Case) -> Workload:
         given=_given(case.lengths, blocks),
         config=delta_rule_config(rows * math.prod(state[:2]), case.key_dim, itemsize(case.dtype), case.kda),
         draw=draw,
-        least=1e-6,
+        min_scale=1e-6,
         part=(first, heads),
         reference=wanted,
     )
 
 
-def state_space_workload(case: Any, *, op: Callable[..., Any], config: Callable[[Any], Any], chunked: bool) -> Workload:
+def state_space_benchmark(
+    case: Any, *, op: Callable[..., Any], config: Callable[[Any], Any], chunked: bool
+) -> KernelBenchmark:
     """Per row a state in and out, per token its inputs and an output; and A. Mamba-1 has one head, all else per channel."""
     rows, tokens = len(case.lengths), sum(case.lengths)
     channel = case.heads, case.head_dim
@@ -213,7 +215,7 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], config: Callable[
         named |= dict(dt=inputs["dt"][(first, *cut)], state=pool[0, int(blocks[0, row]), heads, channels])
         return reference.state_space(**{name: np.asarray(x, np.float64) for name, x in named.items()})
 
-    return Workload(
+    return KernelBenchmark(
         case=case,
         kernel=op.__name__,
         bytes=moved,
@@ -226,7 +228,7 @@ def state_space_workload(case: Any, *, op: Callable[..., Any], config: Callable[
         given=_given(case.lengths, blocks),
         config=config(case),
         draw=draw,
-        least=1e-6,
+        min_scale=1e-6,
         part=(first, heads, channels),
         reference=wanted,
     )
@@ -241,16 +243,16 @@ def _scan_config(case: selective_scan_cases.Case) -> Any:
     return scan_config(case.state_dim, itemsize(case.state_dtype))
 
 
-# Per op: its cases, and what makes a workload of one.
-OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Workload]]] = {
-    "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_workload),
-    "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_workload),
+# Per op: its cases, and what makes a benchmark of one.
+OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], KernelBenchmark]]] = {
+    "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_benchmark),
+    "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_benchmark),
     "ssd": (
         ssd_cases.CASES,
-        functools.partial(state_space_workload, op=ssd, config=_ssd_config, chunked=True),
+        functools.partial(state_space_benchmark, op=ssd, config=_ssd_config, chunked=True),
     ),
     "selective_scan": (
         selective_scan_cases.CASES,
-        functools.partial(state_space_workload, op=selective_scan, config=_scan_config, chunked=False),
+        functools.partial(state_space_benchmark, op=selective_scan, config=_scan_config, chunked=False),
     ),
 }

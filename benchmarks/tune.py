@@ -85,12 +85,12 @@ CONFIGS: dict[str, list[Any]] = {
 }
 
 
-def time_each(workload: Any, configs: list[Any]) -> list[tuple[float, Any]]:
+def time_each(benchmark: Any, configs: list[Any]) -> list[tuple[float, Any]]:
     """(microseconds, configuration), fastest first, of those that compile."""
     timed = []
     for config in configs:
         try:
-            timed.append((time_ours(workload, config=config)(), config))
+            timed.append((time_ours(benchmark, config=config)(), config))
         except jax.errors.JaxRuntimeError as error:
             print(f"{config}: {str(error).splitlines()[0]}", flush=True)
     return sorted(timed, key=lambda entry: entry[0])
@@ -109,11 +109,11 @@ def main() -> None:
     for case in cases:
         if options.case and case.name not in options.case:
             continue
-        workload = make(case)
-        now = time_ours(workload)()
+        benchmark = make(case)
+        now = time_ours(benchmark)()
         widest = getattr(case, "key_dim", getattr(case, "state_dim", 0))
-        best = time_each(workload, [c for c in configs if options.config or getattr(c, "segment", 0) <= widest])[:5]
-        assert float(workload.error(implementation="triton", config=best[0][1])) <= workload.tolerance, best[0]
+        best = time_each(benchmark, [c for c in configs if options.config or getattr(c, "segment", 0) <= widest])[:5]
+        assert float(benchmark.error(implementation="triton", config=best[0][1])) <= benchmark.tolerance, best[0]
         print(f"{case.name}: now {now:.2f} us; " + "; ".join(f"{us:.2f} {config}" for us, config in best), flush=True)
 
 

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from oracles import ops as oracles
 
-from benchmarks import kernels, pipeline, plot, precision, prefill, reference, timing, tune, workloads
+from benchmarks import kernel_benchmark, kernels, pipeline, plot, precision, prefill, reference, timing, tune
 from benchmarks.kernels import OPS
 from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
@@ -52,15 +52,15 @@ UPDATES = [(op, case) for op, case in KINDS if op not in prefill.OPS]
 
 
 @pytest.mark.parametrize(("op", "case"), UPDATES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_every_kind_of_workload_runs_and_rotates_through_its_blocks(op, case, monkeypatch):
-    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 19)
-    workload = OPS[op][1](small(op, case))
-    result = jax.jit(lambda inputs: workload.run(2, inputs, implementation="xla"))(workload.inputs)
-    assert [x.shape for x in result] == [x.shape for x in workload.initial()]
-    assert float(workload.error(implementation="xla")) == 0.0
-    blocks = workload.given["read" if "read" in workload.given else "write"]
+def test_every_kind_of_benchmark_runs_and_rotates_through_its_blocks(op, case, monkeypatch):
+    monkeypatch.setattr(kernel_benchmark, "ROTATION_BYTES", 1 << 19)
+    benchmark = OPS[op][1](small(op, case))
+    result = jax.jit(lambda inputs: benchmark.run(2, inputs, implementation="xla"))(benchmark.inputs)
+    assert [x.shape for x in result] == [x.shape for x in benchmark.initial()]
+    assert float(benchmark.error(implementation="xla")) == 0.0
+    blocks = benchmark.given["read" if "read" in benchmark.given else "write"]
     assert blocks.min() > 0
-    assert len(blocks) * workload.bytes >= 1 << 19 or op == "state_copy"
+    assert len(blocks) * benchmark.bytes >= 1 << 19 or op == "state_copy"
 
 
 PREFILL = [
@@ -71,34 +71,34 @@ PREFILL = [
 @pytest.mark.parametrize(("op", "case"), PREFILL, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_prefill_agrees_with_float64_and_returns_the_outputs_of_every_turn(op, case, monkeypatch):
     case = small(op, case, dtype="float32", lengths=(1, 70, 0, 130))
-    monkeypatch.setattr(workloads, "ROTATION_BYTES", 2 * prefill.OPS[op][1](case).bytes)
-    workload = prefill.OPS[op][1](case)
-    pool, out = workload.first_turn(implementation="xla")
-    assert workload.rms_error(out) < 1e-5
-    assert workload.rms_error(2 * out) == pytest.approx(1, rel=1e-4)
+    monkeypatch.setattr(kernel_benchmark, "ROTATION_BYTES", 2 * prefill.OPS[op][1](case).bytes)
+    benchmark = prefill.OPS[op][1](case)
+    pool, out = benchmark.first_turn(implementation="xla")
+    assert benchmark.rms_error(out) < 1e-5
+    assert benchmark.rms_error(2 * out) == pytest.approx(1, rel=1e-4)
     # Errors are measured over the longest row, which is not the first one.
-    assert workload.part[0] == slice(71, 201)
+    assert benchmark.part[0] == slice(71, 201)
     # Every turn has outputs of its own. Rows without tokens are not given to a peer.
-    sets = len(workload.given["write"])
+    sets = len(benchmark.given["write"])
     assert sets == 2
-    after, *outputs = workload.run_sets(1, workload.inputs, implementation="xla")
+    after, *outputs = benchmark.run_sets(1, benchmark.inputs, implementation="xla")
     assert len(outputs) == sets
-    assert workload.rms_error(outputs[0]) < 1e-5
-    written = workload.given["write"][0]
+    assert benchmark.rms_error(outputs[0]) < 1e-5
+    written = benchmark.given["write"][0]
     np.testing.assert_array_equal(after[0, written], pool[0, written])
-    assert workload.given["query_start_loc"].tolist() == [0, 1, 71, 201]
+    assert benchmark.given["query_start_loc"].tolist() == [0, 1, 71, 201]
 
 
 def test_the_compiler_does_not_merge_turns():
     """What depends only on the inputs is computed again in every turn, in a loop and unrolled."""
     case = small("gated_delta_rule_prefill", gated_delta_rule_cases.PREFILL_CASES[0])
-    workload = prefill.delta_rule_workload(case)
+    benchmark = prefill.delta_rule_benchmark(case)
     work = lambda turn, carry, x: (carry[0] + 1, jnp.sin(x))
-    workload = dataclasses.replace(
-        workload, step=work, draw=lambda: dict(x=jnp.ones(3)), initial=lambda: (jnp.zeros(3), jnp.zeros(3))
+    benchmark = dataclasses.replace(
+        benchmark, step=work, draw=lambda: dict(x=jnp.ones(3)), initial=lambda: (jnp.zeros(3), jnp.zeros(3))
     )
-    for run, wanted in ((workload.run, 1), (workload.run_sets, workload.span_sets)):
-        lowered = jax.jit(lambda inputs, run=run: run(4, inputs)).lower(workload.inputs)
+    for run, wanted in ((benchmark.run, 1), (benchmark.run_sets, benchmark.span_sets)):
+        lowered = jax.jit(lambda inputs, run=run: run(4, inputs)).lower(benchmark.inputs)
         body = lowered.as_text().split("while")[1]
         assert body.count("optimization_barrier") == body.count("stablehlo.sine") == wanted
 
@@ -149,18 +149,18 @@ def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
     nothing = lambda *_, **__: contextlib.nullcontext()
     cuda = SimpleNamespace(synchronize=nothing, graph=nothing, CUDAGraph=lambda: SimpleNamespace(replay=nothing))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(workloads, "ROTATION_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_benchmark, "ROTATION_BYTES", 1 << 16)
     monkeypatch.setattr(kernels, "SPAN_US", 40)
     case = small("causal_conv1d_prefill", causal_conv1d_cases.PREFILL_CASES[-1], lengths=(3, 0, 40), dtype="float32")
-    workload = prefill.conv_workload(case)
-    step = lambda *arguments, implementation, **inputs: workload.step(*arguments, implementation="xla", **inputs)
-    ours = dataclasses.replace(workload, step=step)
-    pool, out = workload.first_turn(implementation="xla")
-    states = pool[0, workload.given["write"][0]]
-    of = lambda *arrays: lambda workload, pools: lambda turn: tuple(FakeTensor(array=array) for array in arrays)
+    benchmark = prefill.conv_benchmark(case)
+    step = lambda *arguments, implementation, **inputs: benchmark.step(*arguments, implementation="xla", **inputs)
+    ours = dataclasses.replace(benchmark, step=step)
+    pool, out = benchmark.first_turn(implementation="xla")
+    states = pool[0, benchmark.given["write"][0]]
+    of = lambda *arrays: lambda benchmark, pools: lambda turn: tuple(FakeTensor(array=array) for array in arrays)
     found = dict(slow=of(states, out), wrong=of(states, out + 1), stateless=of(states + 1, out), fast=of(states, out))
     found |= dict(broken=of(states, "no tensor"))
-    monkeypatch.setattr(kernels.peers, "find", lambda workload: found)
+    monkeypatch.setattr(kernels.peers, "find", lambda benchmark: found)
     times = itertools.cycle((5.0, 9.0, 7.0))
     monkeypatch.setattr(kernels, "time_per_turn", lambda *arguments: next(times))
     monkeypatch.setattr(kernels, "span_per_turn", lambda launch, rounds, turns: (launch(rounds), 8.0)[1])

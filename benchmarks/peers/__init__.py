@@ -1,6 +1,6 @@
 """Other projects' kernels on the same cases, where they can be imported. None of their code is here.
 
-A peer is a function of (workload, buffers) that returns launch(turn): one turn over torch views of the JAX buffers.
+A peer is a function of (benchmark, buffers) that returns launch(turn): one turn over torch views of the JAX buffers.
 """
 
 import importlib
@@ -23,20 +23,20 @@ def view(array: jax.Array) -> Any:
     return torch.from_dlpack(array)
 
 
-def views(workload: Any) -> dict[str, Any]:
-    """What a workload gives to a peer, by name."""
-    arrays = {name: x for name, x in (workload.inputs | workload.given).items() if isinstance(x, jax.Array)}
+def views(benchmark: Any) -> dict[str, Any]:
+    """What a benchmark gives to a peer, by name."""
+    arrays = {name: x for name, x in (benchmark.inputs | benchmark.given).items() if isinstance(x, jax.Array)}
     return {name: view(array).contiguous() for name, array in arrays.items()}
 
 
-def gathered(workload: Any, pool: jax.Array) -> list[Any]:
+def gathered(benchmark: Any, pool: jax.Array) -> list[Any]:
     """Per set of blocks, a copy of the rows' states."""
     states = view(pool)[0]
-    return [states[blocks.long()].contiguous() for blocks in views(workload)["write"]]
+    return [states[blocks.long()].contiguous() for blocks in views(benchmark)["write"]]
 
 
-def find(workload: Any) -> dict[str, Adapter]:
-    """The peers that this machine has for a workload, by name."""
+def find(benchmark: Any) -> dict[str, Adapter]:
+    """The peers that this machine has for a benchmark, by name."""
     found: dict[str, Adapter] = {}
     for name in ("vllm", "fla"):
         if any(importlib.util.find_spec(package) is None for package in ("torch", "triton", name)):
@@ -46,7 +46,7 @@ def find(workload: Any) -> dict[str, Adapter]:
         except ImportError as error:
             print(f"{name} can't be imported: {error}")
             continue
-        adapter = module.ADAPTERS.get(workload.case.name.split()[0])
+        adapter = module.ADAPTERS.get(benchmark.case.name.split()[0])
         if adapter is not None:
             found[name] = adapter
     return found

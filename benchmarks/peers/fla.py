@@ -14,9 +14,9 @@ from fla.ops.kda import chunk_kda
 from benchmarks.peers import Launch, gathered, views
 
 
-def _prefill(op: Callable[..., Any], workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given = views(workload)
-    initial = [states.transpose(-1, -2).contiguous() for states in gathered(workload, pools[0])]
+def _prefill(op: Callable[..., Any], benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given = views(benchmark)
+    initial = [states.transpose(-1, -2).contiguous() for states in gathered(benchmark, pools[0])]
     inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
     starts = given["query_start_loc"].long()
 
@@ -31,12 +31,12 @@ def _prefill(op: Callable[..., Any], workload: Any, pools: tuple[jax.Array, ...]
     return launch
 
 
-def gdn_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    return _prefill(chunk_gated_delta_rule, workload, pools)
+def gdn_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    return _prefill(chunk_gated_delta_rule, benchmark, pools)
 
 
-def kda_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    return _prefill(chunk_kda, workload, pools)
+def kda_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    return _prefill(chunk_kda, benchmark, pools)
 
 
 # By the first word of a case's name.

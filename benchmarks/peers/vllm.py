@@ -21,9 +21,9 @@ from benchmarks.peers import Launch, gathered, view, views
 from pallas_kernels import chunk_rows
 
 
-def state_copy(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+def state_copy(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     """One launch over all layers and both kinds of state, block ids from a table of two columns per row."""
-    case, given = workload.case, views(workload)
+    case, given = benchmark.case, views(benchmark)
     layers = [
         (pool[layer], len(state)) for pool, (state, _) in zip(map(view, pools), case.states, strict=True)
         for layer in range(case.layers)
@@ -63,17 +63,17 @@ def state_copy(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def conv_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given = views(workload)
+def conv_update(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given = views(benchmark)
     windows, weight = view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
     x, out = given["x"], torch.empty_like(given["x"])
     verify = {}
-    if workload.case.num_speculative_tokens:
-        accepted = torch.ones(len(workload.case.lengths), dtype=torch.int32, device="cuda")
+    if benchmark.case.num_speculative_tokens:
+        accepted = torch.ones(len(benchmark.case.lengths), dtype=torch.int32, device="cuda")
         verify = dict(
             num_accepted_tokens=accepted,
             query_start_loc=given["query_start_loc"],
-            max_query_len=max(workload.case.lengths),
+            max_query_len=max(benchmark.case.lengths),
         )
 
     def launch(turn):
@@ -84,8 +84,8 @@ def conv_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def gdn_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = views(workload), workload.case
+def gdn_decode(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = views(benchmark), benchmark.case
     pool = view(pools[0])[0]
     out = given["qkv"].new_empty(len(case.lengths), 1, case.value_heads, case.value_dim)
     rows = given["write"][..., 0].contiguous()
@@ -100,8 +100,8 @@ def gdn_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def gdn_verify(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = views(workload), workload.case
+def gdn_verify(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = views(benchmark), benchmark.case
     pool, blocks = view(pools[0])[0], given["write"]
     keys = case.key_heads * case.key_dim
     heads = lambda x, dim: x.reshape(1, x.shape[0], -1, dim).contiguous()
@@ -120,8 +120,8 @@ def gdn_verify(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def kda_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given = views(workload)
+def kda_decode(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given = views(benchmark)
     pool, rows = view(pools[0])[0], given["write"][..., 0].contiguous()
     inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
 
@@ -138,8 +138,8 @@ def kda_decode(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def state_space_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, case = views(workload), workload.case
+def state_space_update(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, case = views(benchmark), benchmark.case
     pool, out = view(pools[0])[0], torch.empty_like(given["x"])
     channel = case.heads, case.head_dim
     per_channel = lambda v: v if v.shape[-2:] == channel else v[..., None].expand(*v.shape, case.head_dim)
@@ -158,9 +158,9 @@ def state_space_update(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def conv_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+def conv_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     """In place, with the metadata that vLLM's server builds on the host once per step: programs of eight tokens."""
-    given = views(workload)
+    given = views(benchmark)
     windows, weight = view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
     x, loc = given["x"].T, given["query_start_loc"]
     counts = [-(-length // 8) for length in loc.diff().tolist()]
@@ -182,8 +182,8 @@ def conv_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def gdn_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    given, initial = views(workload), gathered(workload, pools[0])
+def gdn_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
+    given, initial = views(benchmark), gathered(benchmark, pools[0])
     inputs = [given[name][None] for name in ("q", "k", "v", "g", "beta")]
 
     @torch.no_grad()
@@ -197,9 +197,9 @@ def gdn_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def kda_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+def kda_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     """The outputs go where the values were, so these are restored: a memcpy, no kernel, but in the span (about 2 %)."""
-    given, initial = views(workload), gathered(workload, pools[0])
+    given, initial = views(benchmark), gathered(benchmark, pools[0])
     q, k, v, g, beta = (given[name][None] for name in ("q", "k", "v", "g", "beta"))
     values = v.clone()
 
@@ -215,9 +215,9 @@ def kda_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-def ssd_prefill(workload: Any, pools: tuple[jax.Array, ...]) -> Launch:
+def ssd_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     """New states go to the pool; chunks of 128, cut on the host."""
-    given, initial = views(workload), gathered(workload, pools[0])
+    given, initial = views(benchmark), gathered(benchmark, pools[0])
     pool, out, loc = view(pools[0])[0], torch.empty_like(given["x"]), given["query_start_loc"]
     chunks = chunk_rows(loc.cpu().numpy(), np.zeros(len(loc) - 1, np.int32), len(out), 128)
     count = int(chunks.last_chunk_indices[-1]) + 1
