@@ -1,8 +1,9 @@
 """Times the kernels over their named cases: `python -m benchmarks.kernels --json benchmarks/results/FILE.jsonl`.
 
-Every case is compared with the "xla" implementation first, and isn't timed if they differ. The peers that can be imported
-are timed in turn with ours, by the same clock on the same blocks, once their outputs agree with ours; the fastest is `peer`.
-Prefill has its error against float64 and its span beside the time.
+Each case is first compared with the "xla" implementation, and is not timed if the results differ. Other projects'
+kernels (peers) that can be imported are timed alternately with ours, by the same clock and on the same blocks, if their
+outputs agree with ours. A row's `peer` is the fastest of them. Rows of prefill ops also have the error relative to
+float64 and the span, which is the wall-clock time from the start of a turn to the start of the next.
 """
 
 import argparse
@@ -23,37 +24,51 @@ from mamba_align_jax.load.rows import environment
 OPS = update.OPS | prefill.OPS
 TURNS = 24
 REPETITIONS = 5
-SPAN_US = 20_000  # what a span is measured over, at least
+MIN_SPAN_US = 20_000  # the shortest time over which a span is measured
 
 
 def time_ours(benchmark: KernelBenchmark, **options: Any) -> Callable[[], float]:
-    """A function that measures once: microseconds per turn."""
+    """Returns a function that measures once and returns microseconds per turn."""
     launch = _launch(lambda inputs: benchmark.run(TURNS, inputs, implementation="triton", **options), benchmark)
     return lambda: time_per_turn(launch, TURNS, benchmark.kernel)
 
 
 def _launch(run: Callable[[dict[str, Any]], tuple[jax.Array, ...]], benchmark: KernelBenchmark) -> Callable[[], Any]:
-    """Runs a compiled `run` of the benchmark's inputs and waits."""
+    """Compiles `run` and returns a function that runs it on the benchmark's inputs and waits."""
     compiled = jax.jit(lambda inputs: [x.reshape(-1)[:1] for x in run(inputs)]).lower(benchmark.inputs).compile()
-    launch = lambda: jax.block_until_ready(compiled(benchmark.inputs))
+
+    def launch():
+        return jax.block_until_ready(compiled(benchmark.inputs))
+
     launch()
     return launch
 
 
 def span_of_ours(benchmark: KernelBenchmark, us: float) -> float:
-    """The span of a turn of about `us` microseconds."""
+    """Measures the span of a turn that takes about `us` microseconds."""
     rounds = _rounds(benchmark, us)
-    run = lambda n: _launch(lambda inputs: benchmark.run_sets(n, inputs, implementation="triton"), benchmark)
-    launches = {n: run(n) for n in (rounds, 2 * rounds)}
+
+    def launch(n):
+        return _launch(lambda inputs: benchmark.run_sets(n, inputs, implementation="triton"), benchmark)
+
+    launches = {n: launch(n) for n in (rounds, 2 * rounds)}
     return span_per_turn(lambda n: launches[n](), rounds, benchmark.span_sets)
 
 
 def _rounds(benchmark: KernelBenchmark, us: float) -> int:
-    return max(2, math.ceil(SPAN_US / (us * benchmark.span_sets)))
+    return max(2, math.ceil(MIN_SPAN_US / (us * benchmark.span_sets)))
 
 
 class Peer:
-    """A peer of a benchmark, after its first turn: `error` is the distance from ours, `rms_error` that from float64."""
+    """Another project's kernel for a benchmark, after its first turn.
+
+    Attributes:
+        name: The project's name.
+        benchmark: The benchmark.
+        launch: Starts the turn with a given number, without waiting for it.
+        error: The largest difference of its first turn from ours.
+        rms_error: The error of its first turn's outputs relative to float64, or None without a reference.
+    """
 
     def __init__(self, name: str, adapter: peers.Adapter, benchmark: KernelBenchmark):
         import torch
@@ -66,7 +81,7 @@ class Peer:
         if len(outputs) == len(pools) > 0:
             given = benchmark.given
             outputs[0] = pools[0].at[0, given["write"][0]].set(outputs[0].astype(pools[0].dtype))
-        # What the peer wrote is in the buffers of `pools`, of which the last are outputs' where it made its own.
+        # The peer has written into the buffers of `pools`. If it made its own outputs, they replace the last buffers.
         theirs = (*pools[: len(pools) - len(outputs)], *outputs)
         self.error = float(benchmark.difference(theirs, benchmark.first_turn(implementation="triton")))
         self.rms_error = benchmark.rms_error(theirs[-1])
@@ -84,7 +99,10 @@ class Peer:
         return time_per_turn(lambda: self.turns(TURNS), TURNS)
 
     def span(self, us: float) -> float | None:
-        """The span of a turn of about `us` microseconds, from a CUDA graph of the sets; None if it can't be captured."""
+        """Measures the span of a turn that takes about `us` microseconds, from a CUDA graph of the sets.
+
+        Returns None if the graph cannot be captured.
+        """
         import torch
 
         sets, graph = self.benchmark.span_sets, torch.cuda.CUDAGraph()
@@ -105,12 +123,12 @@ class Peer:
 
 
 def find_peers(benchmark: KernelBenchmark) -> list[Peer]:
-    """Those that compute the same."""
+    """Returns the peers whose results agree with ours."""
     found = []
     for name, adapter in peers.find(benchmark).items():
         try:
             peer = Peer(name, adapter, benchmark)
-        except Exception as error:  # of any kind: not every peer takes every shape
+        except Exception as error:  # a peer may raise anything for a shape that it cannot run
             print(f"{benchmark.case.name}: {name} fails ({type(error).__name__}: {error})")
             continue
         if benchmark.accepts(peer.error, peer.rms_error):
@@ -121,7 +139,10 @@ def find_peers(benchmark: KernelBenchmark) -> list[Peer]:
 
 
 def measure(benchmark: KernelBenchmark) -> dict[str, Any]:
-    """One row of results, without the environment; no `us` if the outputs are wrong."""
+    """Measures one case and returns its row of results, without the environment.
+
+    The row has no `us` if the outputs are wrong.
+    """
     row: dict[str, Any] = {"case": benchmark.case.name, "implementation": "triton"}
     first = benchmark.first_turn(implementation="triton")
     row["max_error"] = float(benchmark.difference(first, benchmark.first_turn(implementation="xla")))
@@ -156,7 +177,7 @@ def measure(benchmark: KernelBenchmark) -> dict[str, Any]:
 
 
 def _pair(row: dict[str, Any], column: str, how: str) -> str:
-    """Ours, and the peer's in brackets."""
+    """Formats our value, and the peer's in parentheses."""
     ours, theirs = row[column], row.get(f"peer_{column}")
     return f"{ours:{how}}" + ("" if theirs is None else f" ({theirs:{how}})")
 

@@ -1,11 +1,12 @@
-"""Workloads of the prefill ops: whole prompts, from a state in the pool to the state that replaces it.
+"""Benchmarks of the prefill ops: whole prompts, each from a state in the pool to the state that replaces it.
 
-The token inputs are the same buffers at every turn, for a peer too, as warm in the L2 as what the layer before has just
-written; what rotates is the blocks. `bytes` counts every input, every output and a state in and out per row, once. No
-checkpoints are kept.
+The inputs of the tokens are the same arrays in every turn, for peers as well. They are in the L2 cache, as the outputs
+of the layer before would be. The blocks change from turn to turn. `bytes` counts every input, every output, and each
+row's old and new state, once. No checkpoints are kept.
 
-Differences from "xla", which computes in float32, are in units of the largest value, and may be those of products of
-bfloat16 numbers, as on tensor cores; the relative error against float64, over all values of a part, may be no larger.
+The difference from "xla", which computes in float32, is in units of the largest value. It may be as large as that of
+products of bfloat16 numbers, which tensor cores multiply. The error relative to float64, over all values of the
+reference's part, may be no larger.
 """
 
 import functools
@@ -29,22 +30,28 @@ from pallas_kernels.selective_scan.config import default_config as scan_config
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.ssd.config import default_config as ssd_config
 
-# Of the longest row: outputs are causal, and float64 is slow.
+# The reference computes only the first tokens of the longest row, and some channels. Outputs are causal, float64 is
+# slow.
 REFERENCE_TOKENS, REFERENCE_CHANNELS = 512, 64
 
 
 def _normal() -> Callable[..., jax.Array]:
-    """Draws on the device, other numbers at each call."""
+    """Returns a function that draws normal numbers on the device, different ones at each call."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
-    return lambda *shape, dtype="float32": jax.random.normal(next(keys), shape).astype(dtype)
+
+    def draw(*shape, dtype="float32"):
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    return draw
 
 
 def _live(lengths: tuple[int, ...]) -> list[int]:
+    """Returns the rows that have tokens."""
     return [row for row, length in enumerate(lengths) if length]
 
 
 def _longest(lengths: tuple[int, ...]) -> tuple[int, slice]:
-    """The longest row and its first tokens."""
+    """Returns the longest row and the slice of its first tokens."""
     row = int(np.argmax(lengths))
     return row, slice(sum(lengths[:row]), sum(lengths[:row]) + min(lengths[row], REFERENCE_TOKENS))
 
@@ -54,13 +61,13 @@ def _float64(*arrays: jax.Array) -> list[np.ndarray]:
 
 
 def _given(lengths: tuple[int, ...], blocks: jax.Array) -> dict[str, jax.Array]:
-    """To a peer: where its rows start and their blocks. Rows without tokens are left out, as not every peer allows them."""
+    """Returns the row starts and blocks for peers. Rows without tokens are left out, as not every peer allows them."""
     live = _live(lengths)
     return dict(query_start_loc=locations(tuple(lengths[row] for row in live)), write=blocks[:, np.array(live)])
 
 
 def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
-    """Per row a window of width - 1 in and out, per token an input and an output; and the taps."""
+    """Counts each row's old and new window of width - 1, each token's input and output, and the taps."""
     rows, tokens = len(case.lengths), sum(case.lengths)
     channel_rows = 2 * len(_live(case.lengths)) * (case.width - 1) + 2 * tokens + case.width
     moved = channel_rows * case.channels * itemsize(case.dtype)
@@ -105,9 +112,9 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
 
 
 def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
-    """Per row a state in and out, per token q, k, v, an output, and g and beta in float32.
+    """Counts each row's old and new state, and each token's q, k, v and output, and its g and beta in float32.
 
-    q and k come unnormalised, so that normalising them is part of every side's work.
+    q and k are not normalised, so that normalising them is part of the work of our kernels and of the peers'.
     """
     rows, tokens = len(case.lengths), sum(case.lengths)
     state = case.value_heads, case.value_dim, case.key_dim
@@ -130,7 +137,7 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
             q=normal(tokens, case.key_heads, case.key_dim, dtype=case.dtype),
             k=normal(tokens, case.key_heads, case.key_dim, dtype=case.dtype),
             v=normal(tokens, *state[:2], dtype=case.dtype),
-            g=jax.nn.log_sigmoid(3 + normal(tokens, *gates[: 1 + case.kda])),  # a memory of some 15 tokens
+            g=jax.nn.log_sigmoid(3 + normal(tokens, *gates[: 1 + case.kda])),  # a memory of about 15 tokens
             beta=(1 + case.allow_neg_eigval) * jax.nn.sigmoid(normal(tokens, case.value_heads)),
             query_start_loc=loc,
             chunks=chunk_rows(loc, jnp.zeros(rows, jnp.int32), tokens),
@@ -168,7 +175,10 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
 def state_space_benchmark(
     case: Any, *, op: Callable[..., Any], config: Callable[[Any], Any], chunked: bool
 ) -> KernelBenchmark:
-    """Per row a state in and out, per token its inputs and an output; and A. Mamba-1 has one head, all else per channel."""
+    """Counts each row's old and new state, each token's inputs and output, and A.
+
+    Mamba-1 has one head, and dt, D and dt_bias per channel. `chunked` ops take chunks.
+    """
     rows, tokens = len(case.lengths), sum(case.lengths)
     channel = case.heads, case.head_dim
     state_bytes = math.prod(channel) * case.state_dim * itemsize(case.state_dtype)
@@ -243,7 +253,7 @@ def _scan_config(case: selective_scan_cases.Case) -> Any:
     return scan_config(case.state_dim, itemsize(case.state_dtype))
 
 
-# Per op: its cases, and what makes a benchmark of one.
+# For each op its cases, and the function that makes a benchmark of a case.
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], KernelBenchmark]]] = {
     "causal_conv1d_prefill": (causal_conv1d_cases.PREFILL_CASES, conv_benchmark),
     "gated_delta_rule_prefill": (gated_delta_rule_cases.PREFILL_CASES, delta_rule_benchmark),

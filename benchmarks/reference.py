@@ -1,10 +1,10 @@
-"""The prefill ops in NumPy float64, token by token from their equations, for one row; what errors are measured against."""
+"""The prefill ops for one row in NumPy float64, token by token from their equations, to measure errors."""
 
 import numpy as np
 
 
 def causal_conv1d(x: np.ndarray, history: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Outputs of x [tokens, channels] after history [width - 1, channels], with no bias and SiLU."""
+    """Returns the outputs of x [tokens, channels] after history [width - 1, channels], without bias and with SiLU."""
     inputs = np.concatenate([history, x])
     y = sum(tap * inputs[j : j + len(x)] for j, tap in enumerate(weight))
     return y / (1 + np.exp(-y))
@@ -13,9 +13,10 @@ def causal_conv1d(x: np.ndarray, history: np.ndarray, weight: np.ndarray) -> np.
 def gated_delta_rule(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, state: np.ndarray
 ) -> np.ndarray:
-    """Outputs from a state [value_heads, value_dim, key_dim], with q and k normalised and q scaled by key_dim ** -0.5.
+    """Returns the outputs, of the shape of v, from a state [value_heads, value_dim, key_dim].
 
-    g is [tokens, value_heads] or [tokens, value_heads, key_dim].
+    It normalises q and k and scales q by key_dim ** -0.5. q and k are [tokens, key_heads, key_dim], v [tokens,
+    value_heads, value_dim], g [tokens, value_heads] or [tokens, value_heads, key_dim], beta [tokens, value_heads].
     """
     heads, _, key_dim = state.shape
     q, k = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
@@ -41,13 +42,17 @@ def state_space(
     dt_bias: np.ndarray,
     z: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Outputs from a state [heads, head_dim, state_dim], with a softplus of dt.
+    """Returns the outputs, of the shape of x, from a state [heads, head_dim, state_dim]. It applies a softplus to dt.
 
-    Per head, or per channel: dt [tokens, heads(, head_dim)], D and dt_bias [heads(, head_dim)], A [heads(, head_dim,
-    state_dim)]. B and C are [tokens, groups, state_dim].
+    x and z are [tokens, heads, head_dim], B and C [tokens, groups, state_dim]. Per head or per channel: dt is [tokens,
+    heads] or [tokens, heads, head_dim], D and dt_bias are [heads] or [heads, head_dim], and A is [heads] or [heads,
+    head_dim, state_dim].
     """
     heads = state.shape[0]
-    per_channel = lambda v, ndim: v[..., None] if v.ndim < ndim else v
+
+    def per_channel(v, ndim):
+        return v[..., None] if v.ndim < ndim else v
+
     dt = per_channel(np.logaddexp(0, dt + dt_bias), 3)
     D, A = per_channel(D, 2), A if A.ndim == 3 else A[:, None, None]
     B, C = (np.repeat(v, heads // v.shape[1], axis=1)[:, :, None, :] for v in (B, C))

@@ -1,6 +1,6 @@
 """Times launch configurations of an op over its cases: `python -m benchmarks.tune --op NAME`.
 
-Winners go into the op's `config.py` by hand, with where they were measured.
+The fastest ones are written into the op's `config.py` by hand, with the machine that measured them.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from pallas_kernels.state_copy.config import Config as CopyConfig
 
 
 def sweep(config: type, **values: tuple[Any, ...]) -> list[Any]:
-    """Every combination of values of a configuration's fields, of which each must be given."""
+    """Returns every combination of the values. Values must be given for each field of the configuration."""
     names = [field.name for field in dataclasses.fields(config)]
     return [config(*chosen) for chosen in itertools.product(*(values[name] for name in names))]
 
 
-# Rows of a tile, tiles of a program, elements of a segment.
+# (rows per tile, tiles per program, elements per segment)
 _TILES = list(itertools.product((2, 4, 8), (1, 2, 4), (64, 128)))
 _MAMBA1_TILES = list(itertools.product((8, 16, 32), (1, 2, 4), (8, 16)))
-# Per op, what is tried where no --config is given.
+# For each op, the configurations that are tried if no --config is given.
 CONFIGS: dict[str, list[Any]] = {
     "state_copy": sweep(CopyConfig, tile=(8192, 16384), programs=(528, 1056, 2112), num_warps=(4, 8)),
     "causal_conv1d_update": [
@@ -74,7 +74,7 @@ CONFIGS: dict[str, list[Any]] = {
         )
     ],
     "selective_state_update": [StateSpaceConfig(rows * n, rows, s, 1) for rows, n, s in _TILES + _MAMBA1_TILES],
-    # Channels whose states one, two and four threads hold.
+    # One, two or four threads share the state of a channel.
     "selective_scan": [
         ScanConfig(*c)
         for c in itertools.chain(
@@ -86,7 +86,7 @@ CONFIGS: dict[str, list[Any]] = {
 
 
 def time_each(benchmark: Any, configs: list[Any]) -> list[tuple[float, Any]]:
-    """(microseconds, configuration), fastest first, of those that compile."""
+    """Returns (microseconds, configuration) of the configurations that compile, the fastest first."""
     timed = []
     for config in configs:
         try:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernel_benchmark import (
     KernelBenchmark,
-    draw_normal,
     itemsize,
     locations,
+    normal_draws,
     random_pool,
     rotate,
     tolerance,
@@ -33,7 +33,7 @@ from pallas_kernels.state_copy.config import default_config as copy_config
 
 
 def copy_benchmark(case: state_copy_cases.Case) -> KernelBenchmark:
-    """All layers of the crossing rows, read and written once."""
+    """Counts the states of the rows that copy, in all layers, read and written once."""
     state_bytes = [math.prod(state) * itemsize(dtype) for state, dtype in case.states]
     per_row = case.layers * sum(state_bytes)
     blocks, num_blocks = rotate(case.rows, 2, 2 * case.rows * per_row)
@@ -60,14 +60,14 @@ def copy_benchmark(case: state_copy_cases.Case) -> KernelBenchmark:
 
 
 def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
-    """Per row its old window (width - 1) and new one (width - 2 + tokens); per token an input and an output."""
+    """Counts each row's old window (width - 1) and new one (width - 2 + tokens), and each token's input and output."""
     rows, tokens = len(case.lengths), sum(case.lengths)
     live = sum(length > 0 for length in case.lengths)
     window = case.width - 1 + case.num_speculative_tokens
     channel_rows = live * (2 * case.width - 3) + 3 * tokens
     moved = (channel_rows + case.width) * case.channels * itemsize(case.dtype)
     blocks, num_blocks = rotate(rows, 1, 2 * rows * window * case.channels * itemsize(case.dtype))
-    draw = draw_normal(case.dtype)
+    draw = normal_draws(case.dtype)
     x, weight = draw(tokens, case.channels), draw(case.width, case.channels)
     loc, window_row = locations(case.lengths), jnp.zeros(rows, jnp.int32)
 
@@ -89,14 +89,14 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
 
 
 def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
-    """Per row its state, per token a state and the token's inputs and outputs."""
+    """Counts each row's old state, and each token's new state, inputs and outputs."""
     rows, tokens, window = len(case.lengths), sum(case.lengths), max(case.lengths)
     live = sum(length > 0 for length in case.lengths)
     state = case.value_heads, case.value_dim, case.key_dim
     state_bytes = math.prod(state) * itemsize(case.state_dtype)
     blocks, num_blocks = rotate(rows, window, (live + tokens) * state_bytes)
     keys, values = case.key_heads * case.key_dim, case.value_heads * case.value_dim
-    draw, loc = draw_normal(), locations(case.lengths)
+    draw, loc = normal_draws(), locations(case.lengths)
     qkv = draw(tokens, 2 * keys + values, dtype=case.dtype)
     gates = case.value_heads, case.key_dim
     if case.packed:
@@ -106,8 +106,8 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
         gate_bytes = 2 * case.value_heads * itemsize(case.dtype)
     else:
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
-        heads = lambda x, dim: x.reshape(tokens, -1, dim)
-        inputs = dict(q=heads(q, case.key_dim), k=heads(k, case.key_dim), v=heads(v, case.value_dim))
+        q, k = (x.reshape(tokens, -1, case.key_dim) for x in (q, k))
+        inputs = dict(q=q, k=k, v=v.reshape(tokens, -1, case.value_dim))
         inputs |= dict(
             g=-jnp.abs(draw(tokens, *gates[: 1 + case.kda])), beta=jnp.abs(draw(tokens, case.value_heads)) % 1
         )
@@ -136,15 +136,21 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
 
 
 def state_space_benchmark(case: selective_state_update_cases.Case) -> KernelBenchmark:
-    """Per row its state, per token a state and the token's inputs and outputs; read and written blocks are others."""
+    """Counts each row's old state, and each token's new state, inputs and outputs.
+
+    The blocks that are read and the blocks that are written are different ones.
+    """
     rows, tokens, window = len(case.lengths), sum(case.lengths), max(case.lengths)
     live = sum(length > 0 for length in case.lengths)
     channel = case.heads, case.head_dim
     state_bytes = math.prod(channel) * case.state_dim * itemsize(case.state_dtype)
     blocks, num_blocks = rotate(rows, 1 + window, (live + tokens) * state_bytes)
-    draw, loc = draw_normal(), locations(case.lengths)
+    draw, loc = normal_draws(), locations(case.lengths)
     per = channel if case.is_mamba1 else (case.heads,)
-    token = lambda *shape: draw(tokens, *shape, dtype=case.dtype)
+
+    def token(*shape):
+        return draw(tokens, *shape, dtype=case.dtype)
+
     inputs: dict[str, Any] = dict(x=token(*channel), dt=token(*per))
     inputs |= dict(A=-jnp.exp(draw(*channel, case.state_dim) if case.is_mamba1 else draw(*per)))
     inputs |= dict(B=token(case.groups, case.state_dim), C=token(case.groups, case.state_dim))
@@ -172,7 +178,7 @@ def state_space_benchmark(case: selective_state_update_cases.Case) -> KernelBenc
     )
 
 
-# Per op: its cases, and what makes a benchmark of one.
+# For each op its cases, and the function that makes a benchmark of a case.
 OPS: dict[str, tuple[tuple[Any, ...], Callable[[Any], KernelBenchmark]]] = {
     "state_copy": (state_copy_cases.CASES, copy_benchmark),
     "causal_conv1d_update": (causal_conv1d_cases.UPDATE_CASES, conv_benchmark),

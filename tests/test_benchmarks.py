@@ -150,7 +150,7 @@ def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
     cuda = SimpleNamespace(synchronize=nothing, graph=nothing, CUDAGraph=lambda: SimpleNamespace(replay=nothing))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(kernel_benchmark, "ROTATION_BYTES", 1 << 16)
-    monkeypatch.setattr(kernels, "SPAN_US", 40)
+    monkeypatch.setattr(kernels, "MIN_SPAN_US", 40)
     case = small("causal_conv1d_prefill", causal_conv1d_cases.PREFILL_CASES[-1], lengths=(3, 0, 40), dtype="float32")
     benchmark = prefill.conv_benchmark(case)
     step = lambda *arguments, implementation, **inputs: benchmark.step(*arguments, implementation="xla", **inputs)

@@ -1,6 +1,7 @@
-"""flash-linear-attention's Triton kernels (fla-core; measured: 0.6.0). `fla` must be importable, as `vllm` in vllm.py.
+"""flash-linear-attention's Triton kernels (fla-core, measured with 0.6.0).
 
-Its states are [key_dim, value_dim] by default. It doesn't store new states but returns them.
+`fla` must be importable, by an installation or by its wheel unpacked on the path. By default its states are [key_dim,
+value_dim]. It returns new states and does not store them.
 """
 
 from collections.abc import Callable
@@ -39,5 +40,5 @@ def kda_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return _prefill(chunk_kda, benchmark, pools)
 
 
-# By the first word of a case's name.
+# The adapters, by the first word of a case's name.
 ADAPTERS = {"gdn_prefill": gdn_prefill, "kda_prefill": kda_prefill}

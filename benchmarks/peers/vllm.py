@@ -1,4 +1,7 @@
-"""vLLM's Triton kernels (measured: 0.33.0). `vllm` must be importable: installed, or its wheel unpacked on the path."""
+"""vLLM's Triton kernels (measured with 0.33.0).
+
+`vllm` must be importable, by an installation or by its wheel unpacked on the path.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,7 @@ from pallas_kernels import chunk_rows
 
 
 def state_copy(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    """One launch over all layers and both kinds of state, block ids from a table of two columns per row."""
+    """Copies all layers and both kinds of state in one launch. Block ids come from a table of two columns per row."""
     case, given = benchmark.case, views(benchmark)
     layers = [
         (pool[layer], len(state)) for pool, (state, _) in zip(map(view, pools), case.states, strict=True)
@@ -159,7 +162,7 @@ def state_space_update(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def conv_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    """In place, with the metadata that vLLM's server builds on the host once per step: programs of eight tokens."""
+    """Runs in place, with programs of eight tokens and the metadata that vLLM's server builds for each step."""
     given = views(benchmark)
     windows, weight = view(pools[0])[0].transpose(1, 2), given["weight"].T.contiguous()
     x, loc = given["x"].T, given["query_start_loc"]
@@ -198,7 +201,10 @@ def gdn_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def kda_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    """The outputs go where the values were, so these are restored: a memcpy, no kernel, but in the span (about 2 %)."""
+    """The outputs overwrite the values, so each turn restores them first.
+
+    The restoring copy is not a kernel, so it does not count in the time. It does count in the span, about 2 %.
+    """
     given, initial = views(benchmark), gathered(benchmark, pools[0])
     q, k, v, g, beta = (given[name][None] for name in ("q", "k", "v", "g", "beta"))
     values = v.clone()
@@ -216,7 +222,7 @@ def kda_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
 
 
 def ssd_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
-    """New states go to the pool; chunks of 128, cut on the host."""
+    """Chunks of 128 tokens are cut on the host. New states are stored in the pool."""
     given, initial = views(benchmark), gathered(benchmark, pools[0])
     pool, out, loc = view(pools[0])[0], torch.empty_like(given["x"]), given["query_start_loc"]
     chunks = chunk_rows(loc.cpu().numpy(), np.zeros(len(loc) - 1, np.int32), len(out), 128)
@@ -237,7 +243,8 @@ def ssd_prefill(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     return launch
 
 
-# By the first word of a case's name. vLLM's selective scan is compiled C++, which an unpacked wheel can do without.
+# The adapters, by the first word of a case's name. There is none for vLLM's selective scan, which is compiled C++ and
+# not part of what an unpacked wheel needs.
 ADAPTERS = {
     "state_copy": state_copy,
     "conv_update": conv_update,

@@ -110,7 +110,7 @@ CASES = [
 
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "kda", "implementation"), CASES)
 def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implementation):
-    """Rows start at and between ends of chunks; one is empty, and some are fresh, keep checkpoints or write in place."""
+    """Rows start at and between ends of chunks; one is empty, others are fresh, keep checkpoints or write in place."""
     dims, lengths = DIMS[dims], [1, 63, 0, 64, 65, 130, 5]
     computed, read, write = [0, 1, 64, 64, 37, 128, 63], [0, 3, 4, 4, 5, 0, 4], [6, 3, 7, 8, 9, 10, 0]
     inputs, pool = make_prefill(rng, lengths, dims, dtype, state_dtype, kda=kda)
