@@ -20,7 +20,11 @@ COPIED = ("mamba_align_jax", "pallas_kernels", "tests", "pyproject.toml")
 # Not those that compile kernels, or ask what a compiled step looks like.
 FAST = (
     "tests/align/test_worked_examples.py",
+    "tests/align/test_columns.py",
+    "tests/align/test_interior.py",
+    "tests/vllm_compat/test_mode_all.py",
     "tests/vllm_compat/test_mamba_utils.py",
+    "tests/vllm_compat/test_staging.py",
     "tests/align/test_step.py",
     "tests/align/test_machine.py::test_every_step_reads_its_own_past",
 )

@@ -1,34 +1,15 @@
-"""The host path beside the device's: what it plans for a step is what the device found under "pre_copy"."""
-
-from typing import Any, NamedTuple
+"""Runs the host path beside the device path, and checks that both find the same under policy "pre_copy"."""
 
 import jax
 import numpy as np
+from vllm_compat.rows import Batch, Scheduled
 
 from mamba_align_jax.vllm_compat.mamba_utils import gather_state_indices, postprocess_mamba, preprocess_mamba
 from mamba_align_jax.vllm_compat.staging import AcceptedTokens, stage_postprocess_inputs_to_gpu
 
 
-class Scheduled(NamedTuple):
-    """A `SchedulerOutput`."""
-
-    finished_req_ids: Any = ()
-    preempted_req_ids: Any = None
-    resumed_req_ids: Any = ()
-
-
-class Batch(NamedTuple):
-    """An `InputBatch`."""
-
-    req_ids: Any
-    num_computed_tokens: Any
-    num_scheduled_tokens: Any
-    num_draft_tokens: Any
-    block_rows: Any
-
-
 def moves(plan, rows):
-    """What a plan moves in `rows`: the copies of a state onto itself are left out."""
+    """Returns what a plan copies in `rows`, without the copies of a state onto itself."""
     recurrent, conv, first, to = plan.recurrent_source, plan.conv_source, plan.window_row, plan.destination
     still = (recurrent == to) & (conv == to) & (first == 0) | (to == 0)
     return [np.where(still, 0, x)[:, rows] for x in (recurrent, conv, np.broadcast_to(first, to.shape), to)]
@@ -39,7 +20,7 @@ def same(ours, theirs):
 
 
 class HostPath:
-    """Running columns and accepted counts by request, in plain Python."""
+    """The state of the host path: running columns and accepted counts by request."""
 
     def __init__(self, spec, tables, bucket):
         self.spec, self.tables, self.bucket = spec, tables, bucket
@@ -47,7 +28,10 @@ class HostPath:
         self.finished, self.preempted = [], []
 
     def before(self, names, rows, places, resumed, num_sampled):
-        """The step of `rows`, which have `places` in the device's batch: staged inputs, samples and slots of the rows."""
+        """Prepares the step of `rows`, which stand at `places` in the device's batch.
+
+        Returns the staged inputs, and the sampled counts and slots of the rows.
+        """
         self.names, self.rows, self.places = names, rows, places
         self.batch = Batch(
             names,
@@ -67,7 +51,7 @@ class HostPath:
         return staged, pad(self.sampled, 7), pad([row.slot for row in rows], -1)
 
     def check(self, indices, plan, fused, state, slots):
-        """What the device found in the same step; `slots` are those of all running requests, by name."""
+        """Compares with what the device found in the same step. `slots` are the slots of all running requests."""
         n, window = len(self.rows), self.spec.window
         ours, theirs = range(n), self.places
         assert same(moves(self.migration, ours), moves(indices.migration, theirs))
@@ -81,7 +65,7 @@ class HostPath:
         assert same(moves(saves, ours), moves(plan, theirs))
         assert same(moves(saves, ours), moves(jax.tree.map(np.asarray, fused_plan), ours))
         assert np.asarray(fused_accepted).tolist() == accepted.tolist() + [0] * (self.bucket - n)
-        # Counts that come from the device, and counts that the host has made, in turn.
+        # The counts come from the device and from the host in turn.
         self.steps += 1
         self.counts.expect(self.names, fused_accepted if self.steps % 2 else accepted)
         names, slots = list(slots), list(slots.values())

@@ -46,7 +46,7 @@ def kind_of(tokens, computed, drafts, is_prefilling):
 
 
 def is_prefill_in_vllm(tokens, computed, drafts, is_prefilling, K):
-    """vLLM's rule: `_compute_common_metadata` clears some flags, then `split_decodes_and_prefills` looks at the lengths."""
+    """vLLM's rule: `_compute_common_metadata` clears some flags, `split_decodes_and_prefills` looks at lengths."""
     has_prior_state = computed > 0
     looks_like_decode = tokens == 1 or (drafts >= 0 and tokens == drafts + 1)
     if has_prior_state and looks_like_decode:

@@ -1,4 +1,4 @@
-"""Packed tokens apart by kind, and their positions, against loops over rows and tokens."""
+"""Packed tokens are separated by kind, and have positions, as in loops over rows and tokens."""
 
 import functools
 
@@ -12,7 +12,7 @@ from mamba_align_jax.metadata.positions import packed_tokens, token_positions
 from mamba_align_jax.vllm_compat.token_split import split_tokens
 
 ROWS, TOKENS = 6, 32
-# tokens, computed, verifies: one program for all, the rest of the bucket being padding
+# (tokens, computed, is_verify). One program runs all batches; the rest of the bucket is padding.
 BATCHES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20), st.booleans()), min_size=ROWS, max_size=ROWS)
 
 
@@ -20,7 +20,7 @@ def pack(batch):
     lengths, computed, verify = zip(*batch, strict=True)
     loc = np.cumsum([0, *lengths], dtype=np.int32)
     drafts = np.array([n - 1 if v else -1 for n, v in zip(lengths, verify, strict=True)], np.int32)
-    # A verify row without tokens still is one.
+    # A verify row without tokens is still a verify row.
     return loc, np.asarray(computed, np.int32), np.where(verify, np.maximum(drafts, 0), drafts), verify
 
 
