@@ -194,7 +194,10 @@ def scan_chunks(
         state, kept = carry
         token = jnp.minimum(chunk.start + lane, num_tokens - 1)
         live = lane < chunk.length
-        take = lambda x: jnp.where(per_row(live, x[token]), x[token], 0)
+
+        def take(x):
+            return jnp.where(per_row(live, x[token]), x[token], 0)
+
         state, out = advance(jnp.where(chunk.offset == 0, initial[chunk.row], state), take, live)
         here = (offset[chunk.row] == chunk.offset + chunk.length) & (chunk.length > 0)
         kept = kept.at[chunk.row].set(jnp.where(per_row(here, kept[chunk.row]), state, kept[chunk.row]))

@@ -36,7 +36,8 @@ def dispatch(
 
     Args:
         op: The op's name, for messages.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         operands: The arguments of both implementations: arrays, or None for optional ones that are left out.
         xla: The XLA implementation. It accepts all arguments.
         triton: The Triton implementation.

@@ -3,6 +3,7 @@
 `vllm` must be importable, by an installation or by its wheel unpacked on the path.
 """
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +32,8 @@ def state_copy(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
         (pool[layer], len(state)) for pool, (state, _) in zip(map(view, pools), case.states, strict=True)
         for layer in range(case.layers)
     ]  # fmt: skip
-    number = lambda values, dtype: torch.tensor(values, dtype=dtype, device="cuda")
-    i64 = lambda values: number(values, torch.int64)
-    i32 = lambda values: number(values, torch.int32)
+    i64 = functools.partial(torch.tensor, dtype=torch.int64, device="cuda")
+    i32 = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
     tables = [
         torch.stack([read, write], dim=1).contiguous()
         for read, write in zip(given["read"], given["write"], strict=True)
@@ -107,7 +107,10 @@ def gdn_verify(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     given, case = views(benchmark), benchmark.case
     pool, blocks = view(pools[0])[0], given["write"]
     keys = case.key_heads * case.key_dim
-    heads = lambda x, dim: x.reshape(1, x.shape[0], -1, dim).contiguous()
+
+    def heads(x, dim):
+        return x.reshape(1, x.shape[0], -1, dim).contiguous()
+
     q, k, v = given["qkv"].split([keys, keys, case.value_heads * case.value_dim], dim=1)
     q, k, v = heads(q, case.key_dim), heads(k, case.key_dim), heads(v, case.value_dim)
     accepted = torch.ones(len(case.lengths), dtype=torch.int32, device="cuda")
@@ -145,7 +148,10 @@ def state_space_update(benchmark: Any, pools: tuple[jax.Array, ...]) -> Launch:
     given, case = views(benchmark), benchmark.case
     pool, out = view(pools[0])[0], torch.empty_like(given["x"])
     channel = case.heads, case.head_dim
-    per_channel = lambda v: v if v.shape[-2:] == channel else v[..., None].expand(*v.shape, case.head_dim)
+
+    def per_channel(v):
+        return v if v.shape[-2:] == channel else v[..., None].expand(*v.shape, case.head_dim)
+
     A = given["A"] if case.is_mamba1 else given["A"][:, None, None].expand(*channel, case.state_dim)
     dt, D, dt_bias = (per_channel(given[name]) for name in ("dt", "D", "dt_bias"))
     read, write = given["read"], given["write"][..., 0].contiguous()

@@ -76,7 +76,8 @@ def causal_conv1d_update(
             read block.
         activation: The activation function, "silu" or None.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -139,7 +140,8 @@ def causal_conv1d_prefill(
             It may be the row's own read block.
         activation: The activation function, "silu" or None.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 

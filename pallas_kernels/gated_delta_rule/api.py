@@ -1,21 +1,4 @@
-"""The public functions of gated_delta_rule: their contracts, checks and dispatch.
-
-For one value head h with key head h // (value_heads // key_heads), its state S [value_dim, key_dim] and one token:
-
-    g = -exp(A_log) * softplus(a + dt_bias)
-    g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if `lower_bound` is given
-    beta = sigmoid(b)
-    beta = 2 * sigmoid(b)                                    if negative eigenvalues are allowed
-    q = q / sqrt(sum(q^2) + 1e-6) * scale
-    k = k / sqrt(sum(k^2) + 1e-6)
-    S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q
-
-In a gated delta net g is one number per head. In Kimi delta attention it is one number per key channel and scales the
-columns of S.
-
-Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), with its UT transform for the chunked form; Kimi Team,
-"Kimi Linear" (2025) for the decay per channel; Grazzi et al., "Unlocking State-Tracking" (2024) for beta up to 2.
-"""
+"""The public functions of gated_delta_rule: their contracts, checks and dispatch."""
 
 import functools
 
@@ -28,7 +11,7 @@ from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
-from pallas_kernels.gated_delta_rule.prefill import launch as pallas_triton_prefill
+from pallas_kernels.gated_delta_rule.prefill import launch
 
 
 @checked
@@ -46,8 +29,8 @@ def gated_delta_rule_gates(
 ]:
     """Computes the log decay g (at most 0) and the correction strength beta from raw projections, in float32.
 
-    `gated_delta_rule_update` computes them inside its kernel; the other functions take them as arrays. The equations
-    are at the top of this file.
+    `gated_delta_rule_update` computes them inside its kernel and has the equations. The other functions take them as
+    arrays.
 
     Args:
         a: Raw decay projection, per head, or per key channel for Kimi delta attention.
@@ -99,11 +82,27 @@ def gated_delta_rule_update(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
     """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
 
-    It takes the convolution's outputs and the raw gates as the projections give them. The equations are at the top of
-    this file. The state after token t of row r is written to write_blocks[r, t].
+    It takes the convolution's outputs and the raw gates as the projections give them. The state after token t of row r
+    is written to write_blocks[r, t].
+
+    For one value head h with key head h // (value_heads // key_heads), its state S [value_dim, key_dim] and one token::
+
+        g = -exp(A_log) * softplus(a + dt_bias)
+        g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if lower_bound is given
+        beta = sigmoid(b)
+        beta = 2 * sigmoid(b)                                    if allow_neg_eigval
+        q = q / sqrt(sum(q^2) + 1e-6) * scale
+        k = k / sqrt(sum(k^2) + 1e-6)
+        S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q
+
+    In a gated delta net g is one number per head. In Kimi delta attention it is one number per key channel and scales
+    the columns of S.
 
     Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's
     results do not depend on other rows, to the bit.
+
+    Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); Kimi Team, "Kimi Linear" (2025) for the decay per
+    key channel; Grazzi et al., "Unlocking State-Tracking" (2024) for beta up to 2.
 
     Args:
         qkv: Outputs of the convolution, [queries | keys | values] of all rows, packed, the heads in order.
@@ -124,7 +123,8 @@ def gated_delta_rule_update(
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -190,7 +190,8 @@ def gated_delta_rule_recurrent(
             row has at most `window` tokens. A block may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -240,9 +241,9 @@ def gated_delta_rule_prefill(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
     """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
 
-    The equations are at the top of this file. Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute
-    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split
-    at the end of a chunk, or resumed from a block. "xla" can be differentiated.
+    The equations are those of `gated_delta_rule_update`. Chunks end at multiples of `chunks.chunk_size` in the
+    sequence's absolute position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in
+    one call, were split at the end of a chunk, or resumed from a block. "xla" can be differentiated.
 
     Numerics: sums are float32. Decays are exponentials of numbers that are not positive, or that are bounded, and each
     sum of log decays is as exact as if it were computed alone. The triangular system is solved by forward substitution.
@@ -250,7 +251,9 @@ def gated_delta_rule_prefill(
     of bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other
     inputs as float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys,
     rounds them to bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single
-    token's decay can be there is described in docs/design.md, section 6.
+    token's decay can be there is described in docs/kernels.md.
+
+    Source: the UT transform of Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 
     Args:
         q: Queries of all rows, packed.
@@ -273,7 +276,8 @@ def gated_delta_rule_prefill(
             It may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernels. None selects the default.
         interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
 
@@ -293,7 +297,7 @@ def gated_delta_rule_prefill(
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    unsupported = pallas_triton_prefill.unsupported(chunks.chunk_size)
+    unsupported = launch.unsupported(chunks.chunk_size)
     return _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, unsupported)
 
 
@@ -334,8 +338,6 @@ def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, 
         implementation,
         operands,
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),
-        triton=functools.partial(
-            pallas_triton_prefill.gated_delta_rule_prefill, **options, config=config, interpret=interpret
-        ),
+        triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
         unsupported=unsupported,
     )

@@ -1,9 +1,4 @@
-"""The public function of selective_scan: its contract, checks and dispatch.
-
-The equations are those of selective_state_update, with A per channel and state, and dt, D and dt_bias per channel.
-
-Source: Gu, Dao, "Mamba" (2023).
-"""
+"""The public function of selective_scan: its contract, checks and dispatch."""
 
 import functools
 
@@ -42,9 +37,14 @@ def selective_scan(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
     """Runs Mamba-1's recurrence over rows of any length, in one launch, and keeps each row's final state.
 
+    The equations are those of `selective_state_update`, with A per channel and state, and D, dt and dt_bias per
+    channel.
+
     Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. With a
     float32 pool, states and outputs are the same bits, however a row's tokens were split over calls. A row's results do
     not depend on other rows. "xla" can be differentiated.
+
+    Source: Gu, Dao, "Mamba" (2023).
 
     Args:
         x: Inputs of all rows, packed.
@@ -67,7 +67,8 @@ def selective_scan(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 

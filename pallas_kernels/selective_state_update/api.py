@@ -1,15 +1,4 @@
-"""The public function of selective_state_update: its contract, checks and dispatch.
-
-For one head with its group of B and C, its state S [head_dim, state_dim] and one token:
-
-    dt = softplus(dt + dt_bias)
-    S = exp(A * dt) * S + (dt * x) B^T;  y = S C + D * x;  y = y * silu(z)
-
-Mamba-2 has one A, D, dt and dt_bias per head. Mamba-1 has one head, A per channel and state, and D, dt and dt_bias per
-channel.
-
-Sources: Gu, Dao, "Mamba" (2023); Dao, Gu, "Transformers are SSMs" (2024).
-"""
+"""The public function of selective_state_update: its contract, checks and dispatch."""
 
 import functools
 
@@ -46,10 +35,20 @@ def selective_state_update(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
     """Runs Mamba's recurrence over decode and verify rows, in one launch, and keeps the state after each token.
 
-    The equations are at the top of this file. The state after token t of row r is written to write_blocks[r, t].
+    The state after token t of row r is written to write_blocks[r, t]. For one head with its group of B and C, its state
+    S
+    [head_dim, state_dim] and one token::
+
+        dt = softplus(dt + dt_bias)
+        S = exp(A * dt) * S + (dt * x) B^T;  y = S C + D * x;  y = y * silu(z)
+
+    Mamba-2 has one A, D, dt and dt_bias per head. Mamba-1 has one head, A per channel and state, and D, dt and dt_bias
+    per channel.
 
     Numerics: all arithmetic is float32, and a state is rounded to the pool's dtype only when it is stored. A row's
     results do not depend on other rows, to the bit.
+
+    Sources: Gu, Dao, "Mamba" (2023); Dao, Gu, "Transformers are SSMs" (2024).
 
     Args:
         x: Inputs of all rows, packed.
@@ -69,7 +68,8 @@ def selective_state_update(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head or per channel, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 

@@ -1,18 +1,4 @@
-"""The public function of ssd: its contract, checks and dispatch.
-
-The recurrence is that of `selective_state_update` with one A, dt and dt_bias per head. For one head with its group of B
-and C, its state S [head_dim, state_dim] and one token:
-
-    dt = softplus(dt + dt_bias)
-    S = exp(A * dt) * S + (dt * x) B^T;  y = S C + D * x;  y = y * silu(z)
-
-For a whole chunk, with the state S0 before it and the log decays g_m = A * dt_m, that is:
-
-    y_i = exp(g_0 + .. + g_i) S0 C_i + sum_{j<=i} exp(g_{j+1} + .. + g_i) (C_i . B_j) dt_j x_j
-    S   = exp(g_0 + .. + g_end) S0   + sum_j      exp(g_{j+1} + .. + g_end) dt_j x_j B_j^T
-
-Source: Dao, Gu, "Transformers are SSMs" (2024).
-"""
+"""The public function of ssd: its contract, checks and dispatch."""
 
 import functools
 
@@ -53,15 +39,21 @@ def ssd(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "layers blocks heads head_dim state_dim"]]:
     """Runs Mamba-2's recurrence over rows of any length, chunk by chunk, and keeps each row's final state.
 
-    The equations are at the top of this file. Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute
-    position. With a float32 pool, states and outputs are the same bits, whether the tokens ran in one call, were split
-    at the end of a chunk, or resumed from a block. A row's results do not depend on other rows. "xla" can be
-    differentiated.
+    The equations are those of `selective_state_update` with one A, dt and dt_bias per head. For a whole chunk, with the
+    state S0 before it and the log decays g_m = A * dt_m, they are::
 
-    Numerics: states, decays and sums are float32. A decay is the exponential of a sum over only the tokens that it
-    covers, never a difference of rounded longer sums. "xla" multiplies at Precision.HIGHEST. If x, B and C are all
-    bfloat16, "triton" multiplies them exactly with states and decayed inputs of 16 bits (two bfloat16 numbers).
-    Otherwise it multiplies everything in three products of tf32.
+        y_i = exp(g_0 + .. + g_i) S0 C_i + sum_{j<=i} exp(g_{j+1} + .. + g_i) (C_i . B_j) dt_j x_j
+        S   = exp(g_0 + .. + g_end) S0   + sum_j      exp(g_{j+1} + .. + g_end) dt_j x_j B_j^T
+
+    Chunks end at multiples of `chunks.chunk_size` in the sequence's absolute position. With a float32 pool, states and
+    outputs are the same bits, whether the tokens ran in one call, were split at the end of a chunk, or resumed from a
+    block. A row's results do not depend on other rows. "xla" can be differentiated.
+
+    Numerics: states, decays and sums are float32. Each decay is as exact as if its log decays were summed alone. "xla"
+    multiplies at Precision.HIGHEST. If x, B and C are all bfloat16, "triton" multiplies them exactly with states and
+    decayed inputs of 16 bits (two bfloat16 numbers). Otherwise it multiplies everything in three products of tf32.
+
+    Source: Dao, Gu, "Transformers are SSMs" (2024).
 
     Args:
         x: Inputs of all rows, packed.
@@ -86,7 +78,8 @@ def ssd(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.
         dt_softplus: Whether a softplus is applied to `dt`. If not, `dt` must not be negative.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 

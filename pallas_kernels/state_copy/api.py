@@ -45,7 +45,8 @@ def state_copy(
             nothing. No row may read or write a block that another row writes; this is not checked.
         window_row: The first window row that each row reads, in [0, window). None copies whole blocks.
         layout: The layout of the windows that `window_row` shifts: "SD" [window, channels] or "DS" [channels, window].
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
+            the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
