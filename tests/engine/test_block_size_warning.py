@@ -1,4 +1,4 @@
-"""Blocks that are too long for the prompts are warned of, once."""
+"""The engine warns once if blocks are too long for the prompts."""
 
 import logging
 
@@ -9,7 +9,7 @@ from mamba_align_jax.engine.block_size_warning import BlockSizeWatch
 
 
 class Heard(logging.Handler):
-    """What the watch says."""
+    """Collects the warnings of the watch."""
 
     def __enter__(self):
         self.said, self.logger = [], logging.getLogger("mamba_align_jax.engine.block_size_warning")
@@ -24,7 +24,7 @@ class Heard(logging.Handler):
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 40), max_size=80))
-def test_most_prompts_without_a_block_are_said_once(block_size, prompts):
+def test_warns_once_if_most_prompts_are_too_short(block_size, prompts):
     with Heard() as said:
         watch, wanted = BlockSizeWatch(block_size, 100), []
         for count, prompt in enumerate(prompts, start=1):
@@ -35,10 +35,10 @@ def test_most_prompts_without_a_block_are_said_once(block_size, prompts):
             assert [line[: len(want)] for line, want in zip(said, wanted, strict=True)] == wanted
 
 
-def test_a_block_that_no_prompt_outgrows_is_said_at_once():
+def test_warns_at_once_if_no_prompt_can_be_longer_than_a_block():
     for length in range(9, 12):
         with Heard() as said:
-            # One token less is the longest prompt, and the last of its tokens is always computed.
+            # The longest prompt has one token less, and its last token is always computed.
             watch, fits = BlockSizeWatch(9, length), (length - 1 - 1) // 9 > 0
             for _ in range(50):
                 watch.admitted(3)

@@ -1,4 +1,7 @@
-"""Prompt lookup against a search from scratch."""
+"""Prompt lookup proposes the drafts that a search from scratch finds."""
+
+import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -6,14 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax import EngineConfig
+from mamba_align_jax.engine.drafting.choose import choose_drafter
+from mamba_align_jax.engine.drafting.mtp import MTPDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup
+from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup, HistoryDrafter
+from mamba_align_jax.engine.sizing import pages_spec
+from mamba_align_jax.kv import KVSpec
 
 PROPOSE = jax.jit(DevicePromptLookup.propose, static_argnums=(0, 3))
 
 
 def search(tokens, longest, shortest, most):
-    """The definition: the longest n-gram at the end that occurred before, its latest occurrence, and what followed."""
+    """Takes what followed the last occurrence of the longest n-gram that the tokens end with, by definition."""
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if n <= len(tokens) and tokens[end - n : end] == tokens[-n:]:
@@ -25,8 +33,8 @@ def search(tokens, longest, shortest, most):
 
 
 @given(st.data())
-def test_drafts_are_those_of_a_search_from_scratch(data):
-    """Requests in turn, each growing by any number of tokens between its calls, some forgotten and back."""
+def test_drafts_equal_those_of_a_search_from_scratch(data):
+    """Several requests grow by any number of tokens between calls. Some are forgotten and come back."""
     shortest = data.draw(st.integers(1, 3))
     longest = data.draw(st.integers(shortest, 5))
     drafter, requests = PromptLookupDrafter(longest, shortest), {}
@@ -40,13 +48,13 @@ def test_drafts_are_those_of_a_search_from_scratch(data):
         assert drafter.draft(request, tokens, most) == search(tokens, longest, shortest, most)
 
 
-def test_what_lies_between_repeats_where_the_occurrence_is_near():
+def test_drafts_repeat_if_too_few_tokens_follow_the_occurrence():
     assert PromptLookupDrafter(3, 1).draft("a", [7, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
     assert PromptLookupDrafter(3, 2).draft("a", [1, 2, 3], 5) == []
 
 
 class Counted(list):
-    """Counts the tokens that are read of it."""
+    """A list that counts the tokens that are read from it."""
 
     read = 0
 
@@ -56,7 +64,7 @@ class Counted(list):
         return item
 
 
-def test_a_step_costs_what_it_brings():
+def test_cost_of_a_call_depends_on_new_tokens_only():
     drafter, tokens = PromptLookupDrafter(4, 2), Counted(n * n % 9973 for n in range(20_000))
     drafter.draft(0, tokens, 4)
     tokens.read = 0
@@ -66,15 +74,15 @@ def test_a_step_costs_what_it_brings():
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 2), (3, 0)])
-def test_bad_sizes_are_named(longest, shortest):
+def test_wrong_sizes_raise(longest, shortest):
     with pytest.raises(ValueError, match=f"wanted 1 <= shortest <= longest, got {shortest} and {longest}"):
         PromptLookupDrafter(longest, shortest)
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_device_finds_the_same_drafts(data):
-    """Whatever stands behind a row's tokens; the number of drafts is all or none."""
+def test_device_proposes_the_same_drafts_as_the_host(data):
+    """Tokens after a row's length do not matter. A row has all drafts or none."""
     shortest = data.draw(st.integers(1, 2))
     lookup = DevicePromptLookup(shortest + data.draw(st.integers(0, 1)), shortest)
     rows = [data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)) for _ in range(3)]
@@ -83,3 +91,45 @@ def test_the_device_finds_the_same_drafts(data):
     found = [search(row, lookup.longest, lookup.shortest, 5) for row in rows]
     assert count.tolist() == [len(tokens) for tokens in found]
     assert drafts.tolist() == [tokens or [0] * 5 for tokens in found]
+
+
+class Minimal:
+    """A drafter of a user: it has `draft` and `forget` and nothing else."""
+
+    def draft(self, request, tokens, most):
+        return [tokens[-1]] * most
+
+    def forget(self, request):
+        pass
+
+
+class OnDevice(HistoryDrafter):
+    """A drafter of a user that runs on the device."""
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "wanted"),
+    [
+        (dict(num_speculative_tokens=0), None, (None, None)),
+        (dict(num_speculative_tokens=0), Minimal(), (None, None)),
+        (dict(), None, (PromptLookupDrafter, None)),
+        (dict(), Minimal(), (Minimal, None)),
+        (dict(), OnDevice(), (None, OnDevice)),
+        (dict(async_stepping=True), None, (None, DevicePromptLookup)),
+        (dict(async_stepping=True), OnDevice(), (None, OnDevice)),
+        (dict(speculation="mtp"), None, (None, MTPDrafter)),
+        (dict(speculation="mtp", async_stepping=True), None, (None, MTPDrafter)),
+    ],
+)
+def test_drafter_follows_the_configuration(config, own, wanted):
+    model = SimpleNamespace(mtp=object())
+    drafters = choose_drafter(EngineConfig(**{"num_speculative_tokens": 2, **config}), model, own)
+    assert tuple(None if drafter is None else type(drafter) for drafter in drafters) == wanted
+    assert own is None or own in drafters or wanted == (None, None)
+
+
+@pytest.mark.parametrize(("drafter", "layers"), [(DevicePromptLookup(3, 2), 4), (MTPDrafter(), 5), (None, 4)])
+def test_pages_have_the_layers_of_the_drafter(drafter, layers):
+    spec = KVSpec(4, 2, 8, 8)
+    model = SimpleNamespace(kv_spec=lambda: spec)
+    assert pages_spec(model, drafter) == dataclasses.replace(spec, num_layers=layers)

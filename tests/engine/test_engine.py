@@ -1,4 +1,4 @@
-"""The engine over a tiny random model in float32: whatever shares, waits, is preempted or cached, every token is right."""
+"""The engine generates the right tokens whatever is shared, waits, is preempted or cached."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 from engine.programs import decisions
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.program import run_step
+from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.errors import QueueFullError
 from mamba_align_jax.models import load_model
 
@@ -65,7 +65,7 @@ def assert_everything_is_returned(engine):
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
-def test_greedy_tokens_are_those_of_transformers(model, mode):
+def test_greedy_tokens_equal_those_of_transformers(model, mode):
     data = np.load(CHECKPOINT / "reference.npz")
     tokens = data["tokens"][0].tolist()
     (output,) = make(model, mode).generate(tokens[:37], SamplingParams(max_tokens=32, ignore_eos=True))
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers(model, mode):
     assert output.ttft_s < output.e2e_s
 
 
-def test_shared_prefixes_and_conversations(rng, model, reference, mode):
+def test_shared_prefixes_and_conversations_hit_the_cache(rng, model, reference, mode):
     engine = make(model, mode)
     first = engine.generate(prompts(rng, 40, [9]), GREEDY)
     talk = [*first[0].prompt_token_ids, *first[0].token_ids, 5, 6]
@@ -99,9 +99,9 @@ def test_shared_prefixes_and_conversations(rng, model, reference, mode):
 
 
 @pytest.mark.gpu
-def test_the_engine_is_right_over_compiled_kernels(rng, model, reference, mode):
-    test_greedy_tokens_are_those_of_transformers(model, mode)
-    test_shared_prefixes_and_conversations(rng, model, reference, mode)
+def test_engine_is_right_with_compiled_kernels(rng, model, reference, mode):
+    test_greedy_tokens_equal_those_of_transformers(model, mode)
+    test_shared_prefixes_and_conversations_hit_the_cache(rng, model, reference, mode)
 
 
 @pytest.mark.parametrize("async_stepping", [False, True])
@@ -113,7 +113,7 @@ def test_preempted_requests_are_right(rng, model, reference, async_stepping):
     assert_everything_is_returned(engine)
 
 
-def test_evicted_prefixes_are_computed_again(rng, model, reference):
+def test_evicted_prefixes_are_recomputed(rng, model, reference):
     engine = make(model, **SMALL)
     batch = prompts(rng, 32, [5]) + prompts(rng, 0, [60, 60]) + prompts(rng, 0, [50])
     outputs = [output for prompt in [*batch, batch[0]] for output in engine.generate(prompt, GREEDY)]
@@ -121,7 +121,7 @@ def test_evicted_prefixes_are_computed_again(rng, model, reference):
     assert_right(reference, outputs)
 
 
-def test_lost_states_are_counted_and_named(rng, model):
+def test_lost_states_are_counted_and_located(rng, model):
     batch = prompts(rng, 20, [1])
 
     def lose(engine):
@@ -138,8 +138,8 @@ def test_lost_states_are_counted_and_named(rng, model):
         lose(make(model, **SMALL)).generate(batch)
 
 
-def test_sub_block_chunks(rng, model, reference):
-    """A token budget below the block size: chunks end inside blocks."""
+def test_chunks_that_end_inside_blocks_are_right(rng, model, reference):
+    """The token budget is smaller than a block."""
     engine = make(model, block_size=64, max_num_batched_tokens=48)
     batch = prompts(rng, 70, [10])
     outputs = [*engine.generate(batch, GREEDY), *engine.generate(batch, GREEDY)]
@@ -148,7 +148,7 @@ def test_sub_block_chunks(rng, model, reference):
 
 
 @pytest.mark.parametrize("async_stepping", [False, True])
-def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference, async_stepping):
+def test_requests_may_arrive_and_be_aborted_at_any_time(rng, model, reference, async_stepping):
     engine = make(model, async_stepping=async_stepping)
     batch = prompts(rng, 20, [5, 30, 1, 12, 40, 3])
     ids, outputs = [], []
@@ -171,7 +171,7 @@ def test_requests_that_arrive_and_leave_at_any_time(rng, model, reference, async
     assert (stats.admitted_requests, stats.finished_requests, stats.aborted_requests) == (6, 5, 2)
 
 
-def test_requests_that_run_beside_generate_are_not_lost(model):
+def test_requests_that_run_during_generate_are_returned_by_step(model):
     engine = make(model)
     other = engine.add_request([4, 5], dataclasses.replace(GREEDY, max_tokens=2))
     (output,) = engine.generate([1, 2, 3], GREEDY)
@@ -191,14 +191,14 @@ def test_stop_tokens_end_a_request(model):
     assert stopped.finish_reason == "stop"
 
 
-def test_salts_keep_tenants_apart(rng, model):
+def test_prefixes_are_not_shared_across_salts(rng, model):
     engine = make(model)
     (prompt,) = prompts(rng, 40, [5])
     cached = lambda salt: engine.generate(prompt, dataclasses.replace(GREEDY, cache_salt=salt))[0].num_cached_tokens
     assert [cached("a"), cached("b"), cached("a"), cached("")] == [0, 0, 32, 0]
 
 
-def test_kept_boundaries_and_why_a_prompt_was_not_cached(rng, model, reference):
+def test_requested_boundaries_stay_cached_and_misses_have_a_reason(rng, model, reference):
     engine = make(model, checkpoint_interval=64)
     (prompt,) = prompts(rng, 90, [1])
     answer = lambda tokens, **params: engine.generate(tokens, dataclasses.replace(GREEDY, **params))[0]
@@ -218,8 +218,8 @@ def test_kept_boundaries_and_why_a_prompt_was_not_cached(rng, model, reference):
 
 
 @pytest.mark.parametrize("async_stepping", [False, True])
-def test_a_step_that_raises_fails_who_ran_and_nobody_else(rng, model, reference, monkeypatch, async_stepping):
-    """Whether the pools are gone or not; those that wait, and those that come, are served from fresh ones."""
+def test_step_that_raises_ends_only_the_requests_that_ran(rng, model, reference, monkeypatch, async_stepping):
+    """The pools may be gone. Waiting and new requests are served from fresh ones, and no count is lost."""
     engine = make(model, async_stepping=async_stepping)
     batch = prompts(rng, 40, [5, 6, 7, 8, 9, 10])
     (before,) = engine.generate(batch[0], GREEDY)
@@ -246,7 +246,7 @@ def test_a_step_that_raises_fails_who_ran_and_nobody_else(rng, model, reference,
     assert_everything_is_returned(engine)
 
 
-def test_an_interrupt_ends_what_ran_and_generate_leaves_nothing_running(rng, model, monkeypatch):
+def test_interrupt_ends_running_requests_and_generate_aborts_its_own(rng, model, monkeypatch):
     engine = make(model)
     (prompt,) = prompts(rng, 40, [5])
     other, read = engine.add_request(prompt, GREEDY), engine.runner.read
@@ -269,7 +269,7 @@ def test_an_interrupt_ends_what_ran_and_generate_leaves_nothing_running(rng, mod
     assert_everything_is_returned(engine)
 
 
-def test_sampling_is_a_function_of_the_request_alone(rng, model):
+def test_sampled_tokens_depend_on_the_request_only(rng, model):
     engine = make(model)
     params = [
         SamplingParams(max_tokens=12, temperature=1.0, top_k=k, top_p=p, seed=7)
@@ -288,7 +288,7 @@ def test_sampling_is_a_function_of_the_request_alone(rng, model):
     assert engine.generate(prompt, dataclasses.replace(params[0], seed=8))[0].token_ids != alone[0]
 
 
-def test_no_program_is_compiled_after_the_warm_up(rng, model):
+def test_no_program_is_compiled_after_warmup(rng, model):
     engine = make(model)
     count = 0
 
@@ -304,8 +304,8 @@ def test_no_program_is_compiled_after_the_warm_up(rng, model):
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
-def test_greedy_decode_steps_decide_nothing_on_the_device(model):
-    """A GPU's host would wait for the decision, and not be a step ahead."""
+def test_greedy_decode_programs_have_no_conditional(model):
+    """The host would wait for a conditional on a GPU, and could not dispatch a step ahead."""
     runner = make(model, async_stepping=True, num_speculative_tokens=2).runner
     for bucket in (bucket for bucket in runner.buckets if bucket.prefill_rows == 0):
         assert decisions(runner.trace(bucket)) == bucket.draws
@@ -329,12 +329,12 @@ def test_greedy_decode_steps_decide_nothing_on_the_device(model):
         (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),
     ],
 )
-def test_bad_configurations_are_named(model, overrides, message):
+def test_wrong_configurations_raise(model, overrides, message):
     with pytest.raises(ValueError, match=message):
         make(model, **overrides)
 
 
-def test_bad_requests_are_named_and_change_nothing(model):
+def test_wrong_requests_raise_and_change_nothing(model):
     engine = make(model, num_kv_pages=10, max_waiting=2)
     for prompt, params, message in (
         ([], GREEDY, "prompt_token_ids must not be empty"),

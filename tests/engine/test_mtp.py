@@ -1,4 +1,4 @@
-"""The engine with drafts of the model's own head: right tokens, and the drafts that a fresh run over them would give."""
+"""Drafts of the model's own head equal those of a fresh run over the same tokens, and every token is right."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def _whole(params, tokens, length, *, graph, spec):
 
 @pytest.fixture(scope="module")
 def fresh(model):
-    """What the head says behind tokens that are run in one piece."""
+    """Returns the head's drafts after tokens that run in one piece."""
     graph, params = Graph.split(model)
     spec = AlignConfig(groups=model.state_groups(), block_size=96, max_num_seqs=1, max_model_len=96, mode="none")
 
@@ -80,7 +80,7 @@ def make(request, model):
 
 
 def run(engine, requests, fresh):
-    """Outputs in order; after every third step, each slot's drafts are those of a fresh run."""
+    """Returns the outputs in order. After every third step it compares each slot's drafts with those of a fresh run."""
     ids, outputs, compared = [engine.add_request(*request) for request in requests], {}, 0
     while engine.has_unfinished:
         outputs |= {output.request_id: output for output in engine.step()}
@@ -107,8 +107,8 @@ def assert_right(reference, outputs):
     assert sum(verdict.ties for verdict in verdicts) <= 1
 
 
-def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference):
-    """Chunked prompts, decode rows beside them, preemption, and a prefix hit, whatever is accepted."""
+def test_drafts_equal_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference):
+    """The requests have chunked prompts next to decode rows, preemptions, and a prefix hit."""
     batch = [rng.integers(1, 256, length).tolist() for length in (30, 25, 56, 28, 9, 17)]
     engine = make()
     engine.warmup()
@@ -133,7 +133,7 @@ def test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fre
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
-def test_requests_choose_how_many_drafts_they_get_and_how_they_are_sampled(rng, make, fresh, reference):
+def test_requests_choose_their_number_of_drafts_and_sampling(rng, make, fresh, reference):
     prompt = rng.integers(1, 256, 12).tolist()
     sampled = SamplingParams(max_tokens=30, temperature=0.5, top_k=20, seed=11, ignore_eos=True)
     own = [dataclasses.replace(params, num_speculative_tokens=n) for params in (GREEDY, sampled) for n in (0, 2)]
@@ -145,8 +145,8 @@ def test_requests_choose_how_many_drafts_they_get_and_how_they_are_sampled(rng, 
     assert outputs[3].num_accepted_tokens > 0
 
 
-def test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference):
-    """The head's last key of a shared prefix knows the token behind it; nothing is dropped for it."""
+def test_shared_prefix_with_another_continuation_is_right(rng, make, reference):
+    """The head's last key of a shared prefix depends on the token after it. Drafts may be wrong there, tokens not."""
     engine, prompt = make(), rng.integers(1, 256, 40).tolist()
     for n in range(3):
         (output,) = engine.generate([[*prompt, n + 1, n + 2]], GREEDY)
@@ -155,20 +155,22 @@ def test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference
 
 
 @pytest.mark.gpu
-def test_drafts_of_the_head_are_right_over_compiled_kernels(rng, make, fresh, reference):
+def test_drafts_of_the_head_are_right_with_compiled_kernels(rng, make, fresh, reference):
     with jax.default_matmul_precision("highest"):
-        test_drafts_are_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference)
-        test_requests_choose_how_many_drafts_they_get_and_how_they_are_sampled(rng, make, fresh, reference)
-        test_a_prefix_with_another_continuation_costs_no_answer(rng, make, reference)
+        test_drafts_equal_those_of_a_fresh_run_and_every_token_is_right(rng, make, fresh, reference)
+        test_requests_choose_their_number_of_drafts_and_sampling(rng, make, fresh, reference)
+        test_shared_prefix_with_another_continuation_is_right(rng, make, reference)
 
 
-def test_what_the_head_cannot_do_is_refused(model):
+def test_wrong_use_of_the_head_raises(model):
     other = load_model(CHECKPOINT)
     with pytest.raises(ValueError, match="speculation='mtp' needs a model with an MTP head"):
         Engine(other, EngineConfig(**SIZES))
     assert Engine(other, EngineConfig(**SIZES | {"num_speculative_tokens": 0})).sizes.kv_page_bytes == 4096
     assert Engine(model, EngineConfig(**SIZES)).sizes.kv_page_bytes == 8192
-    with pytest.raises(ValueError, match=r"drafter must be None or a DeviceDrafter under async_stepping or speculation='mtp'"):
+    with pytest.raises(
+        ValueError, match=r"drafter must be None or a DeviceDrafter under async_stepping or speculation='mtp'"
+    ):
         Engine(model, EngineConfig(**SIZES), drafter=object())
     with pytest.raises(ValueError, match=r"speculation must be one of \('prompt_lookup', 'mtp'\), got 'eagle'"):
         EngineConfig(speculation="eagle")

@@ -1,4 +1,4 @@
-"""What verify rows sample, against the target's distribution computed one token at a time."""
+"""Verify rows sample from the model's distribution, which is computed here one token at a time."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def target(logits, temperature, top_k=0, top_p=1.0):
-    """The distribution of one token, from the definitions."""
+    """Computes the distribution of one token from the definitions."""
     if temperature == 0:
         return np.eye(VOCAB)[np.argmax(logits)]
     p = np.exp(logits.astype(np.float64) / temperature)
@@ -70,7 +70,7 @@ def verified():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_token_has_the_target_distribution(verified, name):
+def test_every_token_has_the_distribution_of_the_model(verified, name):
     """Chi-square per token before, draft and place: what is sampled follows the target whatever was drafted there.
 
     The bound holds for a chi-square of `freedom` degrees but with probability e^-9 (Laurent and Massart, 2000).
@@ -106,7 +106,7 @@ def test_a_draft_is_accepted_with_its_probability(verified):
             assert abs(deviation) <= 6 * math.sqrt(p[draft] * (1 - p[draft]) / mine.sum())
 
 
-def test_drafts_stand_up_to_the_first_that_does_not():
+def test_drafts_after_a_rejected_one_are_rejected():
     cases = list(
         itertools.product(itertools.product(range(2), repeat=3), itertools.product(range(2), repeat=2), range(3))
     )

@@ -1,4 +1,4 @@
-"""The scheduler over real caches, with a stub for the device: every request gets every token computed exactly once."""
+"""The scheduler computes every token of every request exactly once. Its caches are real, its device is a fake."""
 
 import itertools
 from collections import deque
@@ -38,7 +38,7 @@ def make(
 
 
 def kept(scheduler, tokens):
-    """Boundaries of `tokens` whose state can be found."""
+    """The boundaries of `tokens` whose states the cache finds."""
     find, chain = scheduler.cache.states.pool.find, HashChain(PAGE)
     return [end for end in range(BLOCK, len(tokens) + 1, BLOCK) if find(chain.at(tokens, end)) is not None]
 
@@ -233,7 +233,7 @@ def test_requests_run_together_and_finish(mode):
     assert_complete(requests)
 
 
-def test_a_conversation_finds_what_it_generated():
+def test_next_turn_of_a_conversation_hits_generated_tokens():
     scheduler = make()
     device = Device("align")
     first = request(0, range(20), max_tokens=14)
@@ -244,7 +244,7 @@ def test_a_conversation_finds_what_it_generated():
     assert_complete([first, second])
 
 
-def test_the_youngest_gives_way_when_pages_run_out():
+def test_newest_request_is_preempted_if_pages_run_out():
     scheduler, device = make(num_pages=14), Device("align")
     requests = [request(i, [i] * 12, max_tokens=20) for i in range(4)]
     done = serve(scheduler, requests, device=device)
@@ -255,14 +255,14 @@ def test_the_youngest_gives_way_when_pages_run_out():
     assert_complete(requests)
 
 
-def test_prompts_that_block_each_other_make_way():
+def test_prompts_that_block_each_other_finish():
     scheduler = make(num_pages=12, budget=8, prefill_rows=3)
     requests = [request(i, [i] * 36, max_tokens=2) for i in range(3)]
     serve(scheduler, requests)
     assert_complete(requests)
 
 
-def test_nobody_overtakes_a_request_that_waits():
+def test_no_request_overtakes_a_waiting_one():
     scheduler, device = make(num_pages=12), Device("align")
     requests = [request(0, [0] * 30, 8), request(1, [1] * 30, 2), request(2, [2] * 3, 1)]
     serve(scheduler, requests, device=device)
@@ -270,8 +270,8 @@ def test_nobody_overtakes_a_request_that_waits():
 
 
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_a_stream_of_later_requests_holds_nobody_up(steps_in_flight):
-    """Small requests leave no two pages free at once, and there are always more of them: the last chunk gets its two."""
+def test_stream_of_later_requests_delays_no_earlier_one(steps_in_flight):
+    """Small requests never leave two pages free at once, but the last chunk of the first request gets its two."""
     scheduler = make(num_pages=1 + 8, budget=20, steps_in_flight=steps_in_flight)
     requests = [request(0, [0] * 31, 1), *[request(n, [n] * 2, 3) for n in range(1, 60)]]
     done = serve(scheduler, requests, arrivals=range(60), steps_in_flight=steps_in_flight)
@@ -279,7 +279,7 @@ def test_a_stream_of_later_requests_holds_nobody_up(steps_in_flight):
     assert_complete(requests)
 
 
-def test_lower_numbers_run_first_and_equal_ones_in_the_order_of_their_arrival():
+def test_requests_run_by_priority_then_by_arrival():
     scheduler, device = make(), Device("align")
     priorities = [0, 0, 0, 1, 0, -1, 1, -1]
     requests = [request(n, [n] * 9, priority=priority) for n, priority in enumerate(priorities)]
@@ -289,8 +289,8 @@ def test_lower_numbers_run_first_and_equal_ones_in_the_order_of_their_arrival():
     assert_complete(requests)
 
 
-def test_the_youngest_of_the_least_important_gives_way():
-    """And comes back before whoever is younger, or less important."""
+def test_newest_request_of_the_highest_priority_number_is_preempted():
+    """It comes back before newer requests and before those of higher priority numbers."""
     scheduler, device = make(num_pages=14), Device("align")
     priorities = [1, 0, 1, 1, 0]
     requests = [request(n, [n] * 12, 20, priority=priority) for n, priority in enumerate(priorities)]
@@ -301,7 +301,7 @@ def test_the_youngest_of_the_least_important_gives_way():
     assert_complete(requests)
 
 
-def test_a_full_queue_takes_nobody_but_those_that_gave_way():
+def test_full_queue_takes_preempted_requests_only():
     scheduler = make(num_pages=14, queue=1)
     requests = [request(n, [n] * 12, 20) for n in range(3)]
     for r in requests[:2]:
@@ -325,8 +325,8 @@ def test_a_full_queue_takes_nobody_but_those_that_gave_way():
         scheduler.add(request(4, [1]))
 
 
-def test_what_is_left_of_a_budget_is_not_spent_inside_a_block():
-    """Chunks end where states may be kept whatever else is running, so hits do not depend on load."""
+def test_remaining_budget_is_not_spent_inside_a_block():
+    """Chunks end on boundaries whatever else runs, so hits do not depend on load."""
     scheduler = make(budget=20, prefill_rows=3)
     for i in range(2):
         scheduler.add(request(i, [i] * 40))
@@ -336,7 +336,7 @@ def test_what_is_left_of_a_budget_is_not_spent_inside_a_block():
     assert [row.num_tokens for row in scheduler.schedule().rows] == [5], "a budget below a block still makes progress"
 
 
-def test_aborting_frees_exactly_its_blocks():
+def test_aborted_request_frees_exactly_its_blocks():
     scheduler = make()
     a, b = request(0, range(20)), request(1, range(50, 70))
     for r in (a, b):
@@ -355,8 +355,8 @@ def test_aborting_frees_exactly_its_blocks():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_a_request_keeps_depends_on_itself_alone(data):
-    """Neither the budget, nor batch-mates, nor drafts, nor preemptions change which boundaries are cached in the end."""
+def test_kept_boundaries_depend_on_the_request_only(data):
+    """Budget, other requests, drafts and preemptions do not change which boundaries are cached in the end."""
     shared = data.draw(st.integers(0, 40))
     prompt = [7] * shared + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30))
     max_tokens, at = data.draw(st.integers(1, 30)), tuple(data.draw(st.lists(st.integers(0, 60), max_size=3)))
@@ -405,7 +405,7 @@ def test_what_a_request_keeps_depends_on_itself_alone(data):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_repeated_prompts_and_prefixes_hit(data):
+def test_repeated_prompts_and_prefixes_hit_the_cache(data):
     """A prompt that is sent again hits at once; a prefix with new suffixes from the third time on; a chat's next turn where
     the last one ended."""
     scheduler = make(400, 900, budget=data.draw(st.integers(1, 50)), prefill_rows=data.draw(st.integers(1, 3)))
@@ -428,7 +428,7 @@ def test_repeated_prompts_and_prefixes_hit(data):
     assert_complete([*again, turn, *siblings])
 
 
-def test_one_boundary_rolls_with_a_running_request():
+def test_newest_boundary_of_a_running_request_stays_cached():
     scheduler, this = make(), request(0, [3] * 20, max_tokens=50)
     counts = []
     serve(scheduler, [this], between=lambda step: counts.append(kept(scheduler, this.tokens)))
@@ -438,7 +438,7 @@ def test_one_boundary_rolls_with_a_running_request():
     assert kept(scheduler, this.tokens) == [16, 64]  # 69 of its 70 tokens were computed
 
 
-def test_boundaries_that_a_caller_asks_for():
+def test_requested_boundaries_stay_cached():
     scheduler = make(budget=13)
     this = request(0, range(45), checkpoint_at=[0, 5, 12, 9, 31, 45, 46, 1000])
     serve(scheduler, [this])
@@ -451,7 +451,7 @@ def test_boundaries_that_a_caller_asks_for():
     assert this.checkpoint_at == ()
 
 
-def test_a_reset_forgets_what_is_cached_and_what_runs():
+def test_reset_forgets_cached_prefixes_and_those_of_running_requests():
     scheduler, device = make(), Device("align")
     serve(scheduler, [request(0, range(20))], device=device)
     running = request(1, range(50, 71), max_tokens=20)
@@ -468,8 +468,8 @@ def test_a_reset_forgets_what_is_cached_and_what_runs():
     assert scheduler.cache.states.pool.num_cached == scheduler.cache.kv.pool.num_cached == 0
 
 
-def test_drafts_make_steps_fewer_and_end_with_the_request():
-    """All drafts accepted: 1 + K tokens a step, and never more than max_tokens leaves room for."""
+def test_accepted_drafts_save_steps_and_drafter_forgets_the_request():
+    """All drafts are accepted: a step adds 1 + K tokens, and never more than max_tokens allows."""
     drafter = Foresight([(9, 9)])
     scheduler, device = make(drafter=drafter, K=3), Device("align")
     alone = request(0, range(5), max_tokens=12)
@@ -480,7 +480,7 @@ def test_drafts_make_steps_fewer_and_end_with_the_request():
     assert not drafter.known, "dropped with the request"
 
 
-def test_a_request_chooses_how_many_drafts_it_gets():
+def test_request_chooses_its_number_of_drafts():
     drafter = Foresight([(9, 9)])
     requests = [request(0, range(5), 20, K=0), request(1, range(9), 20, K=1), request(2, range(3), 20)]
     serve(make(drafter=drafter, K=3), requests)
@@ -488,8 +488,8 @@ def test_a_request_chooses_how_many_drafts_it_gets():
     assert set(drafter.most) == {1, 2, 3}
 
 
-def test_drafts_give_way_before_requests_do():
-    """Two requests that need two blocks each, and one block for both of their windows of four."""
+def test_drafts_are_dropped_before_requests_are_preempted():
+    """Two requests need two blocks each, and their windows of four have one more block together."""
     scheduler, counts = make(num_blocks=1 + 6, drafter=Foresight([(9, 9)]), K=3), set()
     plan = scheduler.schedule
 
@@ -506,8 +506,8 @@ def test_drafts_give_way_before_requests_do():
     assert scheduler.counters.preemptions == 0
 
 
-def test_states_behind_rejected_drafts_and_stop_tokens_are_not_found():
-    """The second request asks for a boundary that the first one's drafts passed but its tokens did not."""
+def test_states_after_rejected_drafts_and_stop_tokens_are_not_found():
+    """The lookup asks for a boundary that the first request's drafts passed but its tokens did not."""
     scheduler, device = make(drafter=Foresight([(3, 2)]), K=3), Device("align")
     first = request(0, range(5))
     scheduler.add(first)

@@ -1,4 +1,4 @@
-"""The engine with drafts, over a tiny random model in float32: whatever is accepted, every token is right."""
+"""The engine generates the right tokens whatever drafts are accepted. The model is tiny and random."""
 
 import dataclasses
 import itertools
@@ -12,8 +12,8 @@ from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
-from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.program import run_step
+from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.models import load_model
 
@@ -65,7 +65,7 @@ class DeviceForesight(HistoryDrafter):
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer of each kind, for the compiler's sake."""
+    """A model with one layer of each kind, which compiles quickly."""
     model = load_model(CHECKPOINT)
     model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[2:])
     model.layers = nnx.List(list(model.layers)[2:])
@@ -79,19 +79,19 @@ def reference(model):
 
 @pytest.fixture(scope="module", params=["copy_free", "pre_copy"])
 def make(request, model):
-    """Engines of one policy."""
+    """Makes engines of one policy."""
     return lambda drafter=None: Engine(model, EngineConfig(policy=request.param, **SIZES), drafter=drafter)
 
 
 @pytest.fixture(scope="module")
 def make_async(model):
-    """Engines that dispatch steps before the last one's tokens are read."""
+    """Makes engines that dispatch a step before the tokens of the last one are read."""
 
     return lambda drafter=None: Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=drafter)
 
 
 def undrafted(make, prompts, params=GREEDY):
-    """What comes without drafts."""
+    """Generates the outputs without drafts."""
     return make().generate(prompts, dataclasses.replace(params, num_speculative_tokens=0))
 
 
@@ -110,7 +110,7 @@ def assert_everything_is_returned(engine):
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0
 
 
-def test_any_acceptance_under_preemption_is_right(rng, make, reference):
+def test_any_acceptance_is_right_under_preemption(rng, make, reference):
     batch = prompts(rng, 30, 25, 40, 28, 9, 17)
     plain = undrafted(make, batch)
     engine = make(Foresight(plain))
@@ -133,7 +133,7 @@ def test_any_acceptance_under_preemption_is_right(rng, make, reference):
 
 
 def test_accepted_drafts_save_steps_up_to_the_longest_sequence(rng, make, reference):
-    """All drafts right, up to max_model_len: K + 1 tokens a step, the last step's drafts clipped."""
+    """All drafts are right up to max_model_len: a step adds K + 1 tokens, and the last step has fewer drafts."""
     (prompt,) = prompts(rng, 51)
     params = dataclasses.replace(GREEDY, max_tokens=45)
     plain = undrafted(make, [prompt], params)
@@ -147,8 +147,8 @@ def test_accepted_drafts_save_steps_up_to_the_longest_sequence(rng, make, refere
     assert output.finish_reason == "length"
 
 
-def test_a_stop_token_inside_accepted_drafts_ends_there(rng, make, reference):
-    """The boundary behind it was passed on the device, and is not found afterwards."""
+def test_stop_token_among_accepted_drafts_ends_the_request(rng, make, reference):
+    """The device passes the boundary after the stop token, and the cache does not find it."""
     (prompt,) = prompts(rng, 13)
     (plain,) = undrafted(make, [prompt])
     whole = [*prompt, *plain.token_ids]
@@ -166,8 +166,8 @@ def test_a_stop_token_inside_accepted_drafts_ends_there(rng, make, reference):
     assert_right(reference, [output, after])
 
 
-def test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference):
-    """Boundaries that verify rows passed hold the right states, wherever in the window they were."""
+def test_boundaries_passed_by_accepted_drafts_hit_the_cache(rng, make, reference):
+    """Boundaries that verify rows pass have the right states, at any place in the window."""
     batch = prompts(rng, 10)
     plain = undrafted(make, batch)
     for right in range(K + 1):
@@ -179,8 +179,8 @@ def test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference):
         assert_right(reference, [first, second])
 
 
-def test_drafts_of_the_device_are_right_before_they_are_read(rng, make_async, reference):
-    """Any acceptance under preemption, per-request K and aborts, one step ahead of the host."""
+def test_any_acceptance_is_right_with_drafts_of_the_device(rng, make_async, reference):
+    """The requests are preempted and aborted, and choose their own K. The device is one step ahead of the host."""
     batch = prompts(rng, 30, 25, 40, 28, 9, 17)
     plain = undrafted(make_async, batch)
     engine = make_async(DeviceForesight(plain))
@@ -208,8 +208,8 @@ def test_drafts_of_the_device_are_right_before_they_are_read(rng, make_async, re
     assert_everything_is_returned(engine)
 
 
-def test_prompt_lookup_on_the_device_drafts_what_the_host_drafts(rng, model, make_async):
-    """One request, alone: the same tokens, and the same drafts wherever the host's steps ended too."""
+def test_prompt_lookup_on_the_device_generates_the_same_tokens(rng, model, make_async):
+    """One request runs alone, with drafts of the host and of the device."""
     (prompt,) = prompts(rng, 6)
     prompt = (prompt * 9)[:50]
     host = Engine(model, EngineConfig(**SIZES)).generate(prompt, GREEDY)[0]
@@ -219,8 +219,8 @@ def test_prompt_lookup_on_the_device_drafts_what_the_host_drafts(rng, model, mak
     assert device.num_accepted_tokens > 0
 
 
-def test_a_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_async, reference):
-    """The slot and its blocks have another owner by the time that an aborted request's step is read."""
+def test_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_async, reference):
+    """When an aborted request's step is read, its slot and its blocks belong to another request."""
     batch = prompts(rng, 12, 13, 14, 15, 20, 9)
     engine = make_async()
     ids = [engine.add_request(prompt, GREEDY) for prompt in batch[:4]]
@@ -237,7 +237,7 @@ def test_a_late_result_does_not_reach_the_next_request_in_its_slot(rng, make_asy
 
 
 def assert_traced(rng, engine, file):
-    """Chunks, hits, drafts, preemption and an abort; what the trace says of them is what came out."""
+    """Serves chunks, hits, drafts, preemptions and an abort, and compares the trace with the outputs and the counts."""
     batch, published = prompts(rng, 55, 21, 40), Listener(engine.cache.states)
     batch.append((prompts(rng, 6)[0] * 9)[:50])
     params = dataclasses.replace(GREEDY, max_tokens=30)
@@ -278,24 +278,24 @@ def assert_traced(rng, engine, file):
 
 
 @pytest.mark.parametrize("make", ["copy_free"], indirect=True)
-def test_a_trace_tells_what_the_engine_did(rng, make, tmp_path):
+def test_trace_agrees_with_the_engine(rng, make, tmp_path):
     late, _ = assert_traced(rng, make(), tmp_path / "trace.jsonl")
     assert late == set()
 
 
-def test_a_trace_of_results_that_come_late(rng, make_async, tmp_path):
+def test_trace_of_late_results_agrees_with_the_engine(rng, make_async, tmp_path):
     late, aborted = assert_traced(rng, make_async(), tmp_path / "trace.jsonl")
     assert aborted in late
 
 
 @pytest.mark.gpu
-def test_speculation_is_right_over_compiled_kernels(rng, make, make_async, reference):
-    test_drafts_of_the_device_are_right_before_they_are_read(rng, make_async, reference)
-    test_any_acceptance_under_preemption_is_right(rng, make, reference)
-    test_prefixes_are_found_where_drafts_were_accepted(rng, make, reference)
+def test_speculation_is_right_with_compiled_kernels(rng, make, make_async, reference):
+    test_any_acceptance_is_right_with_drafts_of_the_device(rng, make_async, reference)
+    test_any_acceptance_is_right_under_preemption(rng, make, reference)
+    test_boundaries_passed_by_accepted_drafts_hit_the_cache(rng, make, reference)
 
 
-def test_a_request_chooses_how_many_drafts_it_gets(rng, make, reference):
+def test_request_chooses_its_number_of_drafts(rng, make, reference):
     batch = prompts(rng, *[12] * 4)
     plain = undrafted(make, batch, params := dataclasses.replace(GREEDY, max_tokens=20))
     engine = make(Foresight(plain, [(K, K)]))
@@ -313,7 +313,7 @@ def test_a_request_chooses_how_many_drafts_it_gets(rng, make, reference):
 
 
 def test_sampled_tokens_do_not_depend_on_drafts(rng, make):
-    """The very tokens: a place's randomness is that of its seed and position, and rejected drafts use none of it up."""
+    """The tokens are equal, because a token's randomness depends only on seed and position."""
     batch = prompts(rng, 20, 11, 5)
     params = SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=11, ignore_eos=True)
     plain = undrafted(make, batch, params)
@@ -324,7 +324,7 @@ def test_sampled_tokens_do_not_depend_on_drafts(rng, make):
     assert len(set(outputs[0].token_ids)) > 10
 
 
-def test_more_drafts_than_the_engine_has_are_refused(model):
+def test_wrong_numbers_of_drafts_and_drafters_raise(model):
     engine = Engine(model, EngineConfig(**SIZES))
     with pytest.raises(ValueError, match="num_speculative_tokens must be at most the engine's 7, got 8"):
         engine.add_request([1], SamplingParams(num_speculative_tokens=8))

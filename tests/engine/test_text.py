@@ -1,4 +1,4 @@
-"""Text in and out by a directory's tokenizer.json: the same tokens as by ids, and a clear refusal without."""
+"""Text prompts generate the same tokens as their ids, and raise without a tokenizer."""
 
 import dataclasses
 import json
@@ -20,13 +20,13 @@ TEXT, PARAMS = "Höher, a bit\nhigher", SamplingParams(max_tokens=6, ignore_eos=
 
 
 def by_hand(text):
-    """The tokenizer below: a start token, and each byte b but 6 as b ^ 1."""
+    """Encodes like the tokenizer below: a start token, then b ^ 1 for each byte b other than 6."""
     return [7, *(byte ^ 1 for byte in text.encode())]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The tiny model with a tokenizer that is none of bytes as they are."""
+    """The tiny model with a tokenizer that does not map each byte to itself."""
     path = tmp_path_factory.mktemp("model")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(CHECKPOINT / name, path)
@@ -44,7 +44,7 @@ def directory(tmp_path_factory):
     return path
 
 
-def test_a_tokenizer_from_a_directory(directory):
+def test_tokenizer_is_loaded_from_a_directory(directory):
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode(TEXT)
     assert list(ids) == by_hand(TEXT)
@@ -64,7 +64,7 @@ def test_a_tokenizer_from_a_directory(directory):
         ([], [[]]),
     ],
 )
-def test_prompts_of_any_kind(directory, prompts, ids):
+def test_prompts_may_be_text_or_token_ids(directory, prompts, ids):
     assert [list(prompt) for prompt in token_ids(load_tokenizer(directory), prompts)] == ids
     if "ab" in prompts:
         with pytest.raises(ValueError, match=r"must be token ids without a tokenizer .*: got 'ab'"):
@@ -73,7 +73,7 @@ def test_prompts_of_any_kind(directory, prompts, ids):
         assert token_ids(None, prompts) == ids
 
 
-def test_without_a_tokenizer_there_is_no_text(directory, monkeypatch):
+def test_without_a_tokenizer_outputs_have_no_text(directory, monkeypatch):
     assert load_tokenizer(CHECKPOINT) is None
     output = object()
     assert with_text(None, output) is output
@@ -82,7 +82,7 @@ def test_without_a_tokenizer_there_is_no_text(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "{", json.dumps({"model": {"type": "Nothing"}})])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_wrong_tokenizer_file_raises(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(
         ValueError, match=re.escape(f"tokenizer.json must be a file of Hugging Face tokenizers, got {tmp_path}")
@@ -95,7 +95,7 @@ def engine(directory):
     return Engine.from_pretrained(directory, EngineConfig(**SIZES))
 
 
-def test_the_engine_takes_text_and_gives_text_back(directory, engine, monkeypatch):
+def test_engine_takes_and_returns_text(directory, engine, monkeypatch):
     by_text, by_ids = engine.generate([TEXT, by_hand(TEXT)], PARAMS)
     assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tuple(by_hand(TEXT))
     assert by_text.token_ids == by_ids.token_ids
@@ -108,7 +108,7 @@ def test_the_engine_takes_text_and_gives_text_back(directory, engine, monkeypatc
     assert not engine.has_unfinished
 
 
-def test_the_command_line_goes_by_the_tokenizer(engine, monkeypatch, capsys):
+def test_command_line_uses_the_tokenizer(engine, monkeypatch, capsys):
     (output,) = engine.generate(TEXT, SamplingParams(max_tokens=3))
     monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)
     assert main(["generate", "--prompt", TEXT, "--max-tokens", "3"]) == 0

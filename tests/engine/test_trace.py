@@ -1,4 +1,4 @@
-"""A trace tells the whole story: what it says is replayed against what came out."""
+"""A trace has everything that its steps did: a replay of it ends where the requests ended."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ STEPS = [
 
 
 class Listener:
-    """What a state block manager publishes: (request, boundary)."""
+    """Collects the (request, boundary) pairs that a state block manager publishes."""
 
     def __init__(self, states):
         self.heard, publish, commit = [], states.publish, states.commit
@@ -57,7 +57,7 @@ class Listener:
 
 
 def replay(rows, block_size):
-    """Follows every request through its rows; returns how many of its tokens have states in the end."""
+    """Follows every request through its rows, and returns how many of its tokens have states in the end."""
     computed, columns = {}, collections.defaultdict(dict)
     for row in rows:
         if row.enters:
@@ -79,8 +79,8 @@ def replay(rows, block_size):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_every_schedule_is_in_its_trace(data):
-    """Chunks, hits, drafts, preemption, aborts, results that come late."""
+def test_trace_of_any_schedule_agrees_with_its_requests(data):
+    """The schedules have chunks, hits, drafts, preemptions, aborts and late results."""
     K, in_flight = data.draw(st.sampled_from([0, 3])), data.draw(st.integers(0, 1))
     requests = [
         request(n, [7] * data.draw(st.integers(0, 25)) + [n], data.draw(st.integers(1, 20)))
@@ -117,7 +117,7 @@ def test_every_schedule_is_in_its_trace(data):
         assert next(row.computed for row in rows if row.enters and row.request == r.id) == r.num_cached
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_trace_is_read_back(tmp_path):
     file = tmp_path / "trace.jsonl"
     with write_trace(file) as write:
         for number, step in enumerate(STEPS, start=1):
@@ -126,7 +126,7 @@ def test_what_is_written_is_read(tmp_path):
     assert list(read_trace(file)) == STEPS
 
 
-def test_lines_that_are_no_step_are_named(tmp_path):
+def test_wrong_lines_are_named(tmp_path):
     file = tmp_path / "trace.jsonl"
     with write_trace(file) as write:
         write(STEPS[0])
@@ -137,7 +137,7 @@ def test_lines_that_are_no_step_are_named(tmp_path):
             list(read_trace(file))
 
 
-def test_the_command_prints_a_line_per_row(tmp_path, capsys):
+def test_command_prints_a_line_per_row(tmp_path, capsys):
     file = tmp_path / "trace.jsonl"
     with write_trace(file) as write:
         for step in STEPS:

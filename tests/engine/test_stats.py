@@ -1,0 +1,59 @@
+"""The engine's counters survive whatever is rebuilt after a step that raised."""
+
+import dataclasses
+
+import pytest
+from fakes.speller import VOCAB, Speller
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.stats import Counters, EngineStats
+
+pytestmark = pytest.mark.usefixtures("one_program")
+# Four long requests need more blocks and pages than there are.
+SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=64)
+SIZES |= dict(num_state_blocks=14, num_kv_pages=31, num_speculative_tokens=2, prompt_lookup_min=1)
+PARAMS = SamplingParams(max_tokens=25, ignore_eos=True)
+
+
+def test_counts_survive_a_step_that_raises(rng, monkeypatch):
+    engine, seen = Engine(Speller(stutter=1), EngineConfig(**SIZES)), []
+    prompts = [rng.integers(0, VOCAB, 20).tolist() for _ in range(6)]
+    engine.generate(prompts, PARAMS)
+
+    def fail(dispatched):
+        seen.append(engine.stats)
+        raise RuntimeError("planned")
+
+    cache, scheduler = engine.cache, engine.scheduler
+    engine.add_request(prompts[0], PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "read", fail)
+        engine.step()
+    assert engine.cache is not cache
+    assert engine.scheduler is not scheduler
+    failed = engine.stats
+    assert failed == dataclasses.replace(seen[0], failed_requests=1)
+    assert min(failed.preemptions, failed.evicted_state_blocks, failed.evicted_kv_pages, *failed.draft_tokens) > 0
+    engine.generate(prompts, PARAMS)
+    stats = engine.stats
+    for name in ("steps", "preemptions", "evicted_state_blocks", "evicted_kv_pages", "prefill_tokens"):
+        assert getattr(stats, name) > getattr(failed, name), name
+
+
+def test_snapshot_does_not_change_with_its_counters():
+    counters = Counters.for_drafts(2)
+    before = counters.snapshot()
+    counters.verify(num_drafts=2, num_accepted=1)
+    counters.admit(num_tokens=9, num_cached=4)
+    counters.end("length")
+    counters.end("abort")
+    assert before == EngineStats(draft_tokens=(0, 0), accepted_tokens=(0, 0))
+    assert counters.snapshot() == EngineStats(
+        admitted_requests=1, hit_requests=1, prompt_tokens=9, cached_tokens=4, finished_requests=1, aborted_requests=1,
+        draft_tokens=(1, 1), accepted_tokens=(1, 0),
+    )  # fmt: skip
+
+
+def test_counters_have_the_names_of_the_stats():
+    names = [[field.name for field in dataclasses.fields(each)] for each in (Counters, EngineStats)]
+    assert names[0] == names[1]
