@@ -1,6 +1,7 @@
-"""One-line mistakes in the bookkeeping, each of which the fast tests of tests/align have to notice: `make mutants`.
+"""Makes one-line mistakes in the bookkeeping and checks that the fast tests notice each of them: `make mutants`.
 
-Every mistake is made in a copy of the tree, two at a time. Arguments, if any, choose those whose names contain them.
+Each mistake is made in a copy of the tree, two at a time. With arguments, only the mistakes whose names contain one of them
+are made.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("mamba_align_jax", "pallas_kernels", "tests", "pyproject.toml")
-# Not those that compile kernels, or ask what a compiled step looks like.
+# The tests that neither compile kernels nor look at a compiled step.
 FAST = (
     "tests/align/test_worked_examples.py",
     "tests/align/test_columns.py",
@@ -34,7 +35,7 @@ LONGEST_S = 600
 
 
 class Mutant(NamedTuple):
-    """`old` stands in `file`, a path below mamba_align_jax."""
+    """A mistake: `new` in place of `old` in `file`, a path below mamba_align_jax."""
 
     file: str
     old: str
@@ -43,7 +44,7 @@ class Mutant(NamedTuple):
 
 
 def read_table():
-    """The mistakes of mutants.txt. Every old text stands once in its file, or the table has rotted."""
+    """Reads mutants.txt. Exits with an error unless each old text occurs exactly once in its file."""
     mutants, file = [], ""
     for entry in (ROOT / "tests/mutants.txt").read_text().split("\n\n")[1:]:
         name, *texts = entry.rstrip("\n").split("\n")
@@ -53,7 +54,7 @@ def read_table():
         old, new = (text.removeprefix(sign) for text, sign in zip(texts, ("- ", "+ "), strict=True))
         count = (ROOT / "mamba_align_jax" / file).read_text().count(old)
         if count != 1:
-            sys.exit(f"mutants.txt: {name!r}: wanted its text once in {file}, got it {count} times: {old}")
+            sys.exit(f"mutants.txt: {name!r}: its text must occur once in {file}, occurs {count} times: {old}")
         mutants.append(Mutant(file, old, new, name))
     return mutants
 
@@ -67,12 +68,12 @@ def copy_tree(to):
 
 
 def run_tests(tree):
-    """Exit status of the fast tests in `tree`, and the first of them that failed."""
+    """Runs the fast tests in `tree`. Returns the exit status and the first test that failed."""
     env = os.environ | {
         "PYTHONPATH": str(tree),
-        # A mutant may be as long and as old as what it replaces.
+        # Python would keep old bytecode, because a mutant may have the size and the time of the original.
         "PYTHONDONTWRITEBYTECODE": "1",
-        # What a mistake does not touch is compiled once.
+        # Programs that a mistake does not change are compiled once.
         "JAX_COMPILATION_CACHE_DIR": str(tree / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -84,7 +85,7 @@ def run_tests(tree):
 
 
 def mutate(tree, mutant):
-    """The path and text of the file before, once it is changed."""
+    """Makes the mistake. Returns the path of the file and its former text."""
     path = tree / "mamba_align_jax" / mutant.file
     text = path.read_text()
     path.write_text(text.replace(mutant.old, mutant.new))
@@ -100,7 +101,7 @@ def main(parts):
             trees.put(Path(folder, str(number)))
 
         def attempt(mutant):
-            """Whether the tests did what they should: fail for a mutant, pass without one."""
+            """Returns True if the tests failed with a mutant, or passed without one."""
             tree, began = trees.get(), time.monotonic()
             path, text = mutate(tree, mutant) if mutant else (None, None)
             try:
@@ -112,7 +113,7 @@ def main(parts):
                     path.write_text(text)
                 trees.put(tree)
             good = status == (1 if mutant else 0)
-            # Anything but a failed test (a file that can't be imported, a usage error) proves nothing.
+            # Only a failed test proves something. An import error or a usage error does not.
             said = {0: "survived" if mutant else "passes", 1: "caught" if mutant else "fails"}.get(status, "broken")
             name = mutant.name if mutant else "the tree as it is"
             where = "" if good and not mutant else f": {test}"
@@ -123,7 +124,7 @@ def main(parts):
             fine, *caught = pool.map(attempt, [None, *mutants])
     print(f"{sum(caught)}/{len(mutants)} caught")
     if not fine:
-        sys.exit("but the tests fail without a mistake, too")
+        sys.exit("but the tests also fail without a mistake")
     sys.exit(not all(caught))
 
 
