@@ -1,8 +1,8 @@
-"""A server of another project: it has its own loop, slots, block ids and layer, and calls this library in its jitted step.
+"""Calls this library in the jitted step of another server, which has its own loop, slots, block ids and layer.
 
-Request A is prefilled in chunks and decoded by verify steps of which a part of the tokens is accepted. Request B shares A's
-first 32 tokens and starts from the state that A left in a block. Both must give the outputs of one uncached run over all
-tokens.
+Request A is prefilled in chunks and then decoded by verify steps, each of which accepts some of its tokens. Request B
+shares A's first 32 tokens and starts from the state after them, which is in one of A's blocks. The program checks that
+both give the outputs of an uncached run over all of their tokens.
 """
 
 import functools
@@ -18,23 +18,24 @@ HEADS, DIM, WIDTH, BLOCK, K = 2, 16, 4, 16, 2
 
 
 class GatedDeltaNet:
-    """The server's own layer as a mixer: it says what states it keeps, and runs a step's rows over their pools."""
+    """The server's own layer. It follows the protocol `mamba_align_jax.Mixer`."""
 
     kind = "gdn"
 
     def __init__(self, weights):
         self.weights = weights
 
-    def states(self, conv_dtype, state_dtype):
-        """The window and the recurrent state of one block."""
+    @staticmethod
+    def states(conv_dtype, state_dtype):
+        """Describes the window and the recurrent state of one block."""
         return ma.ConvState(WIDTH, 3 * HEADS * DIM, conv_dtype), ma.RecurrentState((HEADS, DIM, DIM), state_dtype)
 
     def __call__(self, x, at, *pools):
-        """Runs packed tokens [tokens, hidden]; `at` says where this layer is in this step."""
+        """Runs a step's packed tokens [tokens, hidden]. `at` says where this layer is in this step."""
         w, layer = self.weights, at.layer
 
         def decode(rows, qkv, a, b, conv, recurrent):
-            """Decode and verify rows run token by token and keep a state after each token."""
+            """Runs decode and verify rows token by token, and keeps a state after each token."""
             loc, write = rows.query_start_loc, rows.write
             qkv, conv = pk.causal_conv1d_update(
                 qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write[:, 0]
@@ -44,7 +45,7 @@ class GatedDeltaNet:
             return out, conv, recurrent
 
         def prefill(rows, qkv, a, b, conv, recurrent):
-            """Prompt chunks run in chunks on the grid of absolute positions, and keep one state at their end."""
+            """Runs prefill rows chunk by chunk, and keeps one state, after the last token of each row."""
             loc, write = rows.query_start_loc, rows.write[:, 0]
             qkv, conv = pk.causal_conv1d_prefill(
                 qkv, conv, layer, w["conv"], None, loc, rows.conv_read, rows.window_row, write
@@ -59,13 +60,13 @@ class GatedDeltaNet:
         return at.apply(decode, prefill, (x @ w["qkv"], x @ w["a"], x @ w["b"]), pools)
 
 
-STATES = GatedDeltaNet(weights={}).states("float32", "float32")
+STATES = GatedDeltaNet.states("float32", "float32")
 SPEC = ma.AlignConfig((ma.GroupSpec(GatedDeltaNet.kind, 1, STATES),), BLOCK, K, max_num_seqs=3, max_model_len=96)
 
 
 @functools.partial(jax.jit, static_argnames="decode_rows", donate_argnames=("pool", "state", "tables"))
 def step(weights, tokens, batch, updates, additions, accepted, pool, state, tables, decode_rows):
-    """The whole step is one program: it copies no state, and it never waits for the host."""
+    """Runs a whole step as one program. It copies no state and never waits for the host."""
     tables = ma.update_block_tables(tables, updates)
     state = ma.add_requests(state, additions)
     state, indices = ma.begin_step(SPEC, state, batch, tables)
@@ -77,7 +78,7 @@ def step(weights, tokens, batch, updates, additions, accepted, pool, state, tabl
 
 
 class Server:
-    """The server's loop, one row per step. A slot owns a block for each column, and may borrow the blocks of a prefix."""
+    """The server's loop, with one row per step. A slot owns a block per column, and may use blocks of another slot."""
 
     def __init__(self, weights):
         self.weights = weights
@@ -88,7 +89,12 @@ class Server:
         return 1 + slot * SPEC.num_columns + column
 
     def run(self, slot, start, tokens, accepted=None, enters=False, borrowed=None):
-        """Runs `tokens` from position `start` on: a prompt chunk, or a verify row that accepts `accepted` tokens."""
+        """Runs `tokens`, the first of which is at position `start`.
+
+        They are a prompt chunk, or with `accepted` a verify row, of which that many tokens are accepted. `enters` is
+        true in the request's first step. `borrowed` has blocks of another slot by column. Returns the outputs that
+        count.
+        """
         verify, columns = accepted is not None, range(SPEC.num_columns) if enters else ()
         row = {column: self.block(slot, column) for column in columns} | (borrowed or {})
         updates = [(0, slot, column, block) for column, block in row.items()]
@@ -117,10 +123,10 @@ def main():
 
     server = Server(weights)
     outs = [server.run(0, 0, a[:16], enters=True), server.run(0, 16, a[16:32]), server.run(0, 32, a[32:40])]
-    # Verify rows of three tokens: two are accepted, then all, then one. The rejected tokens are junk.
+    # Three verify rows of three tokens: two are accepted, then three, then one. The rejected tokens are junk.
     outs += [server.run(0, 40, np.append(a[40:42], junk[:1]), accepted=2), server.run(0, 42, a[42:45], accepted=3)]
     outs += [server.run(0, 45, np.append(a[45:46], junk), accepted=1)]
-    # B starts after 32 tokens: the state after them is in A's second column.
+    # B starts after 32 tokens. The state after them is in A's second column.
     resumed = server.run(1, 32, suffix, enters=True, borrowed={1: server.block(0, 1)})
 
     for name, got, tokens in (("A", np.concatenate(outs), a), ("B", resumed, b)):

@@ -1,9 +1,9 @@
-"""Puts this library's pool in the place of a flax model's own recurrent cache, without a change to the model's weights.
+"""Replaces a flax model's own recurrent cache with this library's pool. The model's weights stay as they are.
 
-The model is a tiny Mamba-2. Its own cache holds one state per sequence and advances by one token per call. Everything that
-the model remembers goes through one function, `recur`, and the swap is another function in its place. Prompts then run in
-chunks, and a prompt that begins like an earlier one starts from the state that was kept at a block boundary. The answers
-stay the same.
+The model is a tiny Mamba-2, whose own cache has one state per sequence and takes one token per call. The model reads
+and writes its states in one function only, `recur`, so another function in its place replaces the cache. Prompts then
+run in chunks, and a prompt that begins like an earlier one starts from the state that was kept at a block boundary. The
+program checks that both caches give the same answers.
 """
 
 import functools
@@ -21,7 +21,7 @@ INNER, CHANNELS = HEADS * DIM, HEADS * DIM + 2 * STATES
 
 
 class Block(nnx.Module):
-    """The weights of a Mamba-2 layer."""
+    """The parameters of a Mamba-2 layer."""
 
     def __init__(self, rngs):
         self.into = nnx.Linear(HIDDEN, INNER + CHANNELS + HEADS, use_bias=False, rngs=rngs)
@@ -32,7 +32,10 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """The model; `recur(number, block, xBC, dt)` takes [tokens, CHANNELS] and [tokens, HEADS] to [tokens, INNER]."""
+    """The model. It is called with `recur(number, block, xBC, dt)`, which runs the recurrence of layer `number`.
+
+    `recur` takes xBC [tokens, CHANNELS] and dt [tokens, HEADS], and returns [tokens, INNER].
+    """
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
@@ -47,7 +50,7 @@ class Model(nnx.Module):
         return self.embed.attend(x)
 
 
-# Before: the cache is one window and one state per sequence, and every call runs one token of each sequence.
+# Before: the model's own cache has one window and one state per sequence, and each call runs one token per sequence.
 
 
 @nnx.jit
@@ -80,7 +83,7 @@ def own_generate(model, prompt, count):
     return tokens, rows[len(prompt) - 1 :]
 
 
-# After: states live in blocks of a pool, the library says which blocks, and its kernels run them.
+# After: states are blocks of a pool. The library decides which blocks, and its kernels compute the recurrence.
 
 BLOCK, CHUNK = 16, 32
 
@@ -91,18 +94,23 @@ def parts(xBC):
 
 
 class Mixer:
-    """The recurrence of one layer over pools: it follows the protocol `mamba_align_jax.Mixer`."""
+    """The recurrence of one layer over pools. It follows the protocol `mamba_align_jax.Mixer`."""
 
     kind = "mamba2"
 
-    def __init__(self, block=None):
+    def __init__(self, block):
         self.block = block
 
-    def states(self, conv_dtype, state_dtype):
+    @staticmethod
+    def states(conv_dtype, state_dtype):
+        """Describes the window and the recurrent state of one block."""
         return ma.ConvState(WIDTH, CHANNELS, conv_dtype), ma.RecurrentState((HEADS, DIM, STATES), state_dtype)
 
     def __call__(self, x, at, *pools):
-        """Takes [tokens, CHANNELS + HEADS] to [tokens, INNER] and the pools; `at` is this layer's place in the step."""
+        """Takes `x` [tokens, CHANNELS + HEADS] to [tokens, INNER]. Returns it, followed by the updated pools.
+
+        `at` says where this layer is in this step.
+        """
         taps, A = self.block.taps[...], self.block.A[...]
         weights = dict(D=self.block.D[...], dt_bias=self.block.dt_bias[...])
 
@@ -132,7 +140,7 @@ class Mixer:
         return y.reshape(-1, INNER), *pools
 
 
-GROUP = ma.GroupSpec(Mixer.kind, LAYERS, Mixer().states("float32", "float32"))
+GROUP = ma.GroupSpec(Mixer.kind, LAYERS, Mixer.states("float32", "float32"))
 SPEC = ma.AlignConfig((GROUP,), BLOCK, max_num_seqs=2, max_model_len=128)
 
 
@@ -155,7 +163,7 @@ def step(model, tokens, batch, updates, additions, pool, state, tables, decode_r
 
 
 class Server:
-    """One request at a time, in slot 0."""
+    """Runs one request at a time, in slot 0."""
 
     def __init__(self, model, num_blocks=12):
         self.model, self.blocks = model, ma.StateBlockManager(num_blocks, BLOCK)
@@ -177,14 +185,18 @@ class Server:
         return np.asarray(logits)[len(tokens) - 1]
 
     def generate(self, name, prompt, count):
-        """Returns the tokens, the logits after the prompt and each new token, and how much of the prompt was cached."""
+        """Continues `prompt` by `count` tokens.
+
+        Returns all tokens, the logits from which each new token was chosen, and the number of prompt tokens that were
+        cached.
+        """
         tokens, rows = list(prompt), []
         hit = self.blocks.lookup(tokens)
         start = hit.length
         while len(rows) < count:
             prefilling = start < len(prompt)
             end = ma.next_chunk_end(start, start + CHUNK, len(prompt), BLOCK) if prefilling else len(tokens)
-            # In the first step the blocks of the hit come with the new ones.
+            # In the first step, `allocate` also returns the blocks of the hit.
             entries = self.blocks.allocate(name, start, start, end - start, hit=hit)
             logits = self.run(start, tokens[start:end], entries, start == hit.length, prefilling)
             self.blocks.release(name)

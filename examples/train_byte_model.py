@@ -36,6 +36,7 @@ from mamba_align_jax.layers.attention import attend
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import load_model, qwen3_5
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.weights import save_weights
 
 CONFIG = qwen3_5.Config(
@@ -310,7 +311,7 @@ def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argpar
     return nnx.merge(graph, served(chosen))
 
 
-def train_head(corpus: dict[str, np.ndarray], model: qwen3_5.Model, options: argparse.Namespace) -> qwen3_5.Model:
+def train_head(corpus: dict[str, np.ndarray], model: CausalLM, options: argparse.Namespace) -> CausalLM:
     """Trains a new draft head for a model and returns both in bfloat16. The model's own weights are unchanged."""
     config = qwen3_5.Config.from_dict(model.config.to_dict() | {"mtp_num_hidden_layers": 1})
     head = qwen3_5.draft_head(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))

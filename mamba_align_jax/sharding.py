@@ -1,7 +1,10 @@
-"""Tensor parallelism: states, keys and weights split over the mesh axis "tensor", one program on every device.
+"""Tensor parallelism: states, keys and weights are split over the mesh axis "tensor".
 
-A device has heads and the channels that belong to them, and runs the code of one device over its share: its states are
-copied where they are, and the bookkeeping is the same everywhere. Only products that sum over what is split meet.
+Every device has some of the heads with their channels, and runs the code of a single device over its share. States
+never move between devices, and the bookkeeping is the same on all of them. The devices communicate only where a
+product, a norm or an embedding needs the channels of all.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), for the split of products by columns and then by rows.
 """
 
 import functools
@@ -24,7 +27,7 @@ AXIS = "tensor"
 
 
 def devices(mesh: Mesh) -> int:
-    """How many devices share a model.
+    """Returns the number of devices that share a model on the mesh.
 
     Raises:
         ValueError: the mesh has no axis "tensor".
@@ -35,7 +38,13 @@ def devices(mesh: Mesh) -> int:
 
 
 class Part(NamedTuple):
-    """Columns of one kind side by side, as q in [q | k | v]: `heads` of `dim` each, and how often a head is repeated."""
+    """One part of an array's columns, such as q in [q | k | v].
+
+    Attributes:
+        heads: Number of heads.
+        dim: Number of columns of a head.
+        repeats: How often each head is repeated, so that every device gets a whole number of heads.
+    """
 
     heads: int
     dim: int
@@ -43,22 +52,29 @@ class Part(NamedTuple):
 
 
 def repeats(heads: int, devices: int) -> int:
-    """How many copies of each key or value head make their number a multiple of `devices`; 1 where it is one."""
+    """Returns the smallest number of copies of each head that makes the number of heads a multiple of `devices`."""
     return math.lcm(heads, devices) // heads
 
 
 def columns(parts: Sequence[Part], devices: int) -> np.ndarray:
-    """The order of columns in which an even cut gives every device its heads of each part: part by part, never flat.
+    """Orders columns so that an even cut gives every device its heads of each part.
 
-    int32 [columns of all devices], indices into [part | part | ..].
+    For [q | k] and two devices, the order is [first half of q | first half of k | second half of q | second half of k].
+
+    Args:
+        parts: The parts, in the order in which they lie side by side.
+        devices: Number of devices.
+
+    Returns:
+        Indices into the columns of all parts. int32 [columns of all devices]
 
     Raises:
-        ValueError: the heads of a part are no multiple of the devices.
+        ValueError: the number of a part's heads is not a multiple of the number of devices.
     """
     found, start = [], 0
     for heads, dim, copies in parts:
         if heads * copies % devices:
-            raise ValueError(f"heads, or channels, must be a multiple of {devices} devices, got {heads * copies}")
+            raise ValueError(f"heads or channels must be a multiple of {devices} devices, got {heads * copies}")
         part = start + np.arange(heads * dim, dtype=np.int32).reshape(heads, dim).repeat(copies, axis=0)
         found.append(part.reshape(devices, -1))
         start += heads * dim
@@ -72,17 +88,22 @@ def _state(state: ConvState | RecurrentState) -> Any:
 
 
 def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
-    """A PartitionSpec for each array: windows by channels, states by heads, or by channels where there is one head."""
+    """Returns a PartitionSpec for each array: by channels for windows and for states of one head, else by heads."""
     return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups))
 
 
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
-    """`pool_partition` on a mesh, for `StatePool.create(sharding=)`. The groups are those of the whole model.
+    """Returns a sharding for each array, for `StatePool.create(sharding=)`.
 
-    A device's channels of a window are its channels of each part, so windows lie in the order of `columns`.
+    The channels of windows are in the order that `columns` gives, because each device's channels lie side by side.
+
+    Args:
+        groups: The groups of the whole model.
+        mesh: A mesh with an axis "tensor".
 
     Raises:
-        ValueError: channels or heads are no multiple of the devices, or the mesh has no axis "tensor".
+        ValueError: the number of heads or channels is not a multiple of the number of devices, or the mesh has no axis
+            "tensor".
     """
     size = devices(mesh)
     for group in groups:
@@ -105,10 +126,10 @@ class Layout:
     """How a model's arrays lie on a mesh, as PartitionSpecs.
 
     Attributes:
-        mesh: With an axis "tensor".
-        params: Of the parameters, in the order of their tree's leaves.
-        pool: Of the states.
-        kv: Of keys and values.
+        mesh: The mesh, with an axis "tensor".
+        params: One PartitionSpec per parameter, in the order of the leaves of their tree.
+        pool: The PartitionSpecs of the states.
+        kv: The PartitionSpecs of keys and values.
     """
 
     mesh: Mesh
@@ -117,11 +138,17 @@ class Layout:
     kv: KVPages
 
     def run(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-        """`function` on every device, over its shares of the arguments; what has P() must come to the same on all."""
+        """Returns a function that runs `function` on every device, over the device's shares of the arguments.
+
+        Args:
+            function: The code of one device.
+            in_specs: A PartitionSpec for each array of the arguments.
+            out_specs: A PartitionSpec for each array of the result. Where it is P(), all devices must compute the same.
+        """
 
         def run(*arguments: Any) -> Any:
-            # XLA's compiler in JAX 0.11 crashes if arguments without elements, as pages without attention, are used.
-            fresh = lambda x: x if x.size else jnp.zeros(x.shape, x.dtype)
-            return function(*jax.tree.map(fresh, arguments))
+            # XLA's compiler in JAX 0.11 crashes if arguments without elements are used, such as pages without
+            # attention.
+            return function(*jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), arguments))
 
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

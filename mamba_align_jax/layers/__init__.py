@@ -1,1 +1,1 @@
-"""Layers of hybrid models as flax.nnx modules: each is one step over packed tokens and pools, usable alone."""
+"""Layers of hybrid models as flax.nnx modules. Each layer runs one step's packed tokens and can be used alone."""

@@ -1,4 +1,8 @@
-"""Full attention over paged keys and values, with the norms, rotation and output gate that a model has."""
+"""Full attention over paged keys and values, with the norms, the rotation and the output gate that a model has.
+
+Sources: Vaswani et al., "Attention Is All You Need" (2017); Ainslie et al., "GQA" (2023) for key heads that query heads
+share; Su et al., "RoFormer" (2021) for the rotation by position.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +22,24 @@ from mamba_align_jax.sharding import Part, repeats
 from pallas_kernels.chunks import Span, chunk_of_token, spans
 from pallas_kernels.rows import token_rows
 
-# Gathered keys, values and scores of the chunks that run at once: 1 GiB of float32.
+# The most elements of keys, values and scores that are gathered at once: 1 GiB of float32.
 _ELEMENTS = 1 << 28
 
 
 def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
-    """Rotates the first `rotary_dim` dims of [tokens, heads, dim], in halves, by each token's position."""
+    """Rotates the first `rotary_dim` dims of each head by its token's position.
+
+    Dims i and i + rotary_dim / 2 form a pair, which is rotated by position * theta ** (-2 i / rotary_dim) radians.
+
+    Args:
+        x: Queries or keys. [tokens, heads, dim]
+        positions: Absolute position of each token. int32 [tokens]
+        rotary_dim: The number of dims that are rotated; even.
+        theta: Base of the wavelengths.
+
+    Returns:
+        [tokens, heads, dim] in the dtype of `x`.
+    """
     half = rotary_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions.astype(jnp.float32)[:, None, None] * frequency
@@ -36,9 +52,17 @@ def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) ->
 def attend(
     queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float | None = None
 ) -> jax.Array:
-    """Queries [n, heads, dim] over keys and values [places, kv_heads, dim] where `mask` [n, places]; softmax in float32.
+    """Computes softmax(scale * queries keys^T) values, where `mask` allows it, with a softmax in float32.
 
-    `scale` is dim ** -0.5 if None. Values may have another dim.
+    Args:
+        queries: [n, heads, dim]
+        keys: [places, kv_heads, dim]
+        values: [places, kv_heads, value_dim]
+        mask: Whether a query sees a place. bool [n, places]
+        scale: Factor of the scores; dim ** -0.5 if None.
+
+    Returns:
+        [n, heads, value_dim] in the dtype of `queries`.
     """
     n, heads, dim = queries.shape
     exact = queries.dtype == jnp.float32
@@ -66,16 +90,16 @@ def _attend_chunks(
     layer: jax.Array,
     scale: float | None,
 ) -> jax.Array:
-    """Attention of packed tokens, cut into `chunks` of one row each; `place` is each token's chunk and lane."""
+    """Attends packed tokens, which `chunks` cuts into pieces of one row. `place` is each token's chunk and lane."""
     num_tokens, heads, dim = queries.shape
     lane = jnp.arange(chunk_size, dtype=jnp.int32)
 
     def run(chunk: Span) -> jax.Array:
-        take = lambda pool: pool[layer, page_table[chunk.row]].reshape(-1, *pool.shape[3:])
-        k, v = take(keys), take(values)
+        pages = page_table[chunk.row]
+        k, v = (pool[layer, pages].reshape(-1, *pool.shape[3:]) for pool in (keys, values))
         position = jnp.arange(k.shape[0], dtype=jnp.int32)
         first = rows.num_computed_tokens[chunk.row] + chunk.offset
-        # Pages hold anything behind the row's end, and 0 * NaN is NaN.
+        # After the row's end, pages may hold NaN. A weight of 0 would not hide it, because 0 * NaN is NaN.
         filled = (position < first + chunk.length)[:, None, None]
         k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
         token = jnp.minimum(chunk.start + lane, num_tokens - 1)
@@ -97,16 +121,24 @@ def paged_attention(
     values: jax.Array,
     scale: float | None = None,
 ) -> jax.Array:
-    """Causal attention of packed tokens [tokens, heads, dim] over their rows' pages, a chunk of one row at a time.
+    """Computes causal attention of packed tokens over their rows' pages, in chunks of one row.
 
-    `scale` is dim ** -0.5 if None.
+    It is plain XLA: full attention is here so that hybrid models run, and it is not tuned.
 
-    Plain XLA: full attention is here so that hybrid models run, not to be fast.
+    Args:
+        queries: Queries of the step's packed tokens. [tokens, heads, dim]
+        at: The step, with its pages, and the layer's index.
+        keys: Pages that already hold the step's own keys. [layers, pages, page_size, kv_heads, dim]
+        values: The same for values. [layers, pages, page_size, kv_heads, value_dim]
+        scale: Factor of the scores; dim ** -0.5 if None.
+
+    Returns:
+        [tokens, heads, value_dim], 0 for padding tokens.
     """
     num_decode_rows, page_table, layer = at.rows.decode.num_rows, at.token_pages.page_table, at.layer
 
     def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        # A decode row has one token, a verify row a few: a row is a chunk.
+        # A decode row has one token and a verify row has a few, so each row is one chunk.
         loc, tokens = rows.query_start_loc, token_rows(rows.query_start_loc, queries.shape[0])
         row = jnp.arange(rows.num_rows, dtype=jnp.int32)
         chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
@@ -126,7 +158,14 @@ def paged_attention(
 
 
 class Attention(nnx.Module):
-    """One layer. Where it is gated, the query projection carries each head's gate behind its query."""
+    """Causal attention with grouped key heads: o_proj(softmax(scale * q k^T) v).
+
+    Options add a norm and a rotation of queries and keys, and a gate: the outputs are then multiplied by sigmoid(gate)
+    before `o_proj`. The query projection yields [query | gate] for each head in that case.
+
+    The layer keeps no states. Its pools are pages of keys and of values, [layers, pages, page_size, kv_heads,
+    head_dim].
+    """
 
     kind = "attention"
 
@@ -147,22 +186,22 @@ class Attention(nnx.Module):
         bias: bool = False,
         scale: float | None = None,
     ) -> None:
-        """A layer's parameters.
+        """Makes a layer with random weights.
 
         Args:
-            hidden_size: Of the model.
-            heads: Of queries.
-            kv_heads: Of keys and values; divides `heads`.
-            head_dim: Of each.
-            dtype: Of the products.
-            rngs: For the initial weights.
-            rotary_dim: Leading dims that are rotated by position; 0 for none.
+            hidden_size: Channels of the residual stream.
+            heads: Number of query heads.
+            kv_heads: Number of key heads and of value heads; divides `heads`.
+            head_dim: Dims of a query, a key and a value.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            rotary_dim: Number of leading dims that are rotated by position; 0 rotates none.
             rope_theta: Base of the rotation's wavelengths.
             gated: Whether outputs are multiplied by the sigmoid of a gate.
-            norm: Makes the norms of queries and keys from their size; None for none.
-            norm_whole: Whether these take all heads together, before they are cut apart.
-            bias: Of the projections.
-            scale: Of the scores; head_dim ** -0.5 if None.
+            norm: Makes a norm from its number of channels, for queries and for keys; None leaves them as they are.
+            norm_whole: Whether a norm takes all heads of a token together instead of each head by itself.
+            bias: Whether the projections have biases.
+            scale: Factor of the scores; head_dim ** -0.5 if None.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
@@ -178,13 +217,21 @@ class Attention(nnx.Module):
 
     @property
     def kv_dims(self) -> tuple[int, int, int]:
-        """Heads, and dims of a key and a value."""
+        """The key heads, the dims of a key and the dims of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Queries, keys, values [tokens, heads, head_dim], normed and rotated, and the gates [tokens, heads * dim]."""
+        """Projects, norms and rotates the inputs [tokens, hidden] at `positions`, int32 [tokens].
+
+        Returns:
+            Queries, keys and values, [tokens, heads, head_dim] with their own number of heads, and the gates
+            [tokens, heads * head_dim], None without gates.
+        """
         tokens = x.shape[0]
-        heads = lambda y, number: y.reshape(tokens, number, -1)
+
+        def heads(y: jax.Array, number: int) -> jax.Array:
+            return y.reshape(tokens, number, -1)
+
         q, gate = self.q_proj(x), None
         if self.gated:
             q, gate = (y.reshape(tokens, -1) for y in jnp.split(heads(q, self.heads), 2, axis=-1))
@@ -201,18 +248,18 @@ class Attention(nnx.Module):
         return finish(q, self.heads, self.q_norm), k, v, gate
 
     def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
-        """Gates and projects [tokens, heads, head_dim] back to [tokens, hidden]."""
+        """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them to [tokens, hidden]."""
         attended = attended.reshape(attended.shape[0], -1)
         return self.o_proj(attended if gate is None else attended * jax.nn.sigmoid(gate))
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
-        """No states: attention keeps keys and values in pages."""
+        """Returns (), because attention keeps keys and values in pages instead of states in blocks."""
         del conv_dtype, state_dtype
         return ()
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values, of all layers."""
+        """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages
         q, k, v, gate = self.project(x, pages.positions)

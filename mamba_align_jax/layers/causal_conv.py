@@ -1,4 +1,7 @@
-"""The depthwise causal convolution before a recurrence, with silu, as a module over pools of windows."""
+"""The depthwise causal convolution before a recurrence, as a module over a pool of windows.
+
+Source: Gu, Dao, "Mamba" (2023), section 3.4.
+"""
 
 import functools
 
@@ -12,10 +15,13 @@ from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
 
 
 class CausalConv1d(ConvTaps):
-    """silu(bias + weighted sum of the last `width` inputs), each channel on its own."""
+    """Computes silu(bias + weighted sum of the last `width` inputs) in each channel by itself.
+
+    Its state is the window of the last width - 1 inputs, with one row more per draft token: [window, channels].
+    """
 
     def state(self, dtype: str) -> ConvState:
-        """The window that a block holds for this layer."""
+        """Describes the window that a block holds for this layer. `dtype` is the window's dtype."""
         width, channels = self.weight.shape
         return ConvState(width, channels, dtype)
 
@@ -23,20 +29,18 @@ class CausalConv1d(ConvTaps):
         """Runs a step's packed tokens.
 
         Args:
-            x: Inputs, decode and verify rows first. [tokens, channels]
-            at: The step's rows, and the layer's place in the pool.
-            pool: Windows [layers, blocks, window, channels]. It is donated.
+            x: Inputs, those of decode and verify rows first. [tokens, channels]
+            at: The step's rows, and the layer's index in the pool.
+            pool: Windows [layers, blocks, window, channels]. `pool` is donated.
 
         Returns:
-            The outputs [tokens, channels], 0 for padding tokens, and the pool.
+            The outputs [tokens, channels], which are 0 for padding tokens, and the updated pool.
         """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
 
         def run(op, rows: LayerRows, x, pool):
-            return op(
-                x, pool, at.layer, weight, bias, rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0],
-                implementation=at.implementation,
-            )  # fmt: skip
+            where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
+            return op(x, pool, at.layer, weight, bias, *where, implementation=at.implementation)
 
         decode, prefill = (functools.partial(run, op) for op in (causal_conv1d_update, causal_conv1d_prefill))
         out, pool = at.apply(decode, prefill, (x,), (pool,))

@@ -1,4 +1,7 @@
-"""What delta-rule layers run between their projections: convolution, gates and recurrence, over both kinds of rows."""
+"""What delta-rule layers run between their projections: convolution, gates and recurrence, for both kinds of rows.
+
+The equations and their sources are at the top of `pallas_kernels/gated_delta_rule/api.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,49 +34,48 @@ def convolved_delta_rule(
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
     Args:
-        qkv: Projected [queries | keys | values], before the convolution. [tokens, channels]
-        a: Raw decay projection, [tokens, value_heads] or, with a decay per key channel, [tokens, value_heads, key_dim].
+        qkv: Projected queries, keys and values side by side, before the convolution. [tokens, channels]
+        a: Raw decay projection. [tokens, value_heads], or [tokens, value_heads, key_dim] for a decay per key channel.
         b: Raw beta projection. [tokens, value_heads]
         conv_weight: Taps of the convolution. [width, channels]
-        A_log: Log decay rate of each value head. [value_heads]
-        dt_bias: Added to `a`, in the shape of one token of `a`.
-        at: The step's rows, and the layer's place in the pools.
-        conv: Pool of windows [layers, blocks, window, channels]. It is donated.
-        recurrent: Pool of states [layers, blocks, value_heads, value_dim, key_dim]. It is donated.
-        lower_bound: Smallest log decay of the bounded gate; None for the softplus gate.
+        A_log: Logarithm of the decay rate of each value head. [value_heads]
+        dt_bias: Bias that is added to `a`. It has the shape of one token of `a`.
+        at: The step's rows, and the layer's index in the pools.
+        conv: Pool of windows [layers, blocks, window, channels]. `conv` is donated.
+        recurrent: Pool of states [layers, blocks, value_heads, value_dim, key_dim]. `recurrent` is donated.
+        lower_bound: Smallest log decay of the bounded gate. None selects the softplus gate.
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
 
     Returns:
-        The outputs [tokens, value_heads, value_dim] and the pools.
+        The outputs [tokens, value_heads, value_dim] and the updated pools.
     """
     value_heads, value_dim, key_dim = recurrent.shape[2:]
     keys = (qkv.shape[1] - value_heads * value_dim) // 2
     gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
     layer, implementation = at.layer, at.implementation
 
+    def convolve(op, rows: LayerRows, qkv, conv):
+        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
+        return op(qkv, conv, layer, conv_weight, None, *where, implementation=implementation)
+
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
-        qkv, conv = causal_conv1d_update(
-            qkv, conv, layer, conv_weight, None, rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0],
-            implementation=implementation,
-        )  # fmt: skip
+        qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
+        where = rows.query_start_loc, rows.recurrent_read, rows.write
         out, recurrent = gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, recurrent, layer, rows.query_start_loc, rows.recurrent_read, rows.write,
-            **gates, implementation=implementation,
-        )  # fmt: skip
+            qkv, a, b, A_log, dt_bias, recurrent, layer, *where, **gates, implementation=implementation
+        )
         return out, conv, recurrent
 
     def prefill(rows: LayerRows, qkv, a, b, conv, recurrent):
-        qkv, conv = causal_conv1d_prefill(
-            qkv, conv, layer, conv_weight, None, rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0],
-            implementation=implementation,
-        )  # fmt: skip
+        qkv, conv = convolve(causal_conv1d_prefill, rows, qkv, conv)
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
+        q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
         g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, **gates)
         assert at.chunks is not None, "a step with prefill rows has chunks"
+        where = rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
         out, recurrent = gated_delta_rule_prefill(
-            _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim), g, beta, recurrent, layer, rows.query_start_loc,
-            at.chunks, rows.recurrent_read, rows.write[:, 0], implementation=implementation,
-        )  # fmt: skip
+            q, k, v, g, beta, recurrent, layer, *where, implementation=implementation
+        )
         return out, conv, recurrent
 
     out, conv, recurrent = at.apply(decode, prefill, (qkv, a, b), (conv, recurrent))

@@ -1,4 +1,7 @@
-"""Gated delta net: convolution, gates, delta rule, gated norm."""
+"""Gated delta net: a recurrent layer that corrects its state towards each value instead of only adding to it.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,16 @@ from mamba_align_jax.sharding import Part, repeats
 
 
 class GatedDeltaNet(nnx.Module):
-    """One layer; its states are block rows of `conv` [layers, blocks, window, channels] and `recurrent`."""
+    """Gated delta net: projections, a convolution, the gated delta rule, a gated norm and an output projection.
+
+    For one value head, with queries q and keys k of unit length and the decay g <= 0 and the strength beta of the
+    token:
+
+        S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q / sqrt(key_dim)
+
+    Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
+    heads, [value_heads, value_dim, key_dim].
+    """
 
     kind = "gdn"
 
@@ -33,6 +45,20 @@ class GatedDeltaNet(nnx.Module):
         *,
         allow_neg_eigval: bool = False,
     ) -> None:
+        """Makes a layer with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            key_heads: Number of query heads and of key heads.
+            value_heads: Number of value heads; a multiple of `key_heads`. Each has a state.
+            key_dim: Dims of a query and of a key.
+            value_dim: Dims of a value.
+            width: Number of inputs that an output of the convolution sees.
+            epsilon: Added to the mean square in the output norm.
+            dtype: Dtype of weights and products. Decay rates and norms are float32.
+            rngs: Random numbers for the weights.
+            allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        """
         self.allow_neg_eigval = allow_neg_eigval
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
@@ -48,7 +74,7 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = linear(values, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
+        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
@@ -58,10 +84,17 @@ class GatedDeltaNet(nnx.Module):
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
         out, conv, recurrent = convolved_delta_rule(
-            self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), self.conv1d.weight[...], self.A_log[...],
-            self.dt_bias[...], at, conv, recurrent,
+            self.in_proj_qkv(x),
+            a=self.in_proj_a(x),
+            b=self.in_proj_b(x),
+            conv_weight=self.conv1d.weight[...],
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...],
+            at=at,
+            conv=conv,
+            recurrent=recurrent,
             allow_neg_eigval=self.allow_neg_eigval,
-        )  # fmt: skip
+        )
         z = self.in_proj_z(x).reshape(out.shape)
         return self.out_proj(self.norm(out, z).reshape(x.shape[0], -1)), conv, recurrent
 

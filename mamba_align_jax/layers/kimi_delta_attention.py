@@ -1,6 +1,6 @@
-"""Kimi delta attention: a delta rule whose decay is per key channel, and an output gate through a sigmoid.
+"""Kimi delta attention: a gated delta rule with one decay per key channel, and an output gate through a sigmoid.
 
-Source: Kimi Team, "Kimi Linear" (2025); the bounded gate is that of Ling 3 and GLM 5.
+Source: Kimi Team, "Kimi Linear" (2025). Ling 3 and GLM 5 have the bounded gate.
 """
 
 import jax
@@ -18,10 +18,18 @@ from mamba_align_jax.sharding import Part
 
 
 class KimiDeltaAttention(nnx.Module):
-    """One layer; its states are block rows of `conv` [layers, blocks, window, channels] and `recurrent`.
+    """Kimi delta attention: projections, a convolution, the delta rule, a gated norm and an output projection.
 
-    `f_rank` and `g_rank` are the inner sizes of the decay's and the output gate's projections, None where each is one
-    product. `lower_bound` is the least log decay of the bounded gate, None for the softplus gate.
+    For one head, with queries q and keys k of unit length, a log decay g [head_dim] per key channel and a strength
+    beta:
+
+        S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q / sqrt(head_dim)
+
+    g scales the columns of S. It is -exp(A_log) * softplus(a + dt_bias), or with `lower_bound`
+    lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
+
+    Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
+    heads, [heads, head_dim, head_dim].
     """
 
     kind = "kda"
@@ -40,6 +48,20 @@ class KimiDeltaAttention(nnx.Module):
         g_rank: int | None = None,
         lower_bound: float | None = None,
     ) -> None:
+        """Makes a layer with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads. Each has a state.
+            head_dim: Dims of a query, a key and a value.
+            width: Number of inputs that an output of the convolution sees.
+            epsilon: Added to the mean square in the output norm.
+            dtype: Dtype of weights and products. Decay rates and norms are float32.
+            rngs: Random numbers for the weights.
+            f_rank: Inner size of the decay's projection. With None the projection is one product.
+            g_rank: Inner size of the output gate's projection. With None the projection is one product.
+            lower_bound: Smallest log decay of the bounded gate, negative. None selects the softplus gate.
+        """
         self.heads, self.head_dim, self.lower_bound = heads, head_dim, lower_bound
         channels = heads * head_dim
         self.in_proj_qkv = linear(hidden_size, 3 * channels, dtype, rngs)
@@ -61,7 +83,7 @@ class KimiDeltaAttention(nnx.Module):
         self.o_proj = linear(channels, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
+        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.heads, self.head_dim, self.head_dim)
         return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
@@ -70,12 +92,23 @@ class KimiDeltaAttention(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
-        heads = lambda y: y.reshape(*y.shape[:-1], self.heads, self.head_dim)
+
+        def heads(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
+
         f = self.f_proj(x) if hasattr(self, "f_proj") else self.f_b_proj(self.f_a_proj(x))
         out, conv, recurrent = convolved_delta_rule(
-            self.in_proj_qkv(x), heads(f), self.b_proj(x), self.conv1d.weight[...], self.A_log[...],
-            heads(self.dt_bias[...]), at, conv, recurrent, lower_bound=self.lower_bound,
-        )  # fmt: skip
+            self.in_proj_qkv(x),
+            a=heads(f),
+            b=self.b_proj(x),
+            conv_weight=self.conv1d.weight[...],
+            A_log=self.A_log[...],
+            dt_bias=heads(self.dt_bias[...]),
+            at=at,
+            conv=conv,
+            recurrent=recurrent,
+            lower_bound=self.lower_bound,
+        )
         z = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
         return self.o_proj(self.o_norm(out, heads(z)).reshape(x.shape[0], -1)), conv, recurrent
 

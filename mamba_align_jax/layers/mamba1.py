@@ -1,4 +1,7 @@
-"""Mamba-1: convolution, steps and projections that depend on the input, the selective scan, a gate."""
+"""Mamba-1: a recurrence whose step sizes and projections depend on the input, with a state per channel.
+
+Source: Gu, Dao, "Mamba" (2023).
+"""
 
 from collections.abc import Callable
 
@@ -18,7 +21,14 @@ from pallas_kernels import selective_scan, selective_state_update
 
 
 class Mamba1Mixer(nnx.Module):
-    """One layer; its states are blocks of `conv` [layers, blocks, window, channels] and `recurrent`, of one head."""
+    """Mamba-1: projections, a convolution, the selective scan with a gate, and an output projection.
+
+    For one channel with state S [state_dim], input x, and the step size dt, B and C that are computed from x:
+
+        dt = softplus(dt + dt_bias);  S = exp(-exp(A_log) * dt) * S + dt * x * B;  y = (S C + D * x) * silu(z)
+
+    Its states are a convolution window [window, inner_size] and S for all channels, [1, inner_size, state_dim].
+    """
 
     kind = "mamba1"
 
@@ -39,16 +49,17 @@ class Mamba1Mixer(nnx.Module):
         """Makes a layer with random weights.
 
         Args:
-            hidden_size: Of the residual stream.
+            hidden_size: Channels of the residual stream.
             inner_size: Channels of the recurrence.
-            state_dim: State of a channel, and what B and C have.
-            dt_rank: Of the step sizes before their projection to the channels.
-            width: Of the convolution.
-            dtype: Of the weights.
-            rngs: Draws the weights.
+            state_dim: Numbers in a channel's state, in B and in C.
+            dt_rank: Size of the step sizes before they are projected to the channels.
+            width: Number of inputs that an output of the convolution sees.
+            dtype: Dtype of weights and products. Decay rates, D and the bias of the step sizes are float32.
+            rngs: Random numbers for the weights.
             conv_bias: Whether the convolution has a bias.
-            proj_bias: Whether the input and output projections have.
-            norm: Makes the norms of the low-rank step sizes, B and C, from their sizes (Falcon-Mamba, Jamba).
+            proj_bias: Whether the input and output projections have biases.
+            norm: Makes a norm from its number of channels, for the low-rank step sizes, B and C (Falcon-Mamba, Jamba).
+                With None they have no norms.
         """
         self.state_dim, self.dt_rank = state_dim, dt_rank
         self.in_proj = linear(hidden_size, 2 * inner_size, dtype, rngs, bias=proj_bias)
@@ -57,7 +68,7 @@ class Mamba1Mixer(nnx.Module):
         sizes = dt_rank, state_dim, state_dim
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = map(norm, sizes) if norm else (None, None, None)
         self.dt_proj = linear(dt_rank, inner_size, dtype, rngs)
-        # Beside its projection: the kernels add it in float32.
+        # The bias is not part of `dt_proj`, because the kernels add it in float32.
         self.dt_proj_bias = nnx.Param(jnp.zeros(inner_size, jnp.float32))
         rates = jnp.broadcast_to(jnp.arange(1, state_dim + 1, dtype=jnp.float32), (inner_size, state_dim))
         self.A_log = nnx.Param(jnp.log(rates))
@@ -65,7 +76,7 @@ class Mamba1Mixer(nnx.Module):
         self.out_proj = linear(inner_size, hidden_size, dtype, rngs, bias=proj_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
+        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         return self.conv1d.state(conv_dtype), RecurrentState((1, *self.A_log.shape), state_dtype)
 
     @old_mixer_call
@@ -81,19 +92,22 @@ class Mamba1Mixer(nnx.Module):
         D, dt_bias = self.D[...][None], self.dt_proj_bias[...][None]
 
         def run(op, rows: LayerRows, write, x, dt, B, C, z, recurrent):
-            return op(
-                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, rows.recurrent_read, write,
-                D=D, z=z, dt_bias=dt_bias, implementation=at.implementation,
-            )  # fmt: skip
+            where = at.layer, rows.query_start_loc, rows.recurrent_read, write
+            options = dict(D=D, z=z, dt_bias=dt_bias, implementation=at.implementation)
+            return op(x, dt, A, B, C, recurrent, *where, **options)
 
-        decode = lambda rows, *operands: run(selective_state_update, rows, rows.write, *operands)
-        prefill = lambda rows, *operands: run(selective_scan, rows, rows.write[:, 0], *operands)
+        def decode(rows: LayerRows, *operands):
+            return run(selective_state_update, rows, rows.write, *operands)
+
+        def prefill(rows: LayerRows, *operands):
+            return run(selective_scan, rows, rows.write[:, 0], *operands)
+
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
         return self.out_proj(out[:, 0]), conv, recurrent
 
     def split(self, cut: Cut) -> None:
-        """Keeps one device's heads: see `SplitMixer`."""
+        """Keeps one device's channels: see `SplitMixer`."""
         channel = Part(self.D.shape[0], 1)
         cut.out(self.in_proj, channel, channel)
         cut.put(self.conv1d.weight, 1, [channel])

@@ -1,4 +1,7 @@
-"""Mamba-2: convolution over x, B and C, the selective state space with a scalar decay per head, gated norm."""
+"""Mamba-2: a recurrence with one decay per head and token, whose chunks are computed by matrix products.
+
+Source: Dao, Gu, "Transformers are SSMs" (2024).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,15 @@ from pallas_kernels import selective_state_update, ssd
 
 
 class Mamba2Mixer(nnx.Module):
-    """One layer; its states are blocks of `conv` [layers, blocks, window, channels] and `recurrent`."""
+    """Mamba-2: projections, a convolution, the state space recurrence, a gated norm and an output projection.
+
+    For one head with state S [head_dim, state_dim] and input x [head_dim], and the B and C of its group:
+
+        dt = softplus(dt + dt_bias);  S = exp(-exp(A_log) * dt) * S + (dt * x) B^T;  y = S C + D * x
+
+    Its states are a convolution window [window, channels] of x, B and C, and S for all heads, [heads, head_dim,
+    state_dim].
+    """
 
     kind = "mamba2"
 
@@ -44,21 +55,21 @@ class Mamba2Mixer(nnx.Module):
         """Makes a layer with random weights.
 
         Args:
-            hidden_size: Of the residual stream.
-            heads: Each with a state [head_dim, state_dim].
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads. Each has a state.
             head_dim: Channels of a head.
-            state_dim: Of B and C.
-            groups: Of heads that share B and C; divides `heads`.
-            width: Of the convolution.
-            dtype: Of the weights.
-            rngs: Draws the weights.
-            epsilon: Of the output norm.
-            norm: Whether the output is normalised, each group's channels apart, as well as gated.
-            norm_before_gate: Whether it is normalised before it is gated.
+            state_dim: Dims of B and C.
+            groups: Number of groups of heads that share B and C; divides `heads`.
+            width: Number of inputs that an output of the convolution sees.
+            dtype: Dtype of weights and products. Decay rates, D, the bias of the step sizes and the norm are float32.
+            rngs: Random numbers for the weights.
+            epsilon: Added to the mean square in the output norm.
+            norm: Whether the output is normalised, each group of channels by itself. It is gated in either case.
+            norm_before_gate: Whether the output is normalised before it is gated.
             conv_bias: Whether the convolution has a bias.
-            in_bias: Whether the input projection has.
-            out_bias: Whether the output projection has.
-            multipliers: What z, x, B, C and dt are multiplied by as they come out of the input projection (Falcon-H1).
+            in_bias: Whether the input projection has a bias.
+            out_bias: Whether the output projection has a bias.
+            multipliers: Factors of z, x, B, C and dt after the input projection (Falcon-H1); None for no factors.
         """
         inner, of_groups = heads * head_dim, groups * state_dim
         self.heads, self.head_dim, self.state_dim, self.groups = heads, head_dim, state_dim, groups
@@ -74,7 +85,7 @@ class Mamba2Mixer(nnx.Module):
         self.out_proj = linear(inner, hidden_size, dtype, rngs, bias=out_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
-        """The window and the recurrent state that a block holds for this layer: see `Mixer`."""
+        """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         shape = (self.heads, self.head_dim, self.state_dim)
         return self.conv1d.state(conv_dtype), RecurrentState(shape, state_dtype)
 
@@ -89,24 +100,22 @@ class Mamba2Mixer(nnx.Module):
         z, xBC, dt = jnp.split(projected, [inner, projected.shape[1] - self.heads], axis=1)
         xBC, conv = self.conv1d(xBC, at, conv)
         inputs, B, C = jnp.split(xBC, [inner, inner + self.sizes[2]], axis=1)
-        fold = lambda y, parts: y.reshape(y.shape[0], parts, -1)
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
         def decode(rows: LayerRows, *operands):
             x, dt, B, C, recurrent = operands
-            return selective_state_update(
-                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, rows.recurrent_read, rows.write,
-                **same,
-            )  # fmt: skip
+            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
+            return selective_state_update(x, dt, A, B, C, recurrent, *where, **same)
 
         def prefill(rows: LayerRows, *operands):
             x, dt, B, C, recurrent = operands
             assert at.chunks is not None, "a step with prefill rows has chunks"
-            return ssd(
-                x, dt, A, B, C, recurrent, at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read,
-                rows.write[:, 0], **same,
-            )  # fmt: skip
+            where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
+            return ssd(x, dt, A, B, C, recurrent, *where, **same)
+
+        def fold(y: jax.Array, parts: int) -> jax.Array:
+            return y.reshape(y.shape[0], parts, -1)
 
         tokens = fold(inputs, self.heads), dt, fold(B, self.groups), fold(C, self.groups)
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))

@@ -21,14 +21,14 @@ class Mixer(Protocol):
     """A layer that reads and writes pools.
 
     Attributes:
-        kind: Names the mixers of a model that share a group: their states have the same shapes. A mixer of kind "attention"
-            keeps no states. Its pools are the pages of keys and values (`AttentionMixer`).
+        kind: Names the mixers of a model that share a group: their states have the same shapes. A mixer of kind
+            "attention" keeps no states. Its pools are the pages of keys and values (`AttentionMixer`).
     """
 
     kind: str
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState | RecurrentState, ...]:
-        """The states that a block holds for this layer, in the order of its pools; () for attention.
+        """Describes the states that a block holds for this layer, in the order of its pools; () for attention.
 
         Args:
             conv_dtype: Dtype of convolution windows.
@@ -40,8 +40,8 @@ class Mixer(Protocol):
         """Runs a step's packed tokens.
 
         Args:
-            x: Inputs, decode and verify rows first. [tokens, hidden]
-            at: The step's rows, and this layer's place in the pools.
+            x: Inputs, those of decode and verify rows first. [tokens, hidden]
+            at: The step's rows, and this layer's index in the pools.
             *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
 
         Returns:
@@ -51,11 +51,11 @@ class Mixer(Protocol):
 
 
 class AttentionMixer(Mixer, Protocol):
-    """A mixer of kind "attention": its pools are `KVPages.keys` and `KVPages.values`."""
+    """A mixer of kind "attention". Its pools are `KVPages.keys` and `KVPages.values`."""
 
     @property
     def kv_dims(self) -> tuple[int, int, int]:
-        """The heads of a page, the dims of a key, and the dims of a value (0: values are part of the keys)."""
+        """The key heads, the dims of a key and the dims of a value. A value of 0 dims is part of its key."""
         ...
 
 
@@ -66,6 +66,6 @@ class SplitMixer(Mixer, Protocol):
         """Places the parameters on the mesh, and makes the layer's sizes those of one device's share.
 
         Raises:
-            ValueError: the layer's heads or channels are no multiple of the devices.
+            ValueError: the number of heads or channels is not a multiple of the number of devices.
         """
         ...

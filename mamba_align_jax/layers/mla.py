@@ -1,7 +1,8 @@
-"""Multi-head latent attention over paged latents: a token's keys and values in all heads are products of one vector.
+"""Multi-head latent attention: pages hold one latent vector per token instead of the keys and values of all heads.
 
-Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1, in its absorbed form: queries are taken to the latents and attended
-values from them, so that no key or value of a head is ever made.
+Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. The layer runs the absorbed form: it projects queries to the
+    latent
+space and attended latents to values, so it never computes the keys and values of the heads.
 """
 
 import functools
@@ -18,23 +19,28 @@ from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
 
-_EPSILON = 1e-6  # of the norms inside the layer, whatever the model's
+# Epsilon of the norms inside the layer. It does not depend on the model.
+_EPSILON = 1e-6
 
 
 def _rotary_pairs(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotates dims (0, 1), (2, 3), .. of [tokens, heads, dim]; first members of the pairs go in front of second ones.
+    """Rotates the pairs of dims (0, 1), (2, 3), .. of [tokens, heads, dim] by each token's position.
 
-    Queries and keys alike, so that their products don't see the order.
+    The result has the first dims of all pairs before the second ones. Queries and keys get the same order, so their
+    products do not depend on it.
     """
     halves = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
     return rotary(halves, positions, x.shape[-1], theta)
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """One layer; pages hold [latent | positional key] of each token, kv_lora_rank + rope_dim numbers, as one head.
+    """Multi-head latent attention: o_proj(softmax(q k^T / sqrt(nope_dim + rope_dim)) v).
 
-    `q_lora_rank` is the inner size of the queries' projection, None where it is one product. `rope_theta` None leaves the
-    positional dims unrotated. `gated` multiplies each head's output by a sigmoid of the layer's input.
+    A head's key is [W_k latent | positional key] and its value is W_v latent, where all heads share a token's latent
+    and positional key.
+
+    The layer keeps no states. Its pools are pages of [latent | positional key],
+    [layers, pages, page_size, 1, kv_lora_rank + rope_dim], and pages of values, which have no elements.
     """
 
     kind = "attention"
@@ -54,6 +60,21 @@ class MultiHeadLatentAttention(nnx.Module):
         rope_theta: float | None = None,
         gated: bool = False,
     ) -> None:
+        """Makes a layer with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            heads: Number of heads.
+            nope_dim: Dims of a query and of a key without position.
+            rope_dim: Dims of a query and of a key that carry the position.
+            value_dim: Dims of a value.
+            kv_lora_rank: Dims of a latent.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            q_lora_rank: Inner size of the queries' projection. With None the projection is one product.
+            rope_theta: Base of the rotation's wavelengths. With None the positional dims are not rotated.
+            gated: Whether each head's output is multiplied by a sigmoid of a projection of the layer's input.
+        """
         self.heads, self.nope_dim, self.rope_dim, self.value_dim = heads, nope_dim, rope_dim, value_dim
         self.kv_lora_rank, self.rope_theta = kv_lora_rank, rope_theta
         queries = heads * (nope_dim + rope_dim)
@@ -71,11 +92,16 @@ class MultiHeadLatentAttention(nnx.Module):
 
     @property
     def kv_dims(self) -> tuple[int, int, int]:
-        """Heads, and dims of a key and a value."""
+        """One key head, the dims of what pages hold, and 0 dims of a value, because values are part of the keys."""
         return 1, self.kv_lora_rank + self.rope_dim, 0
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries [tokens, heads, nope_dim + rope_dim] and what the pages hold [tokens, kv_lora_rank + rope_dim]."""
+        """Projects the inputs [tokens, hidden] at `positions`, int32 [tokens].
+
+        Returns:
+            The queries [tokens, heads, nope_dim + rope_dim], and what the pages hold, [tokens, kv_lora_rank +
+            rope_dim].
+        """
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(x.shape[0], self.heads, -1)
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=1)
@@ -86,7 +112,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return q, jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=1)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
-        """No states: attention keeps keys and values in pages."""
+        """Returns (), because attention keeps keys and values in pages instead of states in blocks."""
         del conv_dtype, state_dtype
         return ()
 
@@ -94,8 +120,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`.
 
-        The pools are the pages of latents [layers, pages, page_size, 1, kv_lora_rank + rope_dim], and pages of values, which
-        have no elements and are returned as they are.
+        The pools are the pages of latents, and the pages of values, which are returned as they are.
         """
         latents, values = pools
         q, latent = self.project(x, at.token_pages.positions)
@@ -105,7 +130,7 @@ class MultiHeadLatentAttention(nnx.Module):
         to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=2)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
         q_latent = jnp.concatenate([product("thd,rhd->thr", q_nope, to_keys), q_rope], axis=2)
-        # The latents serve as values too. Their positional dims are attended in vain, and dropped.
+        # The latents are the values, too. The positional dims of the result have no meaning and are dropped.
         attended = paged_attention(q_latent, at, latents, latents, scale=q.shape[2] ** -0.5)
         out = product("thr,rhd->thd", attended[:, :, : self.kv_lora_rank], to_values)
         if self.g_proj is not None:

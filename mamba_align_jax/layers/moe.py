@@ -1,4 +1,9 @@
-"""A mixture of experts: a router's choice, and each token through the experts that were chosen for it."""
+"""Mixtures of experts: a router chooses a few experts per token, and the token's output is their weighted sum.
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); DeepSeek-AI, "DeepSeek-V3" (2024) for the router
+    with
+sigmoids, groups and a bias.
+"""
 
 from collections.abc import Callable
 
@@ -11,15 +16,20 @@ from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import AXIS, Part
 
-# Weights of the experts that run at once: 128 MiB of bfloat16.
+# The most weights of experts that are gathered at once: 128 MiB of bfloat16.
 _ELEMENTS = 1 << 26
 
 
 def softmax_router(logits: jax.Array, top_k: int, *, renormalise: bool = True) -> tuple[jax.Array, jax.Array]:
-    """Chooses after a softmax of [tokens, experts].
+    """Chooses the experts with the largest softmax of their logits, and weights them by it.
+
+    Args:
+        logits: [tokens, experts]
+        top_k: Number of experts per token.
+        renormalise: Whether the chosen experts' weights are scaled to the sum 1.
 
     Returns:
-        The chosen experts, int32, and their weights, float32; [tokens, top_k] each.
+        The chosen experts, int32 [tokens, top_k], and their weights, float32 [tokens, top_k].
     """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), top_k)
     return chosen, weights / jnp.sum(weights, axis=-1, keepdims=True) if renormalise else weights
@@ -35,13 +45,20 @@ def sigmoid_router(
     renormalise: bool = True,
     scale: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses by sigmoids of [tokens, experts] and a bias per expert, which has no part in the weights (DeepSeek-V3).
+    """Chooses the experts with the largest sigmoid(logit) + bias, and weights them by the sigmoid alone.
 
-    Experts are in `groups` groups, of which a token goes to `top_groups`: those with the largest sums of their two best.
-    Weights are multiplied by `scale`.
+    Args:
+        logits: [tokens, experts]
+        bias: Added for the choice only. [experts]
+        top_k: Number of experts per token.
+        groups: Number of groups of consecutive experts, of equal size.
+        top_groups: Number of groups from which a token's experts come: those whose two best experts have the largest
+            sum.
+        renormalise: Whether the chosen experts' weights are scaled to the sum 1.
+        scale: Factor of the weights, after that.
 
     Returns:
-        The chosen experts, int32, and their weights, float32; [tokens, top_k] each.
+        The chosen experts, int32 [tokens, top_k], and their weights, float32 [tokens, top_k].
     """
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
     choice = (scores + bias).reshape(scores.shape[0], groups, -1)
@@ -58,13 +75,16 @@ def sigmoid_router(
 
 
 def swiglu(x: jax.Array) -> jax.Array:
-    """silu(gate) * up of [gate | up] along the last axis."""
+    """Computes silu(gate) * up, where `x` is [gate | up] along the last axis."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 class Experts(nnx.Module):
-    """down(activation(up(x))) of every expert: `up` [experts, hidden, up_size], `down` [experts, size, hidden]."""
+    """The weights of all experts: an expert computes down(activation(up(x))).
+
+    `up` is [experts, hidden, size], or [experts, hidden, 2 * size] with gates, and `down` is [experts, size, hidden].
+    """
 
     def __init__(
         self,
@@ -77,54 +97,57 @@ class Experts(nnx.Module):
         activation: Callable[[jax.Array], jax.Array] = swiglu,
         gated: bool = True,
     ) -> None:
-        """Initial weights.
+        """Makes experts with random weights.
 
         Args:
-            experts: How many.
-            hidden_size: Of the model, or of the latent that experts work on.
-            size: Of an expert's middle.
-            dtype: Of the weights.
-            rngs: For the initial weights.
-            activation: From `up`'s outputs to `down`'s inputs.
-            gated: Whether `up` gives [gate | up], twice the middle's size.
+            experts: Number of experts.
+            hidden_size: Channels of an expert's inputs and outputs.
+            size: Channels between the activation and `down`.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            activation: Takes `up`'s outputs to `down`'s inputs.
+            gated: Whether `up` yields [gate | up], which `activation` reduces to half.
         """
-        draw = lambda *shape: jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-2] ** -0.5
+
+        def draw(*shape: int) -> jax.Array:
+            return jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-2] ** -0.5
+
         self.up = nnx.Param(draw(experts, hidden_size, size * (1 + gated)).astype(dtype))
         self.down = nnx.Param(draw(experts, size, hidden_size).astype(dtype))
         self.activation = activation
-        # The mesh axis over which the width is split, if it is.
+        # The mesh axis over which `size` is split; None if it is not split.
         self.axis: str | None = None
 
     def split(self, cut: Cut) -> None:
-        """Keeps one device's part of the width of every expert."""
+        """Keeps one device's share of the channels of every expert: see `SplitMixer.split`."""
         width = Part(self.down.shape[1], 1)
-        # `up` makes [gate | up], or up alone.
+        # `up` yields [gate | up], or up alone.
         cut.put(self.up, 2, [width] * (self.up.shape[2] // width.heads))
         cut.put(self.down, 1, [width])
         self.axis = AXIS
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """The weighted sum of each token's experts, over the devices if they are split.
+        """Computes the weighted sum of each token's experts. Split experts are summed over the devices.
 
         Args:
-            x: [tokens, hidden]
-            chosen: Numbers of each token's experts. int32 [tokens, top_k]
-            weights: [tokens, top_k]
+            x: Inputs. [tokens, hidden]
+            chosen: Index of each token's experts. int32 [tokens, top_k]
+            weights: Weight of each of them. [tokens, top_k]
 
         Returns:
-            [tokens, hidden] in x's dtype. One device sums in float32.
+            [tokens, hidden] in the dtype of `x`. The sum is float32.
         """
         out = self._weighted_sum(x, chosen, weights)
         return out if self.axis is None else jax.lax.psum(out.astype(jnp.float32), self.axis).astype(x.dtype)
 
     def _weighted_sum(self, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        # Rows are sorted by expert and cut into blocks of one expert each, so that only chosen experts are multiplied and
-        # only a few experts' weights are gathered at once. (Outside of TPUs `jax.lax.ragged_dot` multiplies every row by
-        # every expert.)
+        # A row is a token and one of its experts. Rows are sorted by expert and cut into blocks of one expert, so that
+        # no row is multiplied by another expert and only a few experts' weights are gathered at once. (Outside of TPUs
+        # `jax.lax.ragged_dot` multiplies every row by every expert.)
         up, down = self.up[...], self.down[...]
         experts, top_k = up.shape[0], chosen.shape[1]
         rows = chosen.size
-        # Most of a decode step's experts have one row, and blocks of more would be padding.
+        # In a decode step most experts have one row, so larger blocks would consist of padding.
         size = min(128, max(8, 1 << (rows // experts).bit_length()))
         blocks = min(rows, rows // size + experts)
         expert, row = jax.lax.sort_key_val(chosen.reshape(-1), jnp.arange(rows, dtype=jnp.int32))
@@ -133,7 +156,7 @@ class Experts(nnx.Module):
         last_block = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)
         first_block = jnp.concatenate([jnp.zeros(1, jnp.int32), last_block[:-1]])
         number = jnp.arange(blocks, dtype=jnp.int32)
-        # Blocks behind the last are of no expert: they compute on any rows, which nobody reads.
+        # Blocks after the last one have no expert. They compute on arbitrary rows, and their results are not read.
         owner = jnp.minimum(jnp.searchsorted(last_block, number, side="right"), experts - 1).astype(jnp.int32)
         start = begin[owner] + (number - first_block[owner]) * size
 
@@ -154,7 +177,7 @@ class Experts(nnx.Module):
 
 
 class SharedExpertMoE(nnx.Module):
-    """Routed experts and one that every token takes, behind a sigmoid gate (Qwen)."""
+    """Computes the routed experts' weighted sum plus sigmoid(gate(x)) * shared_expert(x), as in Qwen's models."""
 
     def __init__(
         self,
@@ -168,6 +191,18 @@ class SharedExpertMoE(nnx.Module):
         *,
         renormalise: bool = True,
     ) -> None:
+        """Makes a layer with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            experts: Number of routed experts.
+            top_k: Number of routed experts per token.
+            size: Intermediate channels of a routed expert.
+            shared_size: Intermediate channels of the shared expert.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            renormalise: Whether the chosen experts' weights are scaled to the sum 1.
+        """
         self.top_k, self.renormalise = top_k, renormalise
         self.gate = linear(hidden_size, experts, dtype, rngs)
         self.experts = Experts(experts, hidden_size, size, dtype, rngs)
@@ -175,13 +210,13 @@ class SharedExpertMoE(nnx.Module):
         self.shared_expert_gate = linear(hidden_size, 1, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         chosen, weights = softmax_router(self.gate(x), self.top_k, renormalise=self.renormalise)
         return self.experts(x, chosen, weights) + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 
 class SigmoidGate(nnx.Module):
-    """`sigmoid_router` with its weights, in float32 whatever the model's dtype."""
+    """Routes by `sigmoid_router`, with weights and products in float32 for models of every dtype."""
 
     def __init__(
         self,
@@ -195,27 +230,44 @@ class SigmoidGate(nnx.Module):
         renormalise: bool = True,
         scale: float = 1.0,
     ) -> None:
-        """Initial weights; the rest is as `sigmoid_router` takes it."""
+        """Makes a router with random weights. The other arguments are those of `sigmoid_router`.
+
+        Args:
+            hidden_size: Channels of the residual stream.
+            experts: Number of experts.
+            top_k: Number of experts per token.
+            rngs: Random numbers for the weights.
+            groups: See `sigmoid_router`.
+            top_groups: See `sigmoid_router`.
+            renormalise: See `sigmoid_router`.
+            scale: See `sigmoid_router`.
+        """
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden_size, experts)) * hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
         self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
         self.renormalise, self.scale = renormalise, scale
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The chosen experts of [tokens, hidden] and their weights, [tokens, top_k] each."""
+        """Chooses the experts of tokens [tokens, hidden]. Returns them and their weights, each [tokens, top_k]."""
         logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=precision("float32"))
         return sigmoid_router(
-            logits, self.e_score_correction_bias[...], self.top_k, groups=self.groups, top_groups=self.top_groups,
-            renormalise=self.renormalise, scale=self.scale,
-        )  # fmt: skip
+            logits,
+            self.e_score_correction_bias[...],
+            self.top_k,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            renormalise=self.renormalise,
+            scale=self.scale,
+        )
 
 
 class SharedExpertsMoE(nnx.Module):
-    """Experts that `gate` chooses, and one MLP that every token takes (DeepSeek-V3)."""
+    """Computes the weighted sum of the experts that `gate` chooses plus shared_experts(x), as in DeepSeek-V3."""
 
     def __init__(self, gate: SigmoidGate, experts: Experts, shared_experts: GatedMLP) -> None:
+        """Puts the parts together."""
         self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         return self.experts(x, *self.gate(x)) + self.shared_experts(x)

@@ -1,4 +1,7 @@
-"""Root-mean-square norms, in float32 whatever the model's dtype."""
+"""Root-mean-square norms. They compute in float32 for models of every dtype and return the dtype of their inputs.
+
+Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
 
 from collections.abc import Callable
 
@@ -8,15 +11,22 @@ from flax import nnx
 
 
 def rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """float32 x / sqrt(mean(x^2) + epsilon) over the last axis."""
+    """Computes x / sqrt(mean(x^2) + epsilon) over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, or * (1 + weight) where `offset` is 1: Qwen stores its norms as offsets from one."""
+    """Computes x / rms(x) * (offset + weight)."""
 
     def __init__(self, size: int, epsilon: float, *, offset: float = 0.0) -> None:
+        """Makes a norm of `size` channels that scales by 1.
+
+        Args:
+            size: Number of channels.
+            epsilon: Added to the mean square.
+            offset: Added to the weights. It is 1 for Qwen's models, whose files hold weights minus 1.
+        """
         self.weight = nnx.Param(jnp.full(size, 1.0 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
 
@@ -26,22 +36,24 @@ class RMSNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """x / rms(x) * weight * activation(gate): norm first, gate second."""
+    """Computes x / rms(x) * weight * activation(gate)."""
 
     def __init__(self, size: int, epsilon: float, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu) -> None:
+        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square."""
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.epsilon, self.activation = epsilon, activation
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        """Normalises the last axis of `x`; `gate` has its shape."""
+        """Normalises the last axis of `x`. `gate` has its shape."""
         scaled = rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
         return (scaled * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
 
 
 class UnitRMSNorm(nnx.Module):
-    """x / rms(x), without weights."""
+    """Computes x / rms(x), without weights."""
 
     def __init__(self, epsilon: float) -> None:
+        """Makes a norm. `epsilon` is added to the mean square."""
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -50,18 +62,30 @@ class UnitRMSNorm(nnx.Module):
 
 
 class GatedGroupNorm(nnx.Module):
-    """Mamba-2's output norm: each of `groups` equal parts over its own rms, and silu(gate) multiplied before or after."""
+    """Normalises groups of channels by their own rms, and gates: Mamba-2's output norm.
+
+    Computes group_rms_norm(x * silu(gate)) * weight, or group_rms_norm(x) * weight * silu(gate) with
+    `norm_before_gate`.
+    """
 
     def __init__(self, size: int, groups: int, epsilon: float, *, norm_before_gate: bool = False) -> None:
+        """Makes a norm that scales by 1.
+
+        Args:
+            size: Number of channels.
+            groups: Number of groups of consecutive channels; divides `size`.
+            epsilon: Added to the mean squares.
+            norm_before_gate: Whether the gate is applied after the norm.
+        """
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.groups, self.epsilon, self.norm_before_gate = groups, epsilon, norm_before_gate
 
     def normalise(self, parts: jax.Array) -> jax.Array:
-        """Each group of float32 [tokens, groups, size / groups] over its own rms."""
+        """Divides each group of float32 [tokens, groups, size / groups] by its rms."""
         return rms(parts, self.epsilon)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        """Normalises [tokens, size]; `gate` has its shape."""
+        """Normalises `x` [tokens, size]. `gate` has its shape."""
         y, gate = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
         y = y if self.norm_before_gate else y * gate
         parts = y.reshape(y.shape[0], self.groups, -1)

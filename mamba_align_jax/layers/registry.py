@@ -1,4 +1,4 @@
-"""The mixers that models are made of. A new mixer is a file in this folder and a line here."""
+"""The mixers of the models, which `shard_model` can split. A new mixer is a file in this folder and a line here."""
 
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet

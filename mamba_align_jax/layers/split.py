@@ -1,4 +1,4 @@
-"""Layers split over the devices of a mesh: how their parameters are placed, and products and norms over what is split."""
+"""Layers that are split over a mesh: the placement of their parameters, and products and norms over split channels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,10 @@ from mamba_align_jax.sharding import AXIS, Part, columns, devices
 def summed_product(
     x: jax.Array, kernel: jax.Array, dimensions: Any, *, precision: Any = None, out_sharding: Any = None
 ) -> jax.Array:
-    """Multiplies where the sum is split over the devices: adds up in float32 and rounds once, to the same bits everywhere.
+    """Multiplies when the summed axis is split over the devices. All devices get the same bits.
 
-    Takes and returns what `jax.lax.dot_general` does, so that it can be the `dot_general` of an `nnx.Linear`.
+    The sum over the devices is float32 and is rounded once. The function has the arguments of `jax.lax.dot_general`, so
+    that it can be the `dot_general` of an `nnx.Linear`.
     """
     del out_sharding
     partial = jax.lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=jnp.float32)
@@ -28,7 +29,7 @@ def summed_product(
 
 
 class SplitEmbed(nnx.Module):
-    """Token embeddings of which each device holds a part of the vocabulary."""
+    """Token embeddings. Each device holds those of a part of the vocabulary."""
 
     def __init__(self, embed: nnx.Embed) -> None:
         """Takes the parameter of `embed`, which is already placed."""
@@ -43,21 +44,21 @@ class SplitEmbed(nnx.Module):
 
 
 class SplitRMSNorm(nnx.Module):
-    """A norm over the channels of all devices."""
+    """Computes x / rms(x) * (offset + weight), where rms(x) is over the channels of all devices."""
 
     def __init__(self, norm: RMSNorm) -> None:
         """Takes the parameter of `norm`, which is already placed."""
         self.weight, self.epsilon, self.offset = norm.weight, norm.epsilon, norm.offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis together with those of the other devices. Repeated heads don't change the mean."""
+        """Normalises the last axis over all devices. Repeated heads do not change the mean of the squares."""
         y = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jax.lax.pmean(jnp.mean(y * y, axis=-1, keepdims=True), AXIS) + self.epsilon)
         return (y * scale * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class SplitGroupNorm(GatedGroupNorm):
-    """A group norm for repeated groups: there are `copies` of each, with different channels, perhaps on other devices."""
+    """A `GatedGroupNorm` for repeated groups. A group's channels are spread over its `copies` copies."""
 
     def __init__(self, norm: GatedGroupNorm, groups: int, copies: int) -> None:
         """Takes the parameter of `norm`, which is already placed. `groups` is the number of groups of one device."""
@@ -65,7 +66,7 @@ class SplitGroupNorm(GatedGroupNorm):
         self.groups, self.copies = groups, copies
 
     def normalise(self, parts: jax.Array) -> jax.Array:
-        """Divides float32 [tokens, groups, size] by the root mean square of whole groups."""
+        """Divides float32 [tokens, groups, size] by the root mean square of a group and its copies."""
         mean = jnp.mean(parts * parts, axis=-1)
         everywhere = jax.lax.all_gather(mean, AXIS, axis=1, tiled=True)
         whole = jnp.mean(everywhere.reshape(mean.shape[0], -1, self.copies), axis=-1).repeat(self.copies, axis=1)
@@ -91,12 +92,15 @@ class Cut:
         return devices(self.mesh)
 
     def put(self, variable: nnx.Variable, axis: int | None = None, parts: Sequence[Part] = ()) -> None:
-        """Splits a parameter along `axis`; None copies it to all devices.
+        """Places a parameter on the mesh. `variable` is changed in place.
 
-        With `parts`, each device gets its heads of each part: see `sharding.columns`.
+        Args:
+            variable: The parameter.
+            axis: The axis that is divided among the devices; None copies the parameter to all devices.
+            parts: What lies side by side along `axis`. Each device gets its heads of each part: see `sharding.columns`.
 
         Raises:
-            ValueError: the heads of a part are no multiple of the devices.
+            ValueError: the number of a part's heads is not a multiple of the number of devices.
         """
         array = variable[...]
         if parts and axis is not None:
@@ -108,12 +112,12 @@ class Cut:
         self.placed.add(id(variable))
 
     def out(self, linear: nnx.Linear, *parts: Part) -> None:
-        """Splits the outputs of a product, bias included."""
+        """Splits a product's outputs, which are `parts` side by side. Its bias is split, too."""
         self.put(linear.kernel, 1, parts)
         if linear.bias is not None:
             self.put(linear.bias, 0, parts)
 
     def into(self, linear: nnx.Linear, part: Part) -> None:
-        """Splits the inputs of a product. Its outputs are summed over the devices, and the bias is added once."""
+        """Splits a product's inputs. Its outputs are then summed over the devices, and the bias is added once."""
         self.put(linear.kernel, 0, [part])
         linear.dot_general = summed_product

@@ -1,1 +1,1 @@
-"""Per-batch values that layers need: rows by kind, positions, and the inputs of a step."""
+"""What layers need to know of a step: its rows by kind, the positions of its tokens, and its inputs."""

@@ -1,4 +1,4 @@
-"""What a layer knows of a step: the step's rows, and the layer's own place in the pools."""
+"""What one layer needs to know of a step: the step's rows, and the layer's group and index in the pools."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,13 +15,13 @@ from pallas_kernels import Chunks, Implementation
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TokenPages:
-    """Where each token of a step stands in its sequence, and where its keys and values go: for attention layers.
+    """The position of each token of a step, and the place of its key and value in the pages. Attention layers need it.
 
     Attributes:
-        positions: Absolute position of each token. int32 [tokens]
-        kv_page: Page that takes each token's keys; out of range for padding tokens, so that scatters drop them.
+        positions: Absolute position of each token; 0 for padding tokens. int32 [tokens]
+        kv_page: Page that takes each token's key and value. It is out of range for padding tokens, which are dropped.
             int32 [tokens]
-        kv_offset: Place of each token in its page. int32 [tokens]
+        kv_offset: Index of each token in its page. int32 [tokens]
         page_table: Pages of each row, in the order of their positions. int32 [rows, pages]
     """
 
@@ -31,9 +31,15 @@ class TokenPages:
     page_table: jax.Array
 
     def put(self, pool: jax.Array, layer: jax.Array, values: jax.Array) -> jax.Array:
-        """Writes a value per token, [tokens, heads, dim], to a layer of [layers, pages, page_size, heads, dim].
+        """Writes each token's key, or its value, to its page.
 
-        `pool` is donated.
+        Args:
+            pool: Pages of all layers, [layers, pages, page_size, heads, dim]. `pool` is donated.
+            layer: Index of the layer. int32 scalar
+            values: What is written. [tokens, heads, dim]
+
+        Returns:
+            The updated pool.
         """
         return pool.at[layer, self.kv_page, self.kv_offset].set(values.astype(pool.dtype), mode="drop")
 
@@ -41,13 +47,13 @@ class TokenPages:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
-    """Where one layer is in one step: what a `Mixer` takes beside its inputs and its pools.
+    """Where one layer is in one step. A `Mixer` takes it together with its inputs and its pools.
 
     Attributes:
         rows: The step's rows by kind.
-        chunks: The chunks of the prefill rows; None without such rows.
+        chunks: The chunks of the prefill rows; None in a step without prefill rows.
         layer: Index of the layer among the layers of its group, which is its index in the pools. int32 scalar
-        pages: Where keys and values go; None in a step without attention layers.
+        pages: The positions of tokens, and the places of keys and values; None in a step without attention layers.
         group: Index of the group whose block ids the layer uses.
         implementation: Implementation of the ops; None chooses by platform.
     """
@@ -61,10 +67,10 @@ class LayerStep:
 
     @property
     def token_pages(self) -> TokenPages:
-        """`pages`, for attention layers, which can't do without.
+        """`pages`, which attention layers need.
 
         Raises:
-            ValueError: the step was made without pages.
+            ValueError: the step has no pages.
         """
         if self.pages is None:
             raise ValueError("LayerStep: pages must be given to a step with attention layers, got None")
@@ -80,21 +86,21 @@ class LayerStep:
         num_tokens: int,
         implementation: Implementation | None = None,
     ) -> "LayerStep":
-        """The first layer of the first group in a step; `at` gives the others.
+        """Makes the value for layer 0 of group 0, in a step without attention layers. `at` makes those of other layers.
 
         Args:
             batch: The step's rows, decode and verify rows first.
             indices: The result of `begin_step`.
-            num_decode_rows: How many rows are decode or verify rows, padding included. Static.
+            num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
             num_tokens: Number of packed tokens, padding included. Static.
-            implementation: Implementation of the ops.
+            implementation: Implementation of the ops; None chooses by platform.
         """
         rows = split_rows(batch, indices, num_decode_rows)
         chunks = rows.chunks(num_tokens)
         return cls(rows=rows, chunks=chunks, layer=jnp.int32(0), implementation=implementation)
 
     def at(self, layer: int | jax.Array, group: int = 0) -> "LayerStep":
-        """The same step for another layer, given by its index in its group."""
+        """Returns the same step for layer `layer` of group `group`."""
         return replace(self, layer=jnp.int32(layer), group=group)
 
     def apply(
@@ -104,9 +110,18 @@ class LayerStep:
         tokens: tuple[jax.Array, ...],
         pools: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """Runs each kind's function: `f(rows, *tokens, *pools) -> (outputs, *pools)`, `rows` being `LayerRows`.
+        """Runs a function for each kind of rows: `f(rows, *tokens, *pools) -> (outputs, *pools)`.
 
-        See `RowSplit.apply`, which passes the rows with the blocks of all groups.
+        `rows` is `LayerRows`, with the blocks of this layer's group.
+
+        Args:
+            decode: Runs the decode and verify rows.
+            prefill: Runs the prefill rows.
+            tokens: Arrays whose first axis is the packed tokens.
+            pools: Arrays that both functions take and return.
+
+        Returns:
+            The outputs of all tokens in packed order, followed by the pools. See `RowSplit.apply`.
         """
 
         def of_group(function: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:

@@ -1,4 +1,4 @@
-"""The two kinds of rows of a step: decode and verify rows come first, prefill rows follow. Each kind has its own kernels."""
+"""The rows of a step by kind: decode and verify rows come first, then prefill rows. Each kind has its own kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from pallas_kernels import Chunks, chunk_rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """The rows of one kind, with the blocks that one layer's group has for them: the arguments of the kernels. All int32.
+    """The rows of one kind with their blocks of one group. The fields are arguments of the kernels, and all are int32.
 
     Attributes:
         query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
@@ -23,8 +23,9 @@ class LayerRows:
         recurrent_read: Block that holds each row's recurrent state; NULL_BLOCK for a fresh row. [rows]
         conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [rows]
         window_row: First row of that window to read. [rows]
-        write: Blocks that each row writes: column t takes the state after token t of a verify row, column 0 the final state
-            of any other row and every row's window. [rows, 1 + K]
+        write: Blocks that each row writes. In a verify row, `write[r, t]` takes the state after token t. In any other
+            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window. [rows, 1
+            + K]
     """
 
     query_start_loc: jax.Array
@@ -39,7 +40,7 @@ class LayerRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of one kind with the blocks of every group: `LayerRows` with a group axis. All int32.
+    """The rows of one kind with their blocks of every group: `LayerRows` with a group axis. All fields are int32.
 
     Attributes:
         query_start_loc: First token of each row among the tokens of this kind, then the end of the last row. [rows + 1]
@@ -63,7 +64,7 @@ class Rows:
         return self.window_row.shape[0]
 
     def of_group(self, group: int) -> LayerRows:
-        """The rows with the blocks of one group."""
+        """Returns the rows with their blocks of one group."""
         return LayerRows(
             query_start_loc=self.query_start_loc,
             num_computed_tokens=self.num_computed_tokens,
@@ -83,7 +84,7 @@ class RowSplit:
         decode: The decode and verify rows.
         prefill: The prefill rows.
         first_prefill_token: Index of the prefill rows' first token among the packed tokens. int32 scalar
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each row.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
     """
 
     decode: Rows
@@ -106,17 +107,17 @@ class RowSplit:
         carry: tuple[jax.Array, ...],
         num_decode_tokens: int | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Runs each kind's function on its rows and tokens: `f(rows, *tokens, *carry) -> (outputs, *carry)`.
+        """Runs a function for each kind of rows: `f(rows, *tokens, *carry) -> (outputs, *carry)`, with `Rows`.
 
-        A function must return 0 for padding tokens after its last row, which every op of `pallas_kernels` does. In a batch
-        of one kind its function runs on all tokens, without a copy.
+        A function must return 0 for padding tokens after its last row, which every op of `pallas_kernels` does. If the
+        batch has rows of one kind only, that kind's function runs on all tokens without a copy.
 
         Args:
             decode: Runs the decode and verify rows.
             prefill: Runs the prefill rows.
             tokens: Arrays whose first axis is the packed tokens.
             carry: Arrays that both functions take and return, such as pools.
-            num_decode_tokens: Another bound than the split's own.
+            num_decode_tokens: Replaces the bound of the same name, if it is not None.
 
         Returns:
             The outputs of all tokens in packed order, followed by the carry.
@@ -135,7 +136,7 @@ class RowSplit:
         return jax.lax.dynamic_update_slice_in_dim(out, tail, begin, axis=0), *carry_
 
     def chunks(self, num_tokens: int) -> Chunks | None:
-        """Cuts the prefill rows into chunks, once for all layers; None if there are no prefill rows.
+        """Cuts the prefill rows into chunks, once for all layers. Returns None if there are no prefill rows.
 
         `num_tokens` is the number of packed tokens of the whole batch, padding included.
         """
@@ -151,14 +152,15 @@ def split_rows(
 ) -> RowSplit:
     """Splits a batch's rows by kind.
 
-    Token arrays of a batch with both kinds must have room for `num_decode_tokens` more tokens than the prefill rows have.
+    In a batch with both kinds, arrays of tokens must have at least as many entries as the prefill rows have tokens,
+    plus `num_decode_tokens`.
 
     Args:
-        batch: The step's rows. The first `num_decode_rows` must be decode, verify or padding rows, the others prefill or
-            padding rows.
+        batch: The step's rows. The first `num_decode_rows` must be decode, verify or padding rows, the others prefill
+            or padding rows.
         indices: The result of `begin_step`.
-        num_decode_rows: Static.
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None is 1 + K tokens for each.
+        num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
     """
 
     def rows(begin: int, end: int | None) -> Rows:

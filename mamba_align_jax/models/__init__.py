@@ -1,9 +1,10 @@
-"""Models by the `model_type` of their Hugging Face configuration."""
+"""The supported models, by the `model_type` of their Hugging Face configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
+from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.models import (
     bailing_hybrid,
     falcon_h1,
@@ -18,10 +19,11 @@ from mamba_align_jax.models import (
     qwen3_5,
     qwen3_next,
 )
+from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.weights import has_draft_head, read_config, read_weights
 
-# Modules with `Config`, `Model` and `sources`.
-ARCHITECTURES = {
+# The module of each model type. It has `Config`, `Model` and `sources`, and perhaps `ignored`: see `read_weights`.
+ARCHITECTURES: Mapping[str, ModuleType] = {
     "bailing_hybrid": bailing_hybrid,
     "falcon_h1": falcon_h1,
     "falcon_mamba": falcon_mamba,
@@ -40,27 +42,30 @@ ARCHITECTURES = {
 }
 
 
+@renamed_keywords(advance="progress")
 def load_model(
-    path: str | Path, dtype: str | None = None, advance: Callable[[int, int], None] = lambda done, total: None
-) -> Any:
-    """Loads a directory with config.json and safetensors files, without torch or transformers.
+    path: str | Path, dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+) -> CausalLM:
+    """Loads a model from a directory with config.json and safetensors files. It needs neither torch nor transformers.
 
-    Where the files hold a draft head that the architecture knows, the model has one, unless config.json says 0 layers.
+    If the files hold a draft head and the architecture supports it, the model has one. A field `mtp_num_hidden_layers`
+    of 0 in config.json leaves it out.
 
     Args:
-        path: The directory.
-        dtype: "float32", "bfloat16" or "float16"; None keeps the checkpoint's.
-        advance: Called with the number of parameters read and that of all, after each.
+        path: The model directory.
+        dtype: Dtype of the model: "float32", "bfloat16" or "float16". None keeps the dtype of config.json.
+        progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
 
     Raises:
-        ValueError: the architecture or an option of it is unsupported, or a file or tensor is missing, or a tensor is
-            unknown or misshapen.
+        ValueError: the architecture or one of its options is not supported, a file or a tensor is missing, or a tensor
+            is unknown or has a wrong shape.
     """
     config = read_config(path)
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type must be one of {sorted(ARCHITECTURES)}, got {kind!r} in {path}")
     architecture = ARCHITECTURES[kind]
-    # Not every configuration names its head, and fine-tuned copies name one that their files have lost.
+    # Some configurations do not name their head, and those of fine-tuned copies may name one that the files do not
+    # hold.
     head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
-    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), advance)
+    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), progress)

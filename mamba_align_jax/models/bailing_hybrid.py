@@ -1,4 +1,4 @@
-"""Ling 3: Kimi's layers with a bounded decay and gates of one product each; latent attention is rotated and gated."""
+"""Ling 3: Kimi's layers with a bounded decay and gates of a single product, and rotated, gated latent attention."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from mamba_align_jax.models.weights import Source
 
 @dataclass(frozen=True, kw_only=True)
 class Config(kimi_linear.Config):
-    """The fields of config.json that shape the model, as Kimi's."""
+    """The fields of config.json that shape the model, under the names of `kimi_linear.Config`."""
 
     num_expert_group: int = 8
     topk_group: int = 4
@@ -24,13 +24,14 @@ class Config(kimi_linear.Config):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, head sizes, rotation and the decay's bound."""
+        """Computes layer kinds, head sizes, the rotation and the decay's bound: see `ModelConfig.derive`."""
         layers, every = config.get("num_hidden_layers", 0), config.get("layer_group_size", 6)
         kinds = config.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(layers)]
         require(config, rope_interleave=(True,))
         safe = config.get("kda_safe_gate", True)
         return cls.shared(config | {"layer_types": kinds}, first_dense=2) | {
-            # transformers saves the rotated dims as head_dim, and this under a name of its own.
+            # Published files call the recurrent heads' size head_dim. transformers saves it as linear_head_dim, and
+            # saves the number of rotated dims as head_dim.
             "linear_head_dim": config.get("linear_head_dim") or config.get("head_dim"),
             "linear_num_heads": config.get("linear_num_heads") or config.get("num_attention_heads"),
             **rotation(config, rope_theta=6e6),
@@ -47,10 +48,10 @@ _RENAMES = (
 
 
 def ignored(config: Config) -> tuple[str, ...]:
-    """The draft head's layer, behind the others."""
+    """Returns the prefixes of tensors that are not loaded: the draft head's layer, which follows the model's own."""
     return (f"model.layers.{config.num_hidden_layers}.",)
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     return renamed(transformers_sources(place, config), _RENAMES)

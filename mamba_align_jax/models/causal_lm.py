@@ -1,4 +1,4 @@
-"""The causal language model over pools that all architectures share: embedding, layers of any kinds, norm, head."""
+"""The causal language model over pools that all architectures share: an embedding, layers, a norm and a head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +22,15 @@ from pallas_kernels import Implementation
 
 @dataclass(frozen=True, kw_only=True)
 class Carry:
-    """What one layer of a model hands to the next within a step.
+    """What one layer of a model passes to the next one within a step.
 
     Attributes:
         pool: The states.
-        kv: The keys and values.
-        kinds: The kind of each group of the pool, in order.
+        kv: The pages of keys and values.
+        kinds: The kind of each group of `pool`, in order.
         implementation: Implementation of the ops; None chooses by platform.
-        passed: The kinds of the mixers that have run in this step. A mixer's index in its group follows from it.
+        passed: The kinds of the mixers that have run in this step. The index of the next mixer in its group follows
+            from it.
     """
 
     pool: StatePool
@@ -56,7 +57,7 @@ class Carry:
 
 
 class Layer(Protocol):
-    """A layer of a model: mixers and whatever else it has, around the residual stream."""
+    """A layer of a model: its mixers, and other parts such as a feed-forward layer."""
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -64,12 +65,26 @@ class Layer(Protocol):
         ...
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden], and each of its mixers by `carry.mix`."""
+        """Runs a step's packed tokens.
+
+        Args:
+            x: The residual stream, decode and verify rows first. [tokens, hidden]
+            step: The step's inputs.
+            carry: The pools. The layer runs each of its mixers by `carry.mix`, which returns the carry for the next
+                mixer.
+
+        Returns:
+            The new residual stream [tokens, hidden], and the carry after the layer's last mixer.
+        """
         ...
 
 
 class CausalLM(nnx.Module):
-    """A model over pools: every call is one step of a batch."""
+    """A causal language model over pools. Every call is one step of a batch.
+
+    Computes logits(norm(layers(embedding(tokens)))). Its states are those of its mixers. `state_groups` and `kv_spec`
+    describe the pools that it needs.
+    """
 
     def __init__(
         self,
@@ -86,14 +101,14 @@ class CausalLM(nnx.Module):
         """Puts the parts together.
 
         Args:
-            config: Of the architecture.
-            layers: In order.
-            norm: Of the last layer's outputs.
-            rngs: For the initial weights.
-            embedding_scale: Multiplies embeddings.
-            logits_scale: Multiplies logits.
-            residual_dtype: Of what layers take and return; the model's if None.
-            mtp: A draft head: see `MTPHead`.
+            config: The architecture's configuration.
+            layers: The layers, in order.
+            norm: Norm of the last layer's outputs.
+            rngs: Random numbers for embeddings and head.
+            embedding_scale: Factor of the embeddings.
+            logits_scale: Factor of the logits.
+            residual_dtype: Dtype of the residual stream, which layers take and return; the model's dtype if None.
+            mtp: A draft head (`MTPHead`), or None.
         """
         self.config = config
         self.embed_tokens: Any = nnx.Embed(
@@ -106,16 +121,16 @@ class CausalLM(nnx.Module):
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
         self.residual_dtype = residual_dtype or config.dtype
         self.mtp = mtp
-        # The mesh axis over which embeddings and head are split, if they are.
+        # The mesh axis over which embeddings and head are split; None if they are not split.
         self.vocab_axis: str | None = None
 
     @property
     def dtype(self) -> str:
-        """Of weights, activations, windows, keys and values."""
+        """The dtype of weights, activations, convolution windows, keys and values."""
         return self.config.dtype
 
     def mixers(self) -> dict[str, list[Mixer]]:
-        """The mixers of all layers by kind, in the order of the layers."""
+        """Returns the mixers of all layers by kind, in the order of the layers."""
         found: dict[str, list[Mixer]] = {}
         for layer in self.layers:
             for mixer in layer.mixers:
@@ -123,7 +138,11 @@ class CausalLM(nnx.Module):
         return found
 
     def state_groups(self, state_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """The groups for `AlignConfig`: one for each kind of mixer that keeps states."""
+        """Describes the groups for `AlignConfig`: one for each kind of mixer that keeps states.
+
+        Args:
+            state_dtype: Dtype of recurrent states. Convolution windows have the model's dtype.
+        """
         return tuple(
             GroupSpec(kind, len(mixers), mixers[0].states(self.dtype, state_dtype))
             for kind, mixers in self.mixers().items()
@@ -131,14 +150,17 @@ class CausalLM(nnx.Module):
         )
 
     def kv_spec(self, *, draft: bool = False) -> KVSpec:
-        """The description of keys and values for `KVPages`. With `draft`, the draft head has one more layer, the last."""
+        """Describes keys and values for `KVPages`. With `draft`, one more layer, the last, is for the draft head."""
         layers: list[Any] = self.mixers().get(ATTENTION, [])
         attention: AttentionMixer | None = layers[0] if layers else None
         heads, key_dim, value_dim = attention.kv_dims if attention else (1, 1, 0)
         return KVSpec(len(layers) + draft, heads, key_dim, value_dim, self.dtype)
 
     def split(self, cut: Cut) -> None:
-        """Keeps one device's part of the vocabulary, if the vocabulary divides. Layers are split one by one."""
+        """Keeps one device's share of the vocabulary. A vocabulary that does not divide stays whole.
+
+        It does not split the layers: `shard_model` splits them one by one.
+        """
         if self.config.vocab_size % cut.size:
             return
         cut.put(self.embed_tokens.embedding, 0)
@@ -156,17 +178,17 @@ class CausalLM(nnx.Module):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[jax.Array, StatePool, KVPages]:
-        """Runs packed tokens [tokens] through all layers.
+        """Runs a step's packed tokens through all layers.
 
         Args:
-            tokens: int32, decode and verify rows first.
+            tokens: Token ids, decode and verify rows first. int32 [tokens]
             step: The step's inputs.
-            pool: States. Donate it.
-            kv: Keys and values. Donate them.
-            implementation: Of the ops.
+            pool: The states. `pool` is donated.
+            kv: The pages of keys and values. `kv` is donated.
+            implementation: Implementation of the ops; None chooses by platform.
 
         Returns:
-            Hidden states [tokens, hidden] for `logits`, and the pools.
+            Hidden states [tokens, hidden] for `logits`, and the updated pools.
         """
         x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
@@ -181,19 +203,20 @@ class CausalLM(nnx.Module):
         """Runs the draft head over a step's tokens: see `MTPHead`.
 
         Args:
-            hidden: Of each token, as `__call__` gives it, or as this gave it for the token before. [tokens, hidden]
-            next_tokens: The token behind each. int32 [tokens].
+            hidden: Hidden state of each token: the result of `__call__`, or for further drafts the result of this
+                method for the token before. [tokens, hidden]
+            next_tokens: The token that follows each token. int32 [tokens]
             step: The step's inputs.
-            kv: Keys and values of `kv_spec(draft=True)`. Donate them.
+            kv: Pages of keys and values of `kv_spec(draft=True)`. `kv` is donated.
 
         Returns:
-            Hidden states [tokens, hidden], whose `logits` foretell the token behind the next one, and the pages.
+            Hidden states [tokens, hidden], whose `logits` predict the token after the next one, and the updated pages.
 
         Raises:
-            ValueError: the model has no head.
+            ValueError: the model has no draft head.
         """
         if self.mtp is None:
-            raise ValueError("draft: the model must have an MTP head, got one without mtp.* tensors")
+            raise ValueError("draft: the model must have an MTP head, got a model without mtp.* tensors")
         passed = (ATTENTION,) * self.kv_spec().num_layers
         carry = Carry(pool=StatePool(states=()), kv=kv, kinds=(), passed=passed)
         embedded = self.embed_tokens(next_tokens) * self.embedding_scale
@@ -201,7 +224,11 @@ class CausalLM(nnx.Module):
         return out, carry.kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 [n, vocab] of hidden states [n, hidden]: rounded to bfloat16, distinct logits would be ties."""
+        """Computes logits, float32 [n, vocab], from hidden states [n, hidden].
+
+        They are not rounded to the model's dtype, because in bfloat16 the logits of different tokens would become
+        equal.
+        """
         weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
         product = jnp.matmul(hidden, weight, precision=precision(self.dtype), preferred_element_type=jnp.float32)
         if self.vocab_axis is not None:

@@ -1,4 +1,4 @@
-"""config.json: the fields that every model has, and one way to read an architecture's own."""
+"""Reads config.json: the fields that every model has, and checks that the architectures share."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -6,10 +6,14 @@ from typing import Any, Self
 
 
 def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
-    """Checks that options are left out (or null), or have one of their supported values.
+    """Checks that each option has one of its supported values, is null, or is left out.
+
+    Args:
+        config: The fields of config.json.
+        **supported: The supported values of each option.
 
     Raises:
-        ValueError: names the option that asks for something else.
+        ValueError: an option has another value. The option is named.
     """
     for name, values in supported.items():
         got = config.get(name)
@@ -18,22 +22,34 @@ def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
 
 
 def rotation(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Fields of the rotation by position: of `rope_parameters`, or beside it as in older files, or as they are given here.
+    """Reads the fields of the rotation by position.
+
+    A field is taken from `rope_parameters`. Older files have it at the top level. If it is in neither place, it has its
+    default.
+
+    Args:
+        config: The fields of config.json.
+        **defaults: The default of each field.
 
     Raises:
-        ValueError: wavelengths are scaled.
+        ValueError: the configuration scales the wavelengths, which is not supported.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    # "mrope" turns text as the default does.
+    # For text, "mrope" is the same as the default.
     require(rope, rope_type=("default",), type=("default", "mrope"))
     return {name: rope.get(name, config.get(name, default)) for name, default in defaults.items()}
 
 
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
-    """The kind of each layer: as `layer_types` says, or `attention` at every `full_attention_interval`-th.
+    """Reads the kind of each layer from `layer_types`, or else from `full_attention_interval`.
+
+    Args:
+        config: The fields of config.json.
+        recurrent: The name of recurrent layers.
+        attention: The name of attention layers.
 
     Raises:
-        ValueError: it names other kinds or another number of layers, or none with a state to keep.
+        ValueError: `layer_types` has other names or another length than `num_hidden_layers`, or no layer is recurrent.
     """
     layers, every = config.get("num_hidden_layers", 0), config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [recurrent if (n + 1) % every else attention for n in range(layers)]
@@ -43,14 +59,14 @@ def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tu
         )
     if recurrent not in kinds:
         raise ValueError(
-            f"config.json: layer_types must have a {recurrent!r} layer: there is no state to keep otherwise"
+            f"config.json: layer_types must have a {recurrent!r} layer, because only those keep states, got {kinds}"
         )
     return tuple(kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The fields of config.json that every model has, by their published names. An architecture adds its own."""
+    """The fields of config.json that every model has, under their published names. Architectures add their own."""
 
     vocab_size: int
     hidden_size: int
@@ -65,20 +81,30 @@ class ModelConfig:
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """An architecture's fields that config.json doesn't hold as they are, and its checks. `from_dict` calls it.
+        """Checks an architecture's options and computes fields that config.json lacks. `from_dict` calls it.
+
+        Args:
+            config: The fields of config.json, with the model's dtype.
+
+        Returns:
+            Fields that replace or complete those of config.json.
 
         Raises:
-            ValueError: names the field that asks for what is not supported.
+            ValueError: a field has a value that is not supported. The field is named.
         """
         del config
         return {}
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], dtype: str | None = None) -> Self:
-        """Reads config.json's fields; `dtype` replaces the checkpoint's.
+        """Makes a configuration from the fields of config.json.
+
+        Args:
+            config: The fields. Unknown ones are ignored.
+            dtype: Dtype of the model; None keeps the one in `config`.
 
         Raises:
-            ValueError: names the field that is missing or asks for what is not supported.
+            ValueError: a field is missing or has a value that is not supported. The field is named.
         """
         fields = config | {"dtype": dtype or config.get("dtype") or config.get("torch_dtype") or cls.dtype}
         require(fields, dtype=("float32", "bfloat16", "float16"))
@@ -93,5 +119,5 @@ class ModelConfig:
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json."""
+        """Returns the fields as config.json holds them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

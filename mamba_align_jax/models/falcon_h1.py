@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 and attention side by side in every layer, with a multiplier at every turn."""
+"""Falcon-H1: Mamba-2 and attention side by side in every layer, with factors on the inputs and outputs of all parts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from mamba_align_jax.models.weights import Source, named
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -50,7 +50,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Sizes that follow from others."""
+        """Computes sizes that follow from others: see `ModelConfig.derive`."""
         rope = config.get("rope_parameters") or config
         require(config, hidden_act=("silu",), mlp_bias=(False,), rope_scaling=())
         require(rope, rope_type=("default",))
@@ -70,46 +70,66 @@ class Config(ModelConfig):
 
 
 class FeedForward(GatedMLP):
-    """The gated layer with multipliers of the gate and of the output."""
+    """Computes b * down(silu(a * gate(x)) * up(x)), where [a, b] are the configuration's `mlp_multipliers`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
         super().__init__(config.hidden_size, config.intermediate_size, config.dtype, rngs)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         gated = jax.nn.silu(self.gate_proj(x) * self.gate_multiplier) * self.up_proj(x)
         return self.down_proj(gated) * self.down_multiplier
 
 
 class Layer(nnx.Module):
-    """Both mixers on one normed copy of the residual stream, then the feed-forward on another."""
+    """Computes x = x + mamba(y) + attention(y) with y = norm(x), then x = x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
         c = self.config = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.pre_ff_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mamba = Mamba2Mixer(
-            c.hidden_size, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_state, c.mamba_n_groups, c.mamba_d_conv, c.dtype,
-            rngs, epsilon=c.rms_norm_eps, norm=c.mamba_rms_norm, norm_before_gate=c.mamba_norm_before_gate,
-            conv_bias=c.mamba_conv_bias, in_bias=c.mamba_proj_bias, out_bias=c.projectors_bias,
+            c.hidden_size,
+            heads=c.mamba_n_heads,
+            head_dim=c.mamba_d_head,
+            state_dim=c.mamba_d_state,
+            groups=c.mamba_n_groups,
+            width=c.mamba_d_conv,
+            dtype=c.dtype,
+            rngs=rngs,
+            epsilon=c.rms_norm_eps,
+            norm=c.mamba_rms_norm,
+            norm_before_gate=c.mamba_norm_before_gate,
+            conv_bias=c.mamba_conv_bias,
+            in_bias=c.mamba_proj_bias,
+            out_bias=c.projectors_bias,
             multipliers=c.ssm_multipliers,
-        )  # fmt: skip
-        # Keys are multiplied; in the scores it comes to the same.
+        )
         self.self_attn = Attention(
-            c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
-            rotary_dim=c.head_dim, rope_theta=c.rope_theta, bias=c.attention_bias,
+            c.hidden_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            dtype=c.dtype,
+            rngs=rngs,
+            rotary_dim=c.head_dim,
+            rope_theta=c.rope_theta,
+            bias=c.attention_bias,
+            # The factor of the keys has the same effect as a factor of the scores.
             scale=c.key_multiplier * c.head_dim**-0.5,
-        )  # fmt: skip
+        )
         self.feed_forward = FeedForward(c, rngs)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Both mixers, in the order in which they run."""
+        """The layer's two mixers, in the order in which they run."""
         return (self.mamba, self.self_attn)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         c, normed = self.config, self.input_layernorm(x)
         mamba, carry = carry.mix(self.mamba, normed * c.ssm_in_multiplier, step)
         attended, carry = carry.mix(self.self_attn, normed * c.attention_in_multiplier, step)
@@ -122,14 +142,13 @@ class Model(CausalLM):
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         layers = [Layer(config, rngs) for _ in range(config.num_hidden_layers)]
-        super().__init__(
-            config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs,
-            embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier,
-        )  # fmt: skip
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        scales = dict(embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier)
+        super().__init__(config, layers, norm, rngs, **scales)
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     del config
     if place.startswith("lm_head"):
         return [named(place)]

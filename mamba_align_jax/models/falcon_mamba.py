@@ -1,4 +1,4 @@
-"""Falcon-Mamba: Mamba whose step sizes, B and C are normed, without weights."""
+"""Falcon-Mamba: Mamba with norms of the step sizes, B and C. The norms have no weights."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from mamba_align_jax.models.mamba import sources as sources
 
 @dataclass(frozen=True, kw_only=True)
 class Config(mamba.Config):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     mixer_rms_eps: float = 1e-6
     model_type: str = "falcon_mamba"

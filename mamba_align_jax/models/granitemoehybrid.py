@@ -1,4 +1,4 @@
-"""Granite-4 hybrid: Mamba-2 or attention, then a shared MLP and perhaps experts, with multipliers."""
+"""Granite-4 hybrid: a Mamba-2 or attention mixer, then a shared MLP and optional experts, with factors on outputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
     num_attention_heads: int
@@ -51,7 +51,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, and sizes that follow from others."""
+        """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
         layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
         given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
@@ -70,39 +70,57 @@ class Config(ModelConfig):
 
 
 class MoE(nnx.Module):
-    """Experts weighted by the softmax over the chosen ones."""
+    """Computes the sum of the chosen experts, weighted by a softmax over their logits."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
         c = config
         self.top_k = c.num_experts_per_tok
         self.router = linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
         self.experts = Experts(c.num_local_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         return self.experts(x, *softmax_router(self.router(x), self.top_k))
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+    """Computes x = x + m * mixer(norm(x)), then x = x + m * (mlp(y) + experts(y)) with y = norm(x)."""
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights. `kind` is its entry in `layer_types`."""
         c = config
         self.residual_multiplier = c.residual_multiplier
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if kind == MAMBA:
             self.mamba = Mamba2Mixer(
-                c.hidden_size, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_state, c.mamba_n_groups, c.mamba_d_conv,
-                c.dtype, rngs, epsilon=c.rms_norm_eps, conv_bias=c.mamba_conv_bias, in_bias=c.mamba_proj_bias,
+                c.hidden_size,
+                heads=c.mamba_n_heads,
+                head_dim=c.mamba_d_head,
+                state_dim=c.mamba_d_state,
+                groups=c.mamba_n_groups,
+                width=c.mamba_d_conv,
+                dtype=c.dtype,
+                rngs=rngs,
+                epsilon=c.rms_norm_eps,
+                conv_bias=c.mamba_conv_bias,
+                in_bias=c.mamba_proj_bias,
                 out_bias=c.mamba_proj_bias,
-            )  # fmt: skip
+            )
         else:
             self.self_attn = Attention(
-                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
-                rotary_dim=c.head_dim if c.position_embedding_type == "rope" else 0, rope_theta=c.rope_theta,
-                bias=c.attention_bias, scale=c.attention_multiplier,
-            )  # fmt: skip
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                head_dim=c.head_dim,
+                dtype=c.dtype,
+                rngs=rngs,
+                rotary_dim=c.head_dim if c.position_embedding_type == "rope" else 0,
+                rope_theta=c.rope_theta,
+                bias=c.attention_bias,
+                scale=c.attention_multiplier,
+            )
         self.shared_mlp = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.dtype, rngs)
         self.block_sparse_moe = MoE(c, rngs) if c.num_local_experts else None
 
@@ -112,7 +130,7 @@ class Layer(nnx.Module):
         return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out * self.residual_multiplier
@@ -128,22 +146,23 @@ class Model(CausalLM):
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         layers = [Layer(config, kind, rngs) for kind in config.layer_types]
-        super().__init__(
-            config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs,
-            embedding_scale=config.embedding_multiplier, logits_scale=1 / config.logits_scaling,
-        )  # fmt: skip
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        scales = dict(embedding_scale=config.embedding_multiplier, logits_scale=1 / config.logits_scaling)
+        super().__init__(config, layers, norm, rngs, **scales)
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     if not place.startswith("layers."):
         return [named(place if place.startswith("lm_head") else f"model.{place}")]
     _, number, name = place.split(".", 2)
     layer, size = f"model.layers.{number}", config.shared_intermediate_size
     both = product(f"{layer}.shared_mlp.input_linear.weight")
-    of_experts = lambda part: mapped(
-        tensor(f"{layer}.block_sparse_moe.{part}_linear.weight"), lambda array: array.transpose(0, 2, 1)
-    )
+
+    def of_experts(part: str) -> Source:
+        weight = tensor(f"{layer}.block_sparse_moe.{part}_linear.weight")
+        return mapped(weight, lambda array: array.transpose(0, 2, 1))
+
     published = {
         "shared_mlp.gate_proj.kernel": mapped(both, lambda kernel: kernel[:, :size]),
         "shared_mlp.up_proj.kernel": mapped(both, lambda kernel: kernel[:, size:]),

@@ -1,4 +1,7 @@
-"""Jamba: Mamba-1 layers with normed projections, attention without positions now and then, experts at every other layer."""
+"""Jamba: mostly Mamba-1 layers with normed projections, some attention without positions, and experts in some layers.
+
+Source: Lieber et al., "Jamba: A Hybrid Transformer-Mamba Language Model" (2024).
+"""
 
 import functools
 import math
@@ -26,7 +29,7 @@ _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -46,7 +49,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, and sizes that follow from others."""
+        """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
         require(config, hidden_act=("silu",), sliding_window=())
         layers, period, offset = (
             config.get(name, default)
@@ -67,28 +70,30 @@ class Config(ModelConfig):
         }
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts."""
+        """Returns whether layer `layer` has a mixture of experts instead of an MLP."""
         return self.num_experts > 1 and layer % self.expert_layer_period == self.expert_layer_offset
 
 
 class MoE(nnx.Module):
-    """Experts weighted by the softmax over all of them."""
+    """Computes the sum of the chosen experts, weighted by a softmax over the logits of all experts."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
         c = config
         self.top_k = c.num_experts_per_tok
         self.router = linear(c.hidden_size, c.num_experts, c.dtype, rngs)
         self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         return self.experts(x, *softmax_router(self.router(x), self.top_k, renormalise=False))
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+    """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        """Makes layer `number` with random weights."""
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
         self.input_layernorm = norm(c.hidden_size)
         self.pre_ff_layernorm = norm(c.hidden_size)
@@ -98,11 +103,21 @@ class Layer(nnx.Module):
             )
         else:
             self.mamba = Mamba1Mixer(
-                c.hidden_size, c.mamba_expand * c.hidden_size, c.mamba_d_state, c.mamba_dt_rank, c.mamba_d_conv, c.dtype,
-                rngs, conv_bias=c.mamba_conv_bias, proj_bias=c.mamba_proj_bias, norm=norm,
-            )  # fmt: skip
-        dense = lambda: GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
-        self.feed_forward = MoE(c, rngs) if c.has_experts(number) else dense()
+                c.hidden_size,
+                inner_size=c.mamba_expand * c.hidden_size,
+                state_dim=c.mamba_d_state,
+                dt_rank=c.mamba_dt_rank,
+                width=c.mamba_d_conv,
+                dtype=c.dtype,
+                rngs=rngs,
+                conv_bias=c.mamba_conv_bias,
+                proj_bias=c.mamba_proj_bias,
+                norm=norm,
+            )
+        if c.has_experts(number):
+            self.feed_forward = MoE(c, rngs)
+        else:
+            self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -110,7 +125,7 @@ class Layer(nnx.Module):
         return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out
@@ -126,7 +141,7 @@ class Model(CausalLM):
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     if place.startswith("lm_head"):
         return [named(place)]
     if ".experts." in place:

@@ -1,4 +1,7 @@
-"""Kimi Linear: Kimi delta attention, with multi-head latent attention every few layers, and a mixture of experts."""
+"""Kimi Linear: Kimi delta attention, with multi-head latent attention every few layers, and a mixture of experts.
+
+Source: Kimi Team, "Kimi Linear" (2025).
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +24,7 @@ from mamba_align_jax.models.weights import Source, experts, joined, mapped, name
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
-# Names that some configurations have for ours.
+# Other names of fields in some configurations, and the names of `Config`.
 _ALIASES = {
     "model_max_length": "max_position_embeddings",
     "norm_topk_prob": "moe_renormalize",
@@ -35,9 +38,10 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by the names that transformers saves them under.
+    """The fields of config.json that shape the model, under the names with which transformers saves them.
 
-    `rope_theta` None leaves the positional dims of attention unrotated; `kda_lower_bound` None is the softplus gate.
+    With `rope_theta` None the positional dims of attention are not rotated. With `kda_lower_bound` None the decay has
+    the softplus gate.
     """
 
     layer_types: tuple[str, ...]
@@ -63,19 +67,19 @@ class Config(ModelConfig):
     routed_scaling_factor: float = 2.446
     model_type: str = "kimi_linear"
 
-    # Whether the projections of the decay and of the output gate have an inner size, the head's; whether attention's
-    # output has a gate.
+    # Whether the projections of the decay and of the output gate have the head's size as an inner size.
     low_rank_gates: ClassVar[bool] = True
+    # Whether attention's output has a gate.
     gated_attention: ClassVar[bool] = False
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds and head sizes from either style of configuration."""
+        """Computes layer kinds and head sizes, for published files and those of transformers."""
         require(config, mla_use_nope=(True,), num_nextn_predict_layers=(0,))
         layers, linear = config.get("num_hidden_layers", 0), config.get("linear_attn_config") or {}
         kinds = config.get("layer_types")
         if not kinds and "full_attn_layers" in linear:
-            # Counted from 1.
+            # These fields count layers from 1.
             by_kind = {LINEAR: linear.get("kda_layers", ()), FULL: linear["full_attn_layers"]}
             by_number = {number: kind for kind, numbers in by_kind.items() for number in numbers}
             kinds = [by_number.get(n + 1) for n in range(layers)]
@@ -90,7 +94,16 @@ class Config(ModelConfig):
 
     @classmethod
     def shared(cls, config: dict[str, Any], first_dense: int) -> dict[str, Any]:
-        """What `derive` finds alike in all models of these layers; the first `first_dense` are dense if nothing is said."""
+        """Computes the fields that Kimi Linear and Ling have in common.
+
+        Args:
+            config: The fields of config.json.
+            first_dense: Number of leading layers without experts, if config.json does not say which layers have
+                experts.
+
+        Raises:
+            ValueError: a field is missing or has a value that is not supported. The field is named.
+        """
         require(config, hidden_act=("silu",), attention_bias=(False,), moe_layer_freq=(1,))
         require(config, moe_router_activation_func=("sigmoid",), scoring_func=("sigmoid",), score_function=("sigmoid",))
         fields = {ours: config[theirs] for theirs, ours in _ALIASES.items() if config.get(theirs) is not None}
@@ -115,31 +128,54 @@ class Config(ModelConfig):
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+    """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        """Makes layer `number` with random weights."""
         c = config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if c.layer_types[number] == LINEAR:
             rank = c.linear_head_dim if c.low_rank_gates else None
             self.self_attn = KimiDeltaAttention(
-                c.hidden_size, c.linear_num_heads, c.linear_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype,
-                rngs, f_rank=rank, g_rank=rank, lower_bound=c.kda_lower_bound,
-            )  # fmt: skip
+                c.hidden_size,
+                heads=c.linear_num_heads,
+                head_dim=c.linear_head_dim,
+                width=c.linear_conv_kernel_dim,
+                epsilon=c.rms_norm_eps,
+                dtype=c.dtype,
+                rngs=rngs,
+                f_rank=rank,
+                g_rank=rank,
+                lower_bound=c.kda_lower_bound,
+            )
         else:
             self.self_attn = MultiHeadLatentAttention(
-                c.hidden_size, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim,
-                c.kv_lora_rank, c.dtype, rngs, q_lora_rank=c.q_lora_rank, rope_theta=c.rope_theta,
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                nope_dim=c.qk_nope_head_dim,
+                rope_dim=c.qk_rope_head_dim,
+                value_dim=c.v_head_dim,
+                kv_lora_rank=c.kv_lora_rank,
+                dtype=c.dtype,
+                rngs=rngs,
+                q_lora_rank=c.q_lora_rank,
+                rope_theta=c.rope_theta,
                 gated=c.gated_attention,
-            )  # fmt: skip
+            )
         if c.mlp_layer_types[number] == DENSE:
             self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
             return
         gate = SigmoidGate(
-            c.hidden_size, c.num_experts, c.num_experts_per_token, rngs, groups=c.num_expert_group,
-            top_groups=c.topk_group, renormalise=c.moe_renormalize, scale=c.routed_scaling_factor,
-        )  # fmt: skip
+            c.hidden_size,
+            c.num_experts,
+            c.num_experts_per_token,
+            rngs,
+            groups=c.num_expert_group,
+            top_groups=c.topk_group,
+            renormalise=c.moe_renormalize,
+            scale=c.routed_scaling_factor,
+        )
         each = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
         shared = GatedMLP(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, c.dtype, rngs)
         self.mlp = SharedExpertsMoE(gate, each, shared)
@@ -150,7 +186,7 @@ class Layer(nnx.Module):
         return (self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         out, carry = carry.mix(self.self_attn, self.input_layernorm(x), step)
         x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), carry
@@ -165,7 +201,7 @@ class Model(CausalLM):
 
 
 _EXPERT = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-# What published checkpoints, or saved ones, call otherwise.
+# Published files have these names instead of those of transformers' modules.
 _RENAMES = (
     lambda name: name.replace(".mlp.", ".block_sparse_moe."),
     lambda name: re.sub(r"(?<=experts\.)(\d+)\.(\w+)", lambda found: f"{found[1]}.{_EXPERT[found[2]]}", name),
@@ -173,7 +209,7 @@ _RENAMES = (
 
 
 def transformers_sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree, by the names of transformers' modules."""
+    """Lists the ways to make the parameter at `place` from tensors with the names of transformers' modules."""
     place = place if place.startswith("lm_head") else f"model.{place}"
     mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
     if ".experts." in place:
@@ -182,13 +218,16 @@ def transformers_sources(place: str, config: Config) -> list[Source]:
         return [joined([product(f"{mixer}.{part}_proj.weight") for part in "qkv"])]
     if place.endswith(".conv1d.weight"):
         return [joined([taps(f"{mixer}.{part}_conv1d.weight") for part in "qkv"])]
-    if place.endswith(".A_log"):  # [heads] or [1, 1, heads, 1]
+    if place.endswith(".A_log"):  # Its shape is [heads] or [1, 1, heads, 1].
         return [mapped(tensor(place), lambda array: array.reshape(-1))]
     return [named(place)]
 
 
 def renamed(ways: Sequence[Source], renames: Sequence[Callable[[str], str]]) -> list[Source]:
-    """The ways, and each with any of the renames; the most renamed first, as published checkpoints have it."""
+    """Adds to `ways` the same ways with renamed tensors, for every subset of `renames`.
+
+    Those with the most renames come first, because published files have all of them.
+    """
     ways = list(ways)
     for rename in renames:
         changed = [(way, tuple(map(rename, way.names))) for way in ways]
@@ -197,5 +236,5 @@ def renamed(ways: Sequence[Source], renames: Sequence[Callable[[str], str]]) -> 
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     return renamed(transformers_sources(place, config), _RENAMES)

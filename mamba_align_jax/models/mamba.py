@@ -1,4 +1,7 @@
-"""Mamba: a Mamba-1 mixer per layer, and nothing else."""
+"""Mamba: every layer is a norm and a Mamba-1 mixer. Other models with one mixer per layer share its classes.
+
+Source: Gu, Dao, "Mamba" (2023).
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +20,13 @@ from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.weights import Source, named
 
-# Of tensors, as published and as transformers has them in memory.
+# Prefixes of tensors: in published files, and in those of transformers' current modules.
 PREFIXES = ("backbone", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     state_size: int = 16
     conv_kernel: int = 4
@@ -37,7 +40,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Sizes that follow from others."""
+        """Computes sizes that follow from others: see `ModelConfig.derive`."""
         require(config, hidden_act=("silu",))
         hidden, rank = config.get("hidden_size", 0), config.get("time_step_rank", "auto")
         return {
@@ -47,20 +50,21 @@ class Config(ModelConfig):
 
 
 class Layer(nnx.Module):
-    """One mixer, of any kind or none, on a normed copy of the residual stream."""
+    """Computes x + mixer(norm(x)), where a feed-forward layer may stand in for the mixer."""
 
     def __init__(self, config: Any, mixer: nnx.Module) -> None:
+        """Makes a layer around a mixer or a feed-forward layer."""
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = mixer
         self.dtype = config.dtype
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixer; none where a feed-forward layer stands in its place."""
+        """The layer's one mixer; () if it has a feed-forward layer instead."""
         return (self.mixer,) if isinstance(self.mixer, MIXERS) else ()
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         normed = self.norm(x).astype(self.dtype)
         if self.mixers:
             out, carry = carry.mix(self.mixers[0], normed, step)
@@ -70,13 +74,12 @@ class Layer(nnx.Module):
 
 
 class Backbone(CausalLM):
-    """A mixer per layer, and a residual stream in float32 where the configuration says so."""
+    """A causal language model with one mixer per layer. Its residual stream is float32 if `residual_in_fp32`."""
 
     def __init__(self, config: Any, mixers: Sequence[nnx.Module], rngs: nnx.Rngs) -> None:
-        layers, norm = (
-            [Layer(config, mixer) for mixer in mixers],
-            RMSNorm(config.hidden_size, config.layer_norm_epsilon),
-        )
+        """Makes a model around `mixers`, of which there is one for each layer, in order."""
+        layers = [Layer(config, mixer) for mixer in mixers]
+        norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         super().__init__(config, layers, norm, rngs, residual_dtype="float32" if config.residual_in_fp32 else None)
 
 
@@ -84,20 +87,28 @@ class Model(Backbone):
     """The causal language model."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, norm: Callable[[int], nnx.Module] | None = None) -> None:
-        """Random weights; `norm` is the mixers'."""
+        """Makes a model with random weights. `norm` is that of `Mamba1Mixer`."""
         c = config
         mixers = [
             Mamba1Mixer(
-                c.hidden_size, c.intermediate_size, c.state_size, c.time_step_rank, c.conv_kernel, c.dtype, rngs,
-                conv_bias=c.use_conv_bias, proj_bias=c.use_bias, norm=norm,
+                c.hidden_size,
+                inner_size=c.intermediate_size,
+                state_dim=c.state_size,
+                dt_rank=c.time_step_rank,
+                width=c.conv_kernel,
+                dtype=c.dtype,
+                rngs=rngs,
+                conv_bias=c.use_conv_bias,
+                proj_bias=c.use_bias,
+                norm=norm,
             )
             for _ in range(c.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(c, mixers, rngs)
 
 
 def sources(place: str, config: ModelConfig) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     del config
     if place.startswith("lm_head"):
         return [named(place)]

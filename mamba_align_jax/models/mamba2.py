@@ -1,4 +1,7 @@
-"""Mamba-2: a Mamba-2 mixer per layer, and nothing else."""
+"""Mamba-2: every layer is a norm and a Mamba-2 mixer.
+
+Source: Dao, Gu, "Transformers are SSMs" (2024).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +16,7 @@ from mamba_align_jax.models.mamba import sources as sources
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     num_heads: int = 128
     head_dim: int = 64
@@ -28,7 +31,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The inner size, which follows from the heads."""
+        """Computes the inner size from the heads: see `ModelConfig.derive`."""
         require(config, hidden_act=("silu",))
         heads, dim = (config.get(name, getattr(cls, name)) for name in ("num_heads", "head_dim"))
         return {"intermediate_size": heads * dim}
@@ -41,9 +44,19 @@ class Model(Backbone):
         c = config
         mixers = [
             Mamba2Mixer(
-                c.hidden_size, c.num_heads, c.head_dim, c.state_size, c.n_groups, c.conv_kernel, c.dtype, rngs,
-                epsilon=c.layer_norm_epsilon, conv_bias=c.use_conv_bias, in_bias=c.use_bias, out_bias=c.use_bias,
+                c.hidden_size,
+                heads=c.num_heads,
+                head_dim=c.head_dim,
+                state_dim=c.state_size,
+                groups=c.n_groups,
+                width=c.conv_kernel,
+                dtype=c.dtype,
+                rngs=rngs,
+                epsilon=c.layer_norm_epsilon,
+                conv_bias=c.use_conv_bias,
+                in_bias=c.use_bias,
+                out_bias=c.use_bias,
             )
             for _ in range(c.num_hidden_layers)
-        ]  # fmt: skip
+        ]
         super().__init__(c, mixers, rngs)

@@ -1,4 +1,8 @@
-"""The multi-token-prediction head of Qwen3-Next and Qwen3.5: one decoder layer that foretells the next token but one."""
+"""The draft head of Qwen3-Next and Qwen3.5: a decoder layer that predicts the token after the next one.
+
+Sources: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024); DeepSeek-AI,
+"DeepSeek-V3" (2024) for a layer on the hidden state; vLLM's `qwen3_5_mtp.py` for the norms and their order.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,39 +17,49 @@ from mamba_align_jax.models.config import ModelConfig
 
 
 class MTPHead(nnx.Module):
-    """x = fc([norm(embedding of the next token), norm(hidden)]), a full-attention decoder layer, and a norm.
+    """Computes norm(layer(fc([norm(embedding of the next token), norm(hidden)]))): multi-token prediction.
 
-    `hidden` is the target's behind its final norm, and for further drafts this head's own output, likewise behind its norm.
-    Embedding and logits are the target's. Keys at position p are made of the hidden state at p and the token at p + 1, so
-    those at a shared prefix's end may come from another continuation: that costs drafts, never an answer.
+    `layer` is a full-attention decoder layer.
 
-    Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024); DeepSeek-V3's report
-    (2024) for a layer on the hidden state; vLLM's `qwen3_5_mtp.py` for which norms and in what order.
+    For the first draft, `hidden` is the model's output after its final norm. For further drafts it is this head's own
+    output. The head uses the embeddings and the logits of the model.
+
+    The key at position p depends on the hidden state at p and on the token at p + 1. At the end of a shared prefix it
+    may therefore belong to another continuation. Drafts may be worse for it, but answers do not change, because the
+    model verifies every draft.
     """
 
     def __init__(self, layer: Any, config: ModelConfig, norm: Callable[[], nnx.Module], rngs: nnx.Rngs) -> None:
-        """A head around a full-attention decoder layer of the model's own kind; `config` and `norm` are the model's."""
+        """Makes a head with random weights.
+
+        Args:
+            layer: A full-attention decoder layer of the model's own kind.
+            config: The model's configuration.
+            norm: Makes a norm as the model has it.
+            rngs: Random numbers for the weights.
+        """
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
         self.fc = linear(2 * config.hidden_size, config.hidden_size, config.dtype, rngs)
         self.layers = nnx.List([layer])
         self.norm = norm()
 
     def join(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
-        """What enters the layer [..., hidden]."""
+        """Computes the layer's inputs [..., hidden] from embeddings [..., hidden] and hidden states [..., hidden]."""
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         return self.fc(jnp.concatenate(both, axis=-1))
 
     def __call__(self, embedded: jax.Array, hidden: jax.Array, step: StepInputs, carry: Any) -> tuple[jax.Array, Any]:
-        """Runs packed tokens over the step's own rows, positions and pages.
+        """Runs a step's packed tokens.
 
         Args:
-            embedded: Embedding of the token behind each. [tokens, hidden]
-            hidden: Hidden state of each. [tokens, hidden]
+            embedded: Embedding of the token that follows each token. [tokens, hidden]
+            hidden: Hidden state of each token. [tokens, hidden]
             step: The step's inputs.
-            carry: As layers take it; the head's keys are in the layer behind those passed.
+            carry: The `Carry` after the model's last attention layer. The head's keys are in the next layer of the
+                pages.
 
         Returns:
-            Hidden states [tokens, hidden] for the target's `logits`, and what to carry on.
+            Hidden states [tokens, hidden] for the model's `logits`, and the carry after the head.
         """
         x, carry = self.layers[0](self.join(embedded, hidden), step, carry)
         return self.norm(x), carry

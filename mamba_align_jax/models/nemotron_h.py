@@ -1,4 +1,7 @@
-"""Nemotron-H: one mixer per layer, a Mamba-2, attention without positions, an MLP of squared ReLUs, or a mixture of them."""
+"""Nemotron-H: every layer is a norm and one of Mamba-2, attention without positions, an MLP or a mixture of MLPs.
+
+Source: NVIDIA, "Nemotron-H" (2025).
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "atte
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     layers_block_type: tuple[str, ...]
     mamba_num_heads: int
@@ -54,7 +57,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, published as a pattern of letters or by name."""
+        """Reads layer kinds, which are published as a pattern of letters or as names: see `ModelConfig.derive`."""
         require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), n_shared_experts=(1,))
         given = (
             config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern", "")
@@ -62,8 +65,8 @@ class Config(ModelConfig):
         kinds = tuple(_KINDS.get(kind, kind) for kind in given)
         if MAMBA not in kinds or not set(kinds) <= set(_KINDS.values()):
             raise ValueError(
-                f"config.json: layers_block_type must name layers of {sorted(set(_KINDS.values()))}, one of them "
-                f"{MAMBA!r} at least, got {given!r}"
+                f"config.json: layers_block_type must name layers of {sorted(set(_KINDS.values()))}, at least one of "
+                f"them {MAMBA!r}, got {given!r}"
             )
         return {
             "layers_block_type": kinds,
@@ -73,48 +76,57 @@ class Config(ModelConfig):
 
 
 class MLP(nnx.Module):
-    """down(relu(up(x)) ** 2)."""
+    """Computes down(relu(up(x)) ** 2) of each token."""
 
     def __init__(self, hidden_size: int, size: int, bias: bool, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights and `size` intermediate channels. With `bias` its products have biases."""
         self.up_proj = linear(hidden_size, size, dtype, rngs, bias=bias)
         self.down_proj = linear(size, hidden_size, dtype, rngs, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         return self.down_proj(relu2(self.up_proj(x)))
 
     def split(self, cut: Cut) -> None:
-        """Keeps one device's part of the width."""
+        """Keeps one device's share of the intermediate channels: see `SplitMixer.split`."""
         width = Part(self.down_proj.kernel.shape[0], 1)
         cut.out(self.up_proj, width)
         cut.into(self.down_proj, width)
 
 
 def relu2(x: jax.Array) -> jax.Array:
-    """The square of the positive part."""
+    """Computes relu(x) ** 2."""
     return jnp.square(jax.nn.relu(x))
 
 
 class MoE(nnx.Module):
-    """Routed experts, on a smaller latent if there is one, and one that every token takes."""
+    """Computes the weighted sum of the routed experts plus shared_experts(x).
+
+    With `moe_latent_size`, routed experts run on a smaller projection of x, and their sum is projected back.
+    """
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
         c, latent = config, config.moe_latent_size
         self.gate = SigmoidGate(
-            c.hidden_size, c.n_routed_experts, c.num_experts_per_tok, rngs, groups=c.n_group, top_groups=c.topk_group,
-            renormalise=c.norm_topk_prob, scale=c.routed_scaling_factor,
-        )  # fmt: skip
-        self.experts = Experts(
-            c.n_routed_experts, latent or c.hidden_size, c.moe_intermediate_size, c.dtype, rngs,
-            activation=relu2, gated=False,
-        )  # fmt: skip
+            c.hidden_size,
+            c.n_routed_experts,
+            c.num_experts_per_tok,
+            rngs,
+            groups=c.n_group,
+            top_groups=c.topk_group,
+            renormalise=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+        )
+        sizes = c.n_routed_experts, latent or c.hidden_size, c.moe_intermediate_size
+        self.experts = Experts(*sizes, c.dtype, rngs, activation=relu2, gated=False)
         self.shared_experts = MLP(c.hidden_size, c.moe_shared_expert_intermediate_size, c.mlp_bias, c.dtype, rngs)
         if latent is not None:
             self.fc1_latent_proj = linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
             self.fc2_latent_proj = linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Takes [tokens, hidden] to [tokens, hidden]."""
         chosen, weights = self.gate(x)
         if hasattr(self, "fc1_latent_proj"):
             routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), chosen, weights))
@@ -124,18 +136,26 @@ class MoE(nnx.Module):
 
 
 def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:
-    """A layer's mixer."""
+    """Makes the mixer or the feed-forward layer of a layer, whose entry in `layers_block_type` is `kind`."""
     c = config
     if kind == MAMBA:
         return Mamba2Mixer(
-            c.hidden_size, c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, c.n_groups, c.conv_kernel, c.dtype,
-            rngs, epsilon=c.layer_norm_epsilon, conv_bias=c.use_conv_bias, in_bias=c.use_bias, out_bias=c.use_bias,
-        )  # fmt: skip
+            c.hidden_size,
+            heads=c.mamba_num_heads,
+            head_dim=c.mamba_head_dim,
+            state_dim=c.ssm_state_size,
+            groups=c.n_groups,
+            width=c.conv_kernel,
+            dtype=c.dtype,
+            rngs=rngs,
+            epsilon=c.layer_norm_epsilon,
+            conv_bias=c.use_conv_bias,
+            in_bias=c.use_bias,
+            out_bias=c.use_bias,
+        )
     if kind == ATTENTION:
-        return Attention(
-            c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
-            bias=c.attention_bias,
-        )  # fmt: skip
+        heads = c.num_attention_heads, c.num_key_value_heads
+        return Attention(c.hidden_size, *heads, c.head_dim, c.dtype, rngs, bias=c.attention_bias)
     return MoE(c, rngs) if kind == MOE else MLP(c.hidden_size, c.intermediate_size, c.mlp_bias, c.dtype, rngs)
 
 
@@ -147,7 +167,7 @@ class Model(mamba.Backbone):
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     if ".experts." not in place:
         return mamba.sources(place, config)
     ways = (experts(f"{prefix}.{place}", config.n_routed_experts, up=("up_proj",)) for prefix in mamba.PREFIXES)

@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: gated delta nets on normed inputs, and full attention whose outputs are normed instead."""
+"""OLMo-Hybrid: gated delta nets whose inputs are normed, and full attention whose outputs are normed instead."""
 
 import functools
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rot
 from mamba_align_jax.models.weights import Source, joined, named, product, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
-_OUTPUT_NORM_EPS = 1e-5  # of the delta nets, whatever rms_norm_eps is
+# Epsilon of the delta nets' output norm. It does not depend on rms_norm_eps.
+_OUTPUT_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
     num_attention_heads: int
@@ -40,7 +41,10 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, head sizes, and rotation: none where `rope_theta` is null, as in the released model."""
+        """Computes layer kinds, head sizes and the rotation: see `ModelConfig.derive`.
+
+        There is no rotation if `rope_theta` is null, as in the released model.
+        """
         kinds = layer_kinds(config, LINEAR, FULL)
         require(config, hidden_act=("silu",), attention_bias=(False,))
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
@@ -60,25 +64,44 @@ class Config(ModelConfig):
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward: their inputs are normed around a delta net, their outputs around attention."""
+    """Computes x = x + mixer(norm(x)), then x = x + mlp(norm(x)), with a gated delta net as the mixer.
+
+    With attention it computes x = x + norm(attention(x)), then x = x + norm(mlp(x)).
+    """
 
     def __init__(self, config: Config, kind: str, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights. `kind` is its entry in `layer_types`."""
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
         self.post_attention_layernorm = norm(c.hidden_size)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         if kind == LINEAR:
             self.input_layernorm = norm(c.hidden_size)
             self.linear_attn = GatedDeltaNet(
-                c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-                c.linear_value_head_dim, c.linear_conv_kernel_dim, _OUTPUT_NORM_EPS, c.dtype, rngs,
+                c.hidden_size,
+                key_heads=c.linear_num_key_heads,
+                value_heads=c.linear_num_value_heads,
+                key_dim=c.linear_key_head_dim,
+                value_dim=c.linear_value_head_dim,
+                width=c.linear_conv_kernel_dim,
+                epsilon=_OUTPUT_NORM_EPS,
+                dtype=c.dtype,
+                rngs=rngs,
                 allow_neg_eigval=c.linear_allow_neg_eigval,
-            )  # fmt: skip
+            )
         else:
             self.post_feedforward_layernorm = norm(c.hidden_size)
             self.self_attn = Attention(
-                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs,
-                rotary_dim=c.head_dim if c.rope_theta else 0, rope_theta=c.rope_theta, norm=norm, norm_whole=True,
-            )  # fmt: skip
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                head_dim=c.head_dim,
+                dtype=c.dtype,
+                rngs=rngs,
+                rotary_dim=c.head_dim if c.rope_theta else 0,
+                rope_theta=c.rope_theta,
+                norm=norm,
+                norm_whole=True,
+            )
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -86,7 +109,7 @@ class Layer(nnx.Module):
         return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         if hasattr(self, "linear_attn"):
             out, carry = carry.mix(self.linear_attn, self.input_layernorm(x), step)
             x = x + out
@@ -105,12 +128,12 @@ class Model(CausalLM):
 
 
 _RENAMED = {"in_proj_a": "a_proj", "in_proj_b": "b_proj", "in_proj_z": "g_proj", "norm": "o_norm", "out_proj": "o_proj"}
-# The names that the model was released with; those of our tree are transformers'.
+# Names in the released model's files. The module tree has the names of transformers.
 _RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     del config
     if place.startswith("lm_head"):
         return [named(place)]

@@ -1,4 +1,4 @@
-"""Qwen3.5 text, dense or with a mixture of experts: gated delta nets, every fourth layer gated attention, a draft head."""
+"""Qwen3.5, text only: gated delta nets and some layers of gated attention, with MLPs or experts, and a draft head."""
 
 import functools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     layer_types: tuple[str, ...]
     num_attention_heads: int
@@ -49,7 +49,7 @@ class Config(ModelConfig):
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Layer kinds, rotation, and which layers are sparse."""
+        """Computes layer kinds, the rotation and which layers have experts: see `ModelConfig.derive`."""
         kinds = layer_kinds(config, LINEAR, FULL)
         require(config, hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
         require(config, mtp_num_hidden_layers=(0, 1), mtp_use_dedicated_embeddings=(False,))
@@ -67,13 +67,13 @@ class Config(ModelConfig):
         }
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Returns whether layer `layer` has a mixture of experts instead of an MLP."""
         return (
             self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json."""
+        """Returns the fields as config.json holds them."""
         fields = super().to_dict()
         rope = {name: fields.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
         return {
@@ -85,29 +85,51 @@ class Config(ModelConfig):
 
 
 class Layer(nnx.Module):
-    """Mixer and feed-forward, each on a normed copy of the residual stream."""
+    """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
 
     def __init__(self, config: Config, kind: str, is_sparse: bool, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights. `kind` is its entry in `layer_types`. With `is_sparse` it has experts."""
         c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps, offset=1.0)
         self.input_layernorm = norm(c.hidden_size)
         self.post_attention_layernorm = norm(c.hidden_size)
         if is_sparse:
             self.mlp = SharedExpertMoE(
-                c.hidden_size, c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size,
-                c.shared_expert_intermediate_size, c.dtype, rngs, renormalise=c.norm_topk_prob,
-            )  # fmt: skip
+                c.hidden_size,
+                experts=c.num_experts,
+                top_k=c.num_experts_per_tok,
+                size=c.moe_intermediate_size,
+                shared_size=c.shared_expert_intermediate_size,
+                dtype=c.dtype,
+                rngs=rngs,
+                renormalise=c.norm_topk_prob,
+            )
         else:
             self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
         if kind == LINEAR:
             self.linear_attn = GatedDeltaNet(
-                c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-                c.linear_value_head_dim, c.linear_conv_kernel_dim, c.rms_norm_eps, c.dtype, rngs,
-            )  # fmt: skip
+                c.hidden_size,
+                key_heads=c.linear_num_key_heads,
+                value_heads=c.linear_num_value_heads,
+                key_dim=c.linear_key_head_dim,
+                value_dim=c.linear_value_head_dim,
+                width=c.linear_conv_kernel_dim,
+                epsilon=c.rms_norm_eps,
+                dtype=c.dtype,
+                rngs=rngs,
+            )
         else:
             self.self_attn = Attention(
-                c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.dtype, rngs, gated=True,
-                rotary_dim=int(c.head_dim * c.partial_rotary_factor), rope_theta=c.rope_theta, norm=norm,
-            )  # fmt: skip
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                head_dim=c.head_dim,
+                dtype=c.dtype,
+                rngs=rngs,
+                rotary_dim=int(c.head_dim * c.partial_rotary_factor),
+                rope_theta=c.rope_theta,
+                gated=True,
+                norm=norm,
+            )
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -115,7 +137,7 @@ class Layer(nnx.Module):
         return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
 
     def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]."""
+        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
         out, carry = carry.mix(mixer, self.input_layernorm(x), step)
         x = x + out
@@ -132,7 +154,7 @@ class Model(CausalLM):
 
 
 def draft_head(config: Config, rngs: nnx.Rngs) -> MTPHead | None:
-    """The configuration's head, if it has one: a layer more, behind the last."""
+    """Makes the draft head with random weights; None if the configuration has no head."""
     if not config.mtp_num_hidden_layers:
         return None
     layer = Layer(config, FULL, config.is_sparse(config.num_hidden_layers), rngs)
@@ -140,6 +162,6 @@ def draft_head(config: Config, rngs: nnx.Rngs) -> MTPHead | None:
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     name = place if place.startswith(("lm_head", "mtp")) else f"model.{place}"
     return experts(name, config.num_experts) if ".experts." in place else [named(name)]

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5's layers from weights that are interleaved by key head."""
+"""Qwen3-Next: Qwen3.5's layers, whose weights are interleaved by key head in the files."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +12,23 @@ from mamba_align_jax.models.weights import Source, mapped, product
 
 @dataclass(frozen=True, kw_only=True)
 class Config(qwen3_5.Config):
-    """The fields of config.json that shape the model, by their published names."""
+    """The fields of config.json that shape the model, under their published names."""
 
     model_type: str = "qwen3_next"
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """As Qwen3.5's."""
+        """Computes the same fields as Qwen3.5's `derive`, with this model's type."""
         return super().derive(config) | {"model_type": cls.model_type}
 
 
 def sources(place: str, config: Config) -> list[Source]:
-    """Where a checkpoint holds the parameter at `place` in the module tree."""
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     mixer, _, leaf = place.partition(".in_proj_")
     if not leaf:
         return qwen3_5.sources(place, config)
-    # A key head's queries, keys, values and gates follow each other; so do its betas and decays.
+    # In in_proj_qkvz each key head has its queries, keys, values and gates side by side. In in_proj_ba it has its betas
+    # and decays side by side.
     keys, ratio = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
     part = leaf.removesuffix(".kernel")
     if part in ("qkv", "z"):

@@ -1,4 +1,4 @@
-"""Models over a mesh: every device gets a smaller layer of the same kind, with its share of the parameters."""
+"""Models over a mesh: every device gets smaller layers of the same kinds, with its share of the parameters."""
 
 from typing import Any
 
@@ -17,16 +17,17 @@ from mamba_align_jax.models import nemotron_h
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.sharding import AXIS, Layout, pool_partition
 
-# Modules with a method `split`. All others are copied to every device.
+# Modules with a method `split`. The parameters of all other modules are copied to every device.
 _SPLIT = (CausalLM, GatedMLP, nemotron_h.MLP, Experts, *MIXERS)
 
 
 def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
     """Splits a model over the devices of a mesh's axis "tensor".
 
-    Heads, channels, the widths of feed-forward layers and experts, and the vocabulary are divided among the devices. Key
-    heads, and groups of Mamba-2, are repeated until they divide. A vocabulary that doesn't divide is copied to every device,
-    as are norms, routers, low-rank projections and the latents of latent attention.
+    Heads, channels, the intermediate channels of feed-forward layers and experts, and the vocabulary are divided among
+    the devices. Key heads and the groups of Mamba-2 are repeated until their number is a multiple of the number of
+    devices. Norms, routers, low-rank projections and the latents of latent attention are copied to every device, and so
+    is a vocabulary that does not divide.
 
     Args:
         model: A model as `load_model` returns it, with weights on one device or in host memory. It is not changed.
@@ -36,15 +37,16 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         A model whose weights lie on the mesh, and the layout, whose `run` runs the model's code on every device.
 
     Raises:
-        ValueError: a layer doesn't divide, or is a mixer that is not in `layers.registry.MIXERS`. The layer is named.
+        ValueError: a layer does not divide, or a mixer's class is not in `layers.registry.MIXERS`. The layer or the
+            class is named.
     """
     cut, groups = Cut(mesh), model.state_groups()
     for mixers in model.mixers().values():
         for mixer in mixers:
             if not isinstance(mixer, MIXERS):
                 raise ValueError(
-                    f"shard_model: mixers must be of layers.registry.MIXERS to be split, got {type(mixer).__name__} "
-                    f"of kind {mixer.kind!r}"
+                    "shard_model: mixers must be instances of layers.registry.MIXERS to be split, got "
+                    f"{type(mixer).__name__} of kind {mixer.kind!r}"
                 )
     graph, state = nnx.split(model)
     # The variables of `state` are the model's own, so the copy gets new ones.
@@ -59,7 +61,7 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         if isinstance(variable, nnx.Variable) and id(variable) not in cut.placed:
             cut.put(variable)
     leaves = jax.tree.leaves(nnx.state(model))
-    # A latent belongs to all heads at once.
+    # All heads share a latent, so every device keeps all latents.
     latent = any(isinstance(mixer, MultiHeadLatentAttention) for mixers in model.mixers().values() for mixer in mixers)
     pages: Any = P() if latent else P(None, None, None, AXIS)
     return model, Layout(
@@ -71,7 +73,10 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
 
 
 def share(model: CausalLM) -> CausalLM:
-    """One device's share of a model that `shard_model` returned: its sizes and shapes, without weights."""
+    """Returns one device's share of a model that `shard_model` returned: its sizes, and shapes instead of weights."""
     graph, state = nnx.split(model)
-    shape = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
     return nnx.merge(graph, jax.tree.map(shape, state))

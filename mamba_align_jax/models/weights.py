@@ -1,10 +1,11 @@
-"""Hugging Face directories in and out: config.json and safetensors files, one parameter at a time."""
+"""Reads and writes model directories of Hugging Face: config.json and safetensors files, one parameter at a time."""
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,16 +15,29 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# Vision towers of published checkpoints: not part of the text model.
+from mamba_align_jax._deprecated import renamed_keywords
+from mamba_align_jax.models.causal_lm import CausalLM
+from mamba_align_jax.models.config import ModelConfig
+
+# Prefixes of tensors of vision towers, which are not part of the text model.
 _IGNORED_PREFIXES = ("model.visual.",)
-# Draft heads: not every architecture's is known.
+# Prefix of a draft head's tensors. Not every architecture supports its draft head.
 _HEAD_PREFIX = "mtp."
-# What a configuration with a nested text model may hold outside of it.
+# Fields that a configuration with a nested text model may hold outside of the nested part.
 _SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The text model's configuration; its own fields count before those of a configuration around it."""
+    """Reads the fields of the text model from config.json.
+
+    If they are nested in `text_config`, fields beside it fill in what it lacks.
+
+    Args:
+        path: The model directory.
+
+    Raises:
+        ValueError: the directory has no config.json.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
@@ -35,12 +49,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Source:
-    """How a parameter is made from tensors of a checkpoint.
+    """One way to make a parameter from the tensors of a model directory.
 
     Attributes:
-        names: Of the tensors. Several parameters may be made from one.
-        make: Makes the parameter from the tensors in this order; it draws one at a time.
-        split: The inverse, for a parameter that is one tensor of its own.
+        names: Names of the tensors. Several parameters may be made from the same tensor.
+        make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time.
+        split: Makes the tensor from the parameter, if the parameter is made from a tensor of its own; else None.
     """
 
     names: tuple[str, ...]
@@ -49,28 +63,28 @@ class Source:
 
 
 def tensor(name: str) -> Source:
-    """A tensor as it is."""
+    """Takes a tensor as it is."""
     return Source((name,), next, lambda array: array)
 
 
 def product(name: str) -> Source:
-    """A dense product's weight, published as [out, in]."""
+    """Transposes the weight of a dense product, which files hold as [out, in]."""
     return Source((name,), lambda parts: next(parts).T, np.transpose)
 
 
 def taps(name: str) -> Source:
-    """A convolution's taps, published as [channels, 1, width]."""
+    """Takes a convolution's taps, which files hold as [channels, 1, width], to [width, channels]."""
     return Source((name,), lambda parts: next(parts)[:, 0].T, lambda array: array.T[:, None])
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Parameters side by side, along the last axis."""
+    """Concatenates parameters along the last axis."""
     names = tuple(name for source in sources for name in source.names)
     return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=-1))
 
 
 def stacked(sources: Sequence[Source]) -> Source:
-    """Parameters of one shape along a new first axis."""
+    """Stacks parameters of one shape along a new first axis."""
     names = tuple(name for source in sources for name in source.names)
 
     def make(parts: Iterator[np.ndarray]) -> np.ndarray:
@@ -85,12 +99,12 @@ def stacked(sources: Sequence[Source]) -> Source:
 
 
 def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Source:
-    """What `function` makes of a parameter."""
+    """Applies `function` to a parameter."""
     return Source(source.names, lambda parts: function(source.make(parts)))
 
 
 def named(place: str) -> Source:
-    """The tensor that has a parameter's own place as its name."""
+    """Takes the tensor whose name is the parameter's place, with the last word that files have."""
     if place.endswith(".kernel"):
         return product(place.removesuffix("kernel") + "weight")
     if place.endswith(".embedding"):
@@ -101,22 +115,23 @@ def named(place: str) -> Source:
 def experts(
     place: str, number: int, up: Sequence[str] = ("gate_proj", "up_proj"), down: Sequence[str] = ("down_proj",)
 ) -> list[Source]:
-    """The ways to make `up` or `down` of `layers.moe.Experts`: from a tensor of all experts, or from each expert's own.
+    """Lists the ways to make `up` or `down` of `layers.moe.Experts`: from tensors per expert, or from one tensor.
 
     Args:
-        place: The parameter's, "...experts.up" or "...experts.down".
-        number: Of experts.
-        up: Names of each expert's products that `up` joins.
-        down: And `down`.
+        place: The parameter's place, "...experts.up" or "...experts.down".
+        number: Number of experts.
+        up: Names of an expert's products that `up` joins.
+        down: Names of an expert's products that `down` joins.
     """
     prefix, leaf = place.rsplit(".", 1)
+    names = up if leaf == "up" else down
     fused = mapped(tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj"), lambda array: array.swapaxes(1, 2))
-    one = lambda e: joined([product(f"{prefix}.{e}.{name}.weight") for name in (up if leaf == "up" else down)])
-    return [stacked([one(e) for e in range(number)]), fused]
+    each = [joined([product(f"{prefix}.{expert}.{name}.weight") for name in names]) for expert in range(number)]
+    return [stacked(each), fused]
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """A slice by the name of each of the checkpoint's tensors; it is read when it is indexed."""
+    """Returns a lazy slice for each tensor's name. Indexing it reads the tensor."""
     index = path / "model.safetensors.index.json"
     files = (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
@@ -126,14 +141,14 @@ def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         if not (path / name).is_file():
             raise ValueError(f"model directory must hold {name}, got {str(path)!r}")
         file = stack.enter_context(safe_open(path / name, framework="np"))
-        for key in file.keys():  # noqa: SIM118 - no mapping
+        for key in file.keys():  # noqa: SIM118 - the file is not a mapping
             if not key.startswith(_IGNORED_PREFIXES):
                 slices[key.replace("model.language_model.", "model.", 1)] = file.get_slice(key)
     return slices
 
 
 def has_draft_head(path: str | Path) -> bool:
-    """Whether the directory's files hold `mtp.*` tensors."""
+    """Returns whether the files of the model directory `path` hold tensors of a draft head, `mtp.*`."""
     with contextlib.ExitStack() as stack:
         return any(name.startswith(_HEAD_PREFIX) for name in _open(Path(path), stack))
 
@@ -141,7 +156,7 @@ def has_draft_head(path: str | Path) -> bool:
 def _read(source: Source, slices: dict[str, Any], variable: Any) -> jax.Array:
     try:
         array = source.make(slices[name][:] for name in source.names)
-    except (ValueError, IndexError):  # parts that don't go together
+    except (ValueError, IndexError):  # The tensors' shapes do not fit together.
         array = None
     if array is not None and array.shape == variable.shape:
         return jnp.asarray(array, variable.dtype)
@@ -150,26 +165,33 @@ def _read(source: Source, slices: dict[str, Any], variable: Any) -> jax.Array:
         wanted = list(source.split(np.empty(variable.shape, np.bool_)).shape)
         raise ValueError(f"tensor {source.names[0]!r} must have shape {wanted}, got {got[0]}")
     raise ValueError(
-        f"tensors {source.names[0]!r} to {source.names[-1]!r} must make an array of shape {list(variable.shape)}, got {got}"
+        f"tensors {source.names[0]!r} to {source.names[-1]!r} must make an array of shape {list(variable.shape)}, "
+        f"got {got}"
     )
 
 
+@renamed_keywords(advance="progress")
 def read_weights(
-    path: str | Path, architecture: Any, config: Any, advance: Callable[[int, int], None] = lambda done, total: None
-) -> Any:
-    """Builds the architecture's model with the directory's weights.
+    path: str | Path,
+    architecture: ModuleType,
+    config: ModelConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CausalLM:
+    """Makes an architecture's model with the weights of a model directory.
 
-    Host memory holds one parameter at a time, and the tensors that it is made from.
+    Host memory holds one parameter at a time, and the tensors from which it is made.
 
     Args:
-        path: The directory.
-        architecture: Has `Model` and `sources`: the ways to make the parameter at a dotted place, of which the first is
-            taken whose tensors are all there. It may have `ignored`: prefixes of tensors that are not the model's.
-        config: Of the architecture.
-        advance: Called with the number of parameters read and that of all, after each.
+        path: The model directory.
+        architecture: A module of `mamba_align_jax.models`. It has `Model(config, rngs)` and `sources(place, config)`,
+            which lists the ways (`Source`) to make the parameter at `place`, the dotted path of its attribute in the
+            model. The first way whose tensors are all in the files is taken. It may have `ignored(config)`, which
+            returns prefixes of tensors that are not loaded.
+        config: The architecture's configuration.
+        progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
 
     Raises:
-        ValueError: names the tensor that is missing, unknown or misshapen.
+        ValueError: a tensor is missing, unknown or has a wrong shape, or a file is missing. It is named.
     """
     graph, state = nnx.split(nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0))))
     variables = dict(nnx.to_flat_state(state))
@@ -194,19 +216,24 @@ def read_weights(
         if missing:
             raise ValueError(f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}")
         if unknown:
-            raise ValueError(f"tensor {min(unknown)!r} has no place in {config.model_type}")
+            raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
         loaded = []
         for place, source in found.items():
             loaded.append((place, variables[place].replace(_read(source, slices, variables[place]))))
-            advance(len(loaded), len(found))
+            progress(len(loaded), len(found))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
 
-def save_weights(model: Any, architecture: Any, path: str | Path) -> None:
-    """Writes config.json and model.safetensors as Hugging Face lays them out.
+def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) -> None:
+    """Writes a model directory of Hugging Face: config.json and model.safetensors.
+
+    Args:
+        model: The model.
+        architecture: Its module of `mamba_align_jax.models`.
+        path: The directory. It is created if it does not exist.
 
     Raises:
-        ValueError: a parameter is made from more than a tensor of its own.
+        ValueError: a parameter of the model is not made from a tensor of its own.
     """
     path = Path(path)
     tensors = {}
@@ -214,9 +241,12 @@ def save_weights(model: Any, architecture: Any, path: str | Path) -> None:
         name = ".".join(map(str, place))
         source = architecture.sources(name, model.config)[0]
         if source.split is None:
-            raise ValueError(f"save_weights: {model.config.model_type} can't be saved: {name!r} is no tensor")
+            raise ValueError(
+                f"save_weights: every parameter must have a tensor of its own, but {name!r} of "
+                f"{model.config.model_type!r} has none"
+            )
         tensors[source.names[0]] = np.ascontiguousarray(source.split(np.asarray(jax.device_get(variable[...]))))
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
     save_file(tensors, path / "model.safetensors", metadata={"format": "np"})
-    (path / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone
+    (path / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read it.
