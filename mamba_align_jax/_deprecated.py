@@ -171,6 +171,7 @@ def old_mixer_call(call: Callable[P, T]) -> Callable[P, T]:
     They were `(x, split, chunks, *pools, layer, group=, num_decode_tokens=, implementation=)`, and of attention layers
     `(x, step_inputs, keys, values, layer)`.
     """
+    forward: Callable[..., T] = call
 
     @functools.wraps(call)
     def wrapper(self: Any, x: Any, *arguments: Any, **keywords: Any) -> T:
@@ -179,14 +180,14 @@ def old_mixer_call(call: Callable[P, T]) -> Callable[P, T]:
         from mamba_align_jax.metadata.step_inputs import StepInputs
 
         if not arguments or not isinstance(arguments[0], RowSplit | StepInputs):
-            return call(self, x, *arguments, **keywords)
+            return forward(self, x, *arguments, **keywords)
         _warn(f"the arguments of {type(self).__name__} are now (x, LayerStep, *pools)", stacklevel=2)
         first, *rest, layer = arguments
         if isinstance(first, StepInputs):
-            return call(self, x, first.layer(layer), *rest)
+            return forward(self, x, first.layer(layer), *rest)
         split = dataclasses.replace(first, num_decode_tokens=keywords.pop("num_decode_tokens", None))
         chunks, *pools = rest
-        return call(self, x, LayerStep(rows=split, chunks=chunks, layer=layer, **keywords), *pools)
+        return forward(self, x, LayerStep(rows=split, chunks=chunks, layer=layer, **keywords), *pools)
 
     return wrapper
 
