@@ -18,20 +18,22 @@ from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.gated_delta_rule.prefill.tiles import as_operand, iota, key_lanes, store_pieces
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
-_MAX_KEYS = (
-    64  # keys in a tile of `products_per_channel`, where a whole head's would not fit into a program's registers
-)
-_MAX_EXPONENT = 112.0  # bound on the exponent, to base 2, of a decay that is undone; it leaves room for what it scales
+# Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.
+_MAX_KEYS = 64
+# Largest exponent, to base 2, of a decay that is taken backwards. It leaves room for the values that are scaled by it.
+_MAX_EXPONENT = 112.0
 
 
 def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """Sums log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
 
     Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists
-    of multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. The unit follows
-    the size of the total, which adding and subtracting a large number does without a conversion to integers. `x` must
-    have been loaded from memory: a product could be fused into one of its uses and have other bits there. ssd's log
-    decays are such products, which is why ssd cuts them on a fixed grid instead.
+    of multiples of a unit that no sum exceeds 2^24 times, so its sums and their differences are exact. Adding a large
+    number and subtracting it again cuts `x` to such multiples without a conversion to integers, and the unit follows
+    the total.
+
+    `x` must have been loaded from memory. The compiler could fuse a product into one of its uses, where it would have
+    other bits. ssd's log decays are products, so ssd cuts them on a fixed grid instead.
     """
     magic = -4.0 * jnp.sum(x, axis=0)
     coarse = (x + magic) - magic
