@@ -1,8 +1,9 @@
-"""Thousands of requests that share, go on, leave and wait, through the whole engine on small pools: `make soak`.
+"""Thousands of requests through the whole engine on small pools: `make soak`.
 
-Every token of every request is judged: of a stub that spells out its state exactly, and of the bundled model by its float32
-reference. After every step both pools must account for all their blocks, and whenever nothing runs, nothing may be left.
-Nobody may be overtaken by one that came later or matters less, nor be refused while there is room.
+The requests share prefixes, continue others' answers, wait, and are aborted. The soak checks every token of every request:
+a stub model's are known exactly, and the bundled model's are judged by its float32 reference. After each step both pools
+must account for all their blocks, and whenever no request runs, no block may be held. No request may be overtaken by a
+later one or by one of lower priority, and none may be refused while the queue has room.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
-from failures.speller import VOCAB, Speller, next_tokens
+from fakes.speller import VOCAB, Speller, next_tokens
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -52,51 +53,55 @@ STEPPING = {"": dict(), ", asynchronous": dict(async_stepping=True)}
 
 
 class SoakTraffic:
-    """Requests to come: fresh ones, ones on shared beginnings, ones that go on where others ended.
+    """Draws requests: fresh ones, ones that share a prefix, and ones that continue an earlier answer.
 
-    `books` are long token lists: what requests share, and what fresh tokens are taken from.
+    Args:
+        seed: of all draws.
+        books: long token lists. Requests share their beginnings, and fresh tokens are taken from their middle.
+        config: the engine's.
     """
 
     def __init__(self, seed, books, config):
         self.rng, self.books, self.config = np.random.default_rng(seed), books, config
-        self.talks = deque(maxlen=60)
+        self.conversations = deque(maxlen=60)
         self.edges = [n * config.block_size + d for n in range(4) for d in (-1, 0, 1) if n * config.block_size + d > 0]
 
     def pick(self, *choices):
         return choices[self.rng.integers(len(choices))]
 
-    def some(self, most):
-        """Fresh tokens, more than 0."""
+    def some(self, max_tokens):
+        """Draws 1 to `max_tokens` fresh tokens."""
         book = self.books[self.rng.integers(len(self.books))]
-        first = self.rng.integers(len(book) - most)
-        return list(book[first : first + 1 + self.rng.integers(most)])
+        first = self.rng.integers(len(book) - max_tokens)
+        return list(book[first : first + 1 + self.rng.integers(max_tokens)])
 
-    def length(self, most):
+    def length(self, max_length):
+        """Draws a length, which is often one at or beside a block boundary."""
         edge = self.pick(*self.edges)
-        return edge if edge <= most and self.rng.random() < 0.5 else 1 + int(self.rng.integers(most))
+        return edge if edge <= max_length and self.rng.random() < 0.5 else 1 + int(self.rng.integers(max_length))
 
     def request(self):
-        """A prompt and its parameters."""
+        """Draws a prompt and its parameters."""
         rng, max_tokens = self.rng, 1 + int(self.rng.integers(LONGEST_ANSWER))
-        most = self.config.max_model_len - max_tokens
+        max_prompt = self.config.max_model_len - max_tokens
         salt, kind = self.pick(*[""] * 6, "a", "b"), rng.random()
         if kind < 0.15:
-            prompt = (self.some(8) + self.some(most))[: self.length(most)]
-        elif kind < 0.6 or not self.talks:
-            # Few books and few lengths: prompts that are the same, or one a part of the other, are common.
+            prompt = (self.some(8) + self.some(max_prompt))[: self.length(max_prompt)]
+        elif kind < 0.6 or not self.conversations:
+            # There are few books and few lengths, so that equal prompts and prompts that begin others are common.
             book = self.books[min(int(rng.exponential(1.5)), len(self.books) - 1)]
-            prompt = list(book[: self.length(most)]) + (self.some(12) if rng.random() < 0.7 else [])
+            prompt = list(book[: self.length(max_prompt)]) + (self.some(12) if rng.random() < 0.7 else [])
         else:
-            salt, talk = self.talks[rng.integers(len(self.talks))]
-            prompt = talk + self.some(8)
-        prompt = [int(token) for token in prompt[:most]]
+            salt, conversation = self.conversations[rng.integers(len(self.conversations))]
+            prompt = conversation + self.some(8)
+        prompt = [int(token) for token in prompt[:max_prompt]]
         drafts = self.config.num_speculative_tokens
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             cache_salt=salt,
             stop_token_ids=self.some(2) if rng.random() < 0.15 else (),
-            checkpoint_at=rng.integers(0, most, 2).tolist() if rng.random() < 0.2 else (),
+            checkpoint_at=rng.integers(0, max_prompt, 2).tolist() if rng.random() < 0.2 else (),
             num_speculative_tokens=self.pick(None, None, *range(drafts + 1)),
             priority=self.pick(0, 0, 0, -1, 1),
         )
@@ -111,49 +116,49 @@ class SoakTraffic:
         return prompt, params
 
     def done(self, params, output):
-        """Somebody may go on from here."""
-        self.talks.append((params.cache_salt, [*output.prompt_token_ids, *output.token_ids]))
+        """Takes a finished request, which a later one may continue."""
+        self.conversations.append((params.cache_salt, [*output.prompt_token_ids, *output.token_ids]))
 
 
 def answers(logits, params, first):
-    """What `params` make of logits [tokens, vocab], the first of them for the token at `first`."""
+    """The tokens that `params` choose by logits [tokens, vocab]. `first` is the position of the first token."""
     if params.temperature == 0:
         return np.argmax(logits, axis=-1)
     rows = np.zeros((LONGEST_ANSWER, logits.shape[1]), np.float32)
     rows[: len(logits)] = logits
     each = lambda value, dtype: jnp.full(len(rows), value, dtype)
     options = each(params.temperature, jnp.float32), each(params.top_k, jnp.int32), each(params.top_p, jnp.float32)
-    place = first + jnp.arange(len(rows), dtype=jnp.int32)
-    return np.asarray(sample(jnp.asarray(rows), *options, each(params.seed, jnp.int32), place))[: len(logits)]
+    position = first + jnp.arange(len(rows), dtype=jnp.int32)
+    return np.asarray(sample(jnp.asarray(rows), *options, each(params.seed, jnp.int32), position))[: len(logits)]
 
 
 class Exactly:
-    """What the stub says is known."""
+    """Judges the stub model, whose tokens are known."""
 
     def __init__(self, stutter=STUTTER):
         self.stutter = stutter
 
     def __call__(self, served):
-        """Wrong requests, and tokens that are ties, among (params, output)."""
+        """Returns the wrong outputs and the number of ties among pairs of (params, output)."""
         wrong = []
         for params, output in served:
             tokens, first = [*output.prompt_token_ids, *output.token_ids], len(output.prompt_token_ids)
-            said = np.array(next_tokens(tokens[:-1], self.stutter)[first - 1 :])
+            right = np.array(next_tokens(tokens[:-1], self.stutter)[first - 1 :])
             if params.temperature > 0:
-                said = answers(-((np.arange(VOCAB) - said[:, None]) ** 2), params, first)
-            if not np.array_equal(said, output.token_ids):
+                right = answers(-((np.arange(VOCAB) - right[:, None]) ** 2), params, first)
+            if not np.array_equal(right, output.token_ids):
                 wrong.append(output)
         return wrong, 0
 
 
 class ByReference:
-    """Every token has to be the reference's choice, up to rounding: see `Reference`."""
+    """Judges a model by its reference: every token must be the reference's choice up to rounding (see `Reference`)."""
 
     def __init__(self, model):
         self.reference = Reference(model)
 
     def __call__(self, served):
-        """As for `Exactly`. A sequence that is another's beginning shares its run."""
+        """Returns what `Exactly` returns. A sequence that begins another one shares its run of the reference."""
         wrong, ties, run, logits = [], 0, (), None
         for tokens, params, output in sorted(
             (((*output.prompt_token_ids, *output.token_ids), params, output) for params, output in served),
@@ -165,21 +170,21 @@ class ByReference:
             first = len(output.prompt_token_ids)
             here = logits[first - 1 : len(tokens) - 1]
             differ = answers(here, params, first) != output.token_ids
-            outside = [self.behind(here[n], params, first + n, output.token_ids[n]) for n in np.flatnonzero(differ)]
-            if any(behind > self.reference.tau(here) for behind in outside):
+            gaps = [self.gap(here[n], params, first + n, output.token_ids[n]) for n in np.flatnonzero(differ)]
+            if any(gap > self.reference.tau(here) for gap in gaps):
                 wrong.append(output)
-            ties += len(outside)
+            ties += len(gaps)
         return wrong, ties
 
     @staticmethod
-    def behind(logits, params, position, token):
-        """How far below what is chosen the logit of `token` is."""
+    def gap(logits, params, position, token):
+        """How much larger the logit of `token` would have to be for `token` to be chosen."""
         scale = params.temperature or 1.0
         noise = np.zeros_like(logits)
         if params.temperature > 0:
             key = jax.random.fold_in(jax.random.key(params.seed), position)
             noise = np.asarray(jax.random.gumbel(key, logits.shape, logits.dtype))
-        # The token is either behind the best of the top ones, or behind the last of them and so not among them.
+        # The token has either less than the best of the top tokens, or less than the last of them and is no top token.
         order = np.sort(logits)[::-1]
         mass = np.exp((order - order[0]) / scale)
         kept = int(np.sum(np.cumsum(mass) - mass < params.top_p * mass.sum()))
@@ -189,7 +194,7 @@ class ByReference:
 
 
 def records(root):
-    """Entries of all containers of the host's objects; those of block pools account for themselves."""
+    """Counts the entries of all containers in the host's objects, except those of block pools, which the soak checks."""
     count, seen, todo = 0, set(), [root]
     while todo:
         x = todo.pop()
@@ -209,21 +214,27 @@ def records(root):
     return count
 
 
-class Planned(Exception):
-    """What a step raises in a soak."""
+class PlannedError(Exception):
+    """The error that a soak makes a step raise."""
 
 
 class Watch:
-    """An engine whose every step is accounted for."""
+    """Checks an engine at every step.
+
+    Attributes:
+        live: The parameters of each unfinished request, by number.
+        wrong: What was wrong.
+        leaked: The number of blocks and records that were not returned.
+    """
 
     def __init__(self, engine):
         self.engine, self.live, self.leaked, self.wrong = engine, {}, 0, []
         self.aborted = self.refused = self.stalled = 0
-        # Those who have never run.
+        # Requests that have never run.
         self.new = set()
-        # Who had each beginning, by salt, 0 for several: only what another request had can have been cached.
+        # Which request had each prefix, by salt; 0 for several. Only what another request had can be cached for a request.
         self.known = {}
-        # Everything has happened once.
+        # Let everything happen once, so that records that stay for good are there before they are counted.
         self.left = None
         engine.generate([1], SamplingParams(max_tokens=2, stop_token_ids=range(engine.model_config.vocab_size)))
         engine.abort(engine.add_request([1], SamplingParams(max_tokens=1)))
@@ -235,7 +246,7 @@ class Watch:
 
     @property
     def pools(self):
-        """They are others after a step that raised."""
+        """The block pools. A step that raises replaces them."""
         return self.engine.cache.states.pool, self.engine.cache.kv.pool
 
     @property
@@ -243,7 +254,7 @@ class Watch:
         return [request.id for request in self.engine.scheduler.waiting]
 
     def add(self, prompt, params):
-        """Sends a request; None if it is refused, as it has to be exactly if as many new ones wait as may."""
+        """Adds a request; returns its number, or None if it is refused, which must happen exactly if the queue is full."""
         before, number = self.waiting, None
         try:
             number = self.engine.add_request(prompt, params)
@@ -253,42 +264,44 @@ class Watch:
             self.live[number] = params
             self.new.add(number)
             self.remember(number, params, prompt)
-        most = self.engine.config.max_waiting
-        full = most is not None and len(self.new.intersection(before)) >= most
+        max_waiting = self.engine.config.max_waiting
+        full = max_waiting is not None and len(self.new.intersection(before)) >= max_waiting
         if full != (number is None) or [other for other in self.waiting if other != number] != before:
             self.wrong.append(f"{before} waited, {number} came, {self.waiting} wait")
         return number
 
     def abort(self, number):
-        """Ends one, if it still runs."""
+        """Aborts a request, if it has not finished."""
         output = self.engine.abort(number)
         if output is not None:
             self.aborted += 1
         return [] if output is None else self.took([output])
 
     def fail(self):
-        """The next result that is read is an error."""
+        """Makes the next read of a result raise."""
 
         def once(dispatched):
             del self.engine.runner.read
-            raise Planned
+            raise PlannedError
 
         self.engine.runner.read = once
 
     def step(self):
-        """What finished in a step, as (params, output)."""
+        """Runs a step; returns the requests that it finished as pairs of (params, output)."""
         rank = {number: (params.priority, number) for number, params in self.live.items()}
         before = set(self.waiting)
         served = self.took(self.engine.step())
-        self.in_turn(rank, before, set(self.waiting))
+        self.check_order(rank, before, set(self.waiting))
         for pool in self.pools:
             self.leaked += abs(len(pool._free) + pool.num_cached + pool.num_held - (pool.num_blocks - 1))
         self.stalled = 0 if served or not rank else self.stalled + 1
-        assert self.stalled < 1000, "nobody finishes"
+        assert self.stalled < 1000, "no request has finished in 1000 steps"
         return served
 
-    def in_turn(self, rank, before, waiting):
-        """Nobody enters ahead of one that waits, and whoever gives way ranks behind all that go on."""
+    def check_order(self, rank, before, waiting):
+        """Checks that every request that was admitted ranks before those that wait, and every preempted one after those
+        that still run.
+        """
         self.new &= waiting
         last = lambda numbers: max((rank[number] for number in numbers), default=(-np.inf,))
         first = lambda numbers: min((rank[number] for number in numbers), default=(np.inf,))
@@ -296,14 +309,14 @@ class Watch:
             self.wrong.append(f"out of turn: {before} waited, {waiting} wait, of {rank}")
 
     def took(self, outputs):
-        """What a caller can tell of a request without knowing the model."""
+        """Checks what a caller can tell of finished requests without knowing the model; returns (params, output) of each."""
         served = []
         for output in outputs:
             params, count = self.live.pop(output.request_id), len(output.token_ids)
             cached = output.num_cached_tokens
             stops = [token in params.stop_token_ids for token in output.token_ids]
             reason = "stop" if stops and stops[-1] else "length" if count == params.max_tokens else "abort"
-            if isinstance(output.error, Planned):
+            if isinstance(output.error, PlannedError):
                 reason = "error"
             if (
                 output.finish_reason != reason
@@ -319,10 +332,10 @@ class Watch:
         return served
 
     def rest(self):
-        """Nothing runs: everything is returned, and no more is left than when the engine was new.
+        """Checks an engine without requests: all blocks are free, and there are no more records than when it was new.
 
         Returns:
-            Records that are there beside what the block pools have.
+            The number of records outside the block pools.
         """
         assert not self.engine.has_unfinished
         self.engine.generate([1], SamplingParams(max_tokens=1))
@@ -345,15 +358,15 @@ class Watch:
 
 
 def soak(engine, traffic, judge, count, report=lambda line: None):
-    """Serves `count` requests in bursts and lulls, some aborted, the cache reset now and then.
+    """Serves `count` requests in bursts and lulls; some are aborted, some steps raise, and the cache is reset at times.
 
     Returns:
-        What is wrong, how many tokens are ties, how much is leaked, and how many requests were aborted and refused.
+        A list of what is wrong, and the numbers of ties, of leaks, of aborted and of refused requests.
     """
     rng, watch, slots = traffic.rng, Watch(engine), engine.config.max_num_seqs
     wrong, ties, added, judged, served, again = [], 0, 0, 0, [], None
     begin = said = time.perf_counter()
-    # At most so many at once. In a crowd requests take each other's blocks; when few run, what others left is found.
+    # The largest number of requests at once. Many requests take each other's blocks; few find what others have left.
     crowd = slots
     while added < count or watch.live:
         if not crowd and not watch.live:
@@ -362,15 +375,15 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
         while added < count and len(watch.live) < crowd and rng.random() < 0.7:
             asked, again = again or traffic.request(), None
             if watch.add(*asked) is None:
-                # Sent again, or given up.
+                # The refused request is sent again, or dropped.
                 again = traffic.pick(asked, None)
                 break
             added += 1
-            # A lull: all of them finish.
+            # A lull begins: no request is added until all have finished.
             crowd = 0 if rng.random() < 0.02 else crowd
         done = []
         if watch.live and rng.random() < 0.03:
-            # Any at all: waiting, in its prompt, decoding.
+            # It may be any request: one that waits, one in its prompt or one that decodes.
             done += watch.abort(list(watch.live)[rng.integers(len(watch.live))])
         if rng.random() < 0.001:
             engine.reset_prefix_cache()
@@ -395,14 +408,14 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
 
 
 def poison(engine):
-    """Fills the pools with what must never be read."""
+    """Fills the pools with NaN, which must never be read."""
     state = engine.runner.device_state
     pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
     engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def shares(count, configs):
-    """Each configuration, stepping either way, with its part of the requests, if it has one."""
+    """Yields each configuration under both ways of stepping, with its share of the requests, if it has one."""
     both = [(name + how, options | more) for name, options in configs.items() for how, more in STEPPING.items()]
     for number, (name, options) in enumerate(both):
         share = count * (number + 1) // len(both) - count * number // len(both)
@@ -411,7 +424,7 @@ def shares(count, configs):
 
 
 def parts(seed, stub, model):
-    """(name, number of requests, engine, traffic, judge) of every configuration."""
+    """Yields (name, number of requests, engine, traffic, judge) of every configuration."""
     rng = np.random.default_rng(seed)
     books = [rng.integers(0, VOCAB, 400).tolist() for _ in range(12)]
     speller = Speller(STUTTER)
@@ -432,7 +445,11 @@ def main(arguments=None):
     parser.add_argument("--requests", type=int, default=20_000, help="through the stub")
     parser.add_argument("--model-requests", type=int, default=1_000, help="through the bundled model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="configurations whose names contain this, for their share alone")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run only the configurations whose names contain this, with their share of the requests",
+    )
     options = parser.parse_args(arguments)
     logging.disable()
     total, wrong, ties, leaked = 0, 0, 0, 0

@@ -1,5 +1,7 @@
-"""Whole workloads through the engine, of which every token and every block is accounted for: the soak, small, and a matrix
-of all that has gone wrong somewhere, drawn at random."""
+"""Whole workloads through the engine: every token is right and every block is returned.
+
+There is a small soak, and a search by hypothesis over workloads, budgets, room in the pools and drafts.
+"""
 
 import dataclasses
 import functools
@@ -7,12 +9,14 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+import depth
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import soak
-from failures.speller import VOCAB, Speller, next_tokens
+from fakes.foresight import Foresight, in_turn, one_by_one
+from fakes.speller import VOCAB, Speller, next_token
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +31,7 @@ from mamba_align_jax.engine.waiting import WaitingQueue
 from mamba_align_jax.models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_program")
-# Few programs: budgets and the room in the pools are drawn without changing what is compiled.
+# Budgets and the room in the pools are drawn without changing what is compiled, so that there are few programs.
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, prompt_lookup_min=1)
 PAGES, LONGEST_ANSWER = 36, 12
 CONFIGS = {
@@ -48,7 +52,7 @@ def configured(**options):
 
 
 def soaked(count, seed=0):
-    """A small soak's engine, and what went wrong in it."""
+    """Runs a small soak; returns its engine and what `soak.soak` returns."""
     config = configured(**CONFIGS["copy_free"], max_waiting=2)
     engine = Engine(SPELLER, config)
     soak.poison(engine)
@@ -56,7 +60,7 @@ def soaked(count, seed=0):
     return engine, soak.soak(engine, soak.SoakTraffic(seed, books, config), soak.Exactly(), count)
 
 
-def test_a_small_soak():
+def test_small_soak():
     engine, (wrong, ties, leaked, aborted, refused) = soaked(250, seed=1)
     assert (wrong, ties, leaked) == ([], 0, 0)
     stats = engine.stats
@@ -67,17 +71,17 @@ def test_a_small_soak():
 
 
 def wrapped(monkeypatch, owner, name, instead):
-    """Replaces a method by `instead(method, *arguments)`."""
+    """Replaces a method of `owner` by `instead(method, *arguments)`."""
     method = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **options: instead(method, *args, **options))
 
 
-def early(commit, cache, request, *args):
+def release_at_commit(commit, cache, request, *args):
     commit(cache, request, *args)
     cache.states.release(request)
 
 
-def shifted(allocate, *args, **options):
+def shift_columns(allocate, *args, **options):
     given = allocate(*args, **options)
     if given is None or len(given.columns) < 2:
         return given
@@ -85,48 +89,52 @@ def shifted(allocate, *args, **options):
     return dataclasses.replace(given, columns=list(zip(columns, blocks[1:] + blocks[:1], strict=True)))
 
 
-def some(every):
-    """Does nothing, now and then."""
+def leave_out(every):
+    """Leaves out every `every`-th call."""
     turn = itertools.count(1)
     return lambda method, *args: None if next(turn) % every == 0 else method(*args)
 
 
-def backwards(make, queue, limit):
+def last_come_first(make, queue, limit):
     make(queue, limit)
     queue._arrivals = itertools.count(0, -1)
 
 
-def equals(add, queue, request):
+def ignore_priority(add, queue, request):
     request.params = dataclasses.replace(request.params, priority=0)
     add(queue, request)
 
 
-def late(put_back, queue, request):
+def lose_place(put_back, queue, request):
     request.rank = request.params.priority, next(queue._arrivals)
     put_back(queue, request)
 
 
-def counted(put_back, queue, request):
+def count_preempted(put_back, queue, request):
     put_back(queue, request)
     queue._returned.clear()
 
 
 BUGS = {
-    "a column goes before the step that reads it is dispatched": (HybridCache, "commit", early),
-    "blocks are in each other's columns": (HybridCache, "allocate", shifted),
-    "tenants share": (HashChain, "__init__", lambda make, chain, size, salt=b"": make(chain, size)),
-    "some requests give nothing back": (HybridCache, "free", some(90)),
-    "names are left behind": (HybridCache, "forget", some(1)),
-    "drafts are not forgotten": (PromptLookupDrafter, "forget", some(10)),
-    "whoever came last is first": (WaitingQueue, "__init__", backwards),
-    "all are equal": (WaitingQueue, "add", equals),
-    "who gives way loses the place in the queue": (WaitingQueue, "put_back", late),
-    "who gave way counts as waiting": (WaitingQueue, "put_back", counted),
+    "a column is released before the step that reads it is dispatched": (HybridCache, "commit", release_at_commit),
+    "blocks are in the wrong columns": (HybridCache, "allocate", shift_columns),
+    "requests with different salts share blocks": (
+        HashChain,
+        "__init__",
+        lambda make, chain, size, salt=b"": make(chain, size),
+    ),
+    "some requests return no blocks": (HybridCache, "free", leave_out(90)),
+    "names of finished requests are kept": (HybridCache, "forget", leave_out(1)),
+    "tokens of finished requests stay in the drafter": (PromptLookupDrafter, "forget", leave_out(10)),
+    "the last request comes first": (WaitingQueue, "__init__", last_come_first),
+    "priorities are ignored": (WaitingQueue, "add", ignore_priority),
+    "a preempted request loses its place in the queue": (WaitingQueue, "put_back", lose_place),
+    "a preempted request counts against max_waiting": (WaitingQueue, "put_back", count_preempted),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_soak_notices(bug, monkeypatch):
+def test_soak_finds_bug(bug, monkeypatch):
     wrapped(monkeypatch, *BUGS[bug])
     soaks = (soaked(100, seed)[1] for seed in range(8))
     assert any(wrong or leaked for wrong, _, leaked, *_ in soaks)
@@ -134,10 +142,17 @@ def test_the_soak_notices(bug, monkeypatch):
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to come, `wait` steps after the last one.
+    """A request that is added `wait` steps after the last one.
 
-    It begins with the first `shared` tokens of an earlier one and what came of it. `ends` is after how many steps it is
-    aborted. Before it comes, the cache may be reset and all that nobody holds or finds overwritten.
+    Attributes:
+        wait: Steps before it is added.
+        earlier: Which earlier request it shares tokens with.
+        shared: How many of that request's tokens (prompt and answer) it begins with.
+        fresh: How many tokens of its own follow.
+        params: Its parameters.
+        ends: After how many steps it is aborted; None for never.
+        resets: Whether the prefix cache is reset before it is added.
+        poisons: Whether free blocks are overwritten before it is added.
     """
 
     wait: int
@@ -150,8 +165,8 @@ class Ask:
     poisons: bool
 
 
-def asks(config, vocab, least=3):
-    """A list of requests, and what else decides how they run: budget, room in the pools, drafts."""
+def asks(config, vocab, min_budget=3):
+    """A strategy of workloads: requests, and what else decides how they run (budget, room in the pools, drafts)."""
     size, K = config.block_size, config.num_speculative_tokens
     edge = st.sampled_from([0, 1, size - 1, size, size + 1, 2 * size, 2 * size + 1, 3 * size])
     often = lambda usual, other: st.one_of(st.just(usual), st.just(usual), other)
@@ -182,7 +197,7 @@ def asks(config, vocab, least=3):
     return st.fixed_dictionaries(
         dict(
             requests=st.lists(ask, min_size=1, max_size=8),
-            budget=st.sampled_from([least, size - 1, size, size + 1, 2 * size + 5, config.max_num_batched_tokens]),
+            budget=st.sampled_from([min_budget, size - 1, size, size + 1, 2 * size + 5, config.max_num_batched_tokens]),
             room=st.tuples(st.sampled_from([0, 0, 2, 100]), st.sampled_from([0, 0, 8, 100])),
             drafts=st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=6),
             prompt_lookup=st.booleans(),
@@ -190,32 +205,19 @@ def asks(config, vocab, least=3):
     )
 
 
-class Drawn:
-    """Drafts as many as drawn, so many of them right."""
-
-    def __init__(self, plan):
-        self.plan = itertools.cycle(plan)
-
-    def draft(self, request, tokens, most):
-        count, right = next(self.plan)
-        drafts = list(tokens)
-        for _ in range(min(count, most)):
-            drafts.append(next_tokens(drafts, soak.STUTTER)[-1])
-        drafts = drafts[len(tokens) :]
-        return drafts[:right] + [(token + 1) % VOCAB for token in drafts[right:]]
-
-    def forget(self, request):
-        pass
+def foresight(plan):
+    """A drafter of the speller's tokens; `plan` has pairs of (drafts, right drafts)."""
+    return Foresight(one_by_one(functools.partial(next_token, stutter=soak.STUTTER)), in_turn(plan), VOCAB)
 
 
 def crowd(engine, states, pages):
-    """Leaves room for one request and so many more blocks and pages; returns who holds the rest."""
+    """Takes blocks and pages until one request and so many more fit; returns the names that hold them."""
     cache, config = engine.cache, engine.config
     size, K = cache.kv.page_size, config.num_speculative_tokens
-    most = blocks_per_request(config.block_size, K, steps_in_flight=1)
-    # Whoever holds a block holds a page.
+    max_blocks = blocks_per_request(config.block_size, K, steps_in_flight=1)
+    # A request that holds a block holds a page.
     pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, 0)
-    states = min(max(cache.states.pool.num_available - most - states, 0), pages)
+    states = min(max(cache.states.pool.num_available - max_blocks - states, 0), pages)
     names = [("elsewhere", n) for n in range(states)]
     for n, name in enumerate(names):
         tokens = 1 if n else size * (pages - states + 1)
@@ -231,7 +233,7 @@ def overwrite(arrays, dead):
 
 
 def poison_free(engine):
-    """Overwrites the blocks that nobody holds and nobody can find."""
+    """Overwrites the blocks that are neither held nor cached."""
     state, arrays = engine.runner.device_state, {}
     for name, pool in (("pool", engine.cache.states.pool), ("kv", engine.cache.kv.pool)):
         dead = np.zeros(pool.num_blocks, bool)
@@ -241,7 +243,7 @@ def poison_free(engine):
 
 
 def run(engine, drawn, vocab, judge):
-    """Serves what was drawn; everything is right and returned."""
+    """Serves a drawn workload; every token is right and everything is returned."""
     watch, served, known, aborts = soak.Watch(engine), [], [], {}
     engine.scheduler.max_num_batched_tokens = drawn["budget"]
     elsewhere = crowd(engine, *drawn["room"])
@@ -273,7 +275,7 @@ def run(engine, drawn, vocab, judge):
         if not watch.live:
             break
         steps(1)
-    assert not watch.live, "somebody starves"
+    assert not watch.live, f"unfinished after 1000 steps: {watch.live}"
     for name in elsewhere:
         engine.cache.free(name)
         engine.cache.forget(name)
@@ -281,19 +283,18 @@ def run(engine, drawn, vocab, judge):
     wrong, ties = judge(served)
     assert len(served) == len(drawn["requests"])
     assert (wrong, watch.wrong, watch.leaked, engine.stats.null_reads) == ([], [], 0, 0)
-    # Ties are rare.
-    assert ties <= 1
+    assert ties <= 1, "ties are rare"
     return served
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_workload_spells_right(name):
+def test_any_workload_of_the_speller_is_right(name):
     config = configured(**CONFIGS[name])
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=depth.examples(quick=15, full=40), deadline=None)
     @given(drawn=asks(config, VOCAB))
     def matrix(drawn):
-        drafter = None if config.async_stepping or drawn["prompt_lookup"] else Drawn(drawn["drafts"])
+        drafter = None if config.async_stepping or drawn["prompt_lookup"] else foresight(drawn["drafts"])
         engine = Engine(SPELLER, config, drafter=drafter)
         soak.poison(engine)
         run(engine, drawn, VOCAB, soak.Exactly())
@@ -303,18 +304,18 @@ def test_any_workload_spells_right(name):
 
 @pytest.mark.parametrize("name", ["bundled", "tiny"])
 def test_any_workload_is_right_by_the_reference(name):
-    """Prompts whose tokens are drawn at random repeat nothing; their answers do, and are guessed now and then."""
+    """Random prompts repeat nothing, but their answers do, so that prompt lookup guesses some of their tokens."""
     path = BYTE_MODEL if name == "bundled" else Path(__file__).parents[1] / "data" / "qwen3_5_text"
     model = load_model(path, "float32")
-    # One layer of each kind: it takes long to compile more.
+    # One layer of each kind is enough, and quick to compile.
     layers = slice(2, 4)
     model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[layers])
     model.layers = nnx.List(list(model.layers)[layers])
     config = configured(**MODEL, async_stepping=name == "bundled")
     judge = soak.ByReference(model)
 
-    @settings(max_examples=8, deadline=None)
-    @given(drawn=asks(config, 256, least=10))
+    @settings(max_examples=depth.examples(quick=5, full=12), deadline=None)
+    @given(drawn=asks(config, 256, min_budget=10))
     def matrix(drawn):
         engine = Engine(model, config)
         soak.poison(engine)

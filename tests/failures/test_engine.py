@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from failures.speller import VOCAB, Speller, next_token
+from fakes.speller import VOCAB, Speller, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 

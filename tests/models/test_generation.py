@@ -1,4 +1,4 @@
-"""Every family through the engine: greedy tokens of chunked prompts, prefix hits, drafts and preempted requests."""
+"""Every model family through the engine: chunked prompts, prefix hits, drafts and preempted requests."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fakes import delta_net_weights, kimi_weights, weights
 from fakes.draft_head_weights import write_with_head
+from fakes.foresight import Foresight, found_in
 from models.driver import ATOL, DATA
 from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
@@ -25,7 +26,7 @@ CONFIG = EngineConfig(
 
 
 def published(name):
-    """A checkpoint of transformers, with the tokens that it generated and their logits."""
+    """A model in tests/data, the tokens that transformers generated with it, and their logits."""
 
     def read(path):
         arrays = oracles.reference(DATA / name)
@@ -35,7 +36,7 @@ def published(name):
 
 
 def with_head(name):
-    """The same with a draft head, which has learnt some of those tokens."""
+    """As `published`, with a draft head that has learnt some of those tokens."""
 
     def read(path):
         source, tokens, logits = published(name)(path)
@@ -45,7 +46,7 @@ def with_head(name):
 
 
 def faint(path, scale=0.2):
-    """With smaller embeddings what comes next follows less from the last token than from those before, which states hold."""
+    """Scales the embeddings down: the next token then depends less on the last token and more on the states."""
     tensors = load_file(path / "model.safetensors")
     embeddings = {name: w * np.float32(scale) for name, w in tensors.items() if "embed" in name}
     save_file(tensors | embeddings, path / "model.safetensors")
@@ -53,7 +54,7 @@ def faint(path, scale=0.2):
 
 
 def random(make, oracle, seed=7):
-    """A tiny checkpoint, and what the recurrence in float64 generates."""
+    """A tiny random model, the tokens that its oracle in float64 generates, and their logits."""
 
     def read(path):
         weights.write(path, make)
@@ -90,28 +91,10 @@ MODELS = {
 }
 
 
-class Foresight:
-    """Drafts of the sequence that will come, of which none, one or both are right, by turns."""
-
-    def __init__(self, tokens, vocab_size):
-        self.tokens, self.vocab_size = tokens.tolist(), vocab_size
-
-    def draft(self, request, tokens, most):
-        begin = len(tokens)
-        right = begin + begin // 4 % 3
-        return [
-            token if place < right else (token + 1) % self.vocab_size
-            for place, token in enumerate(self.tokens[begin : begin + most], begin)
-        ]
-
-    def forget(self, request):
-        pass
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_to_a_token(name, tmp_path, monkeypatch):
+def test_engine_generates_the_reference_tokens(name, tmp_path, monkeypatch):
     path, tokens, logits = MODELS[name](tmp_path)
-    # Whatever rounds these logits within ATOL makes the same choices.
+    # Logits with an error of ATOL choose the same tokens.
     best = np.sort(logits[PROMPT - 1 : -1])[:, -2:]
     assert (best[:, 1] - best[:, 0]).min() > 2 * ATOL
     assert (logits[PROMPT - 1 : -1].argmax(1) == tokens[PROMPT:]).all()
@@ -119,18 +102,20 @@ def test_every_way_to_a_token(name, tmp_path, monkeypatch):
 
 
 def check_engine(model, tokens, monkeypatch):
-    """A prompt in chunks; resumed from its answer's last state and from its own; with and without drafts; preempted."""
+    """Runs the sequence in chunks, from a cached state of its answer and of its prompt, with and without drafts, preempted."""
     if model.mtp is None:
-        engine = Engine(model, CONFIG, drafter=Foresight(tokens, model.config.vocab_size))
+        # None, one or both of the drafts are right, depending on the number of tokens.
+        plan = lambda tokens: (CONFIG.num_speculative_tokens, len(tokens) // 4 % 3)
+        engine = Engine(model, CONFIG, drafter=Foresight(found_in([tokens.tolist()]), plan, model.config.vocab_size))
     else:
         engine = Engine(model, dataclasses.replace(CONFIG, speculation="mtp"))
-    # One program can run every step. Only where a chunk of padding takes long, steps without a prompt have their own.
+    # One program runs every step. Where padded prefill chunks take long, steps without a prompt have a second program.
     mixed = max(engine.runner.buckets)._replace(prefill_rows=CONFIG.max_num_seqs, draws=False)
     programs = [mixed, Bucket(CONFIG.max_num_seqs, 0, 0, draws=False)]
     monkeypatch.setattr(StepRunner, "buckets", programs if "kda" in model.mixers() else programs[:1])
 
     def answer(lengths, salts=("",), **params):
-        """Asks for the rest behind so many tokens each; returns how many of them were cached."""
+        """Requests the tokens after each of `lengths`; returns how many tokens of each prompt were cached."""
         ids = [
             engine.add_request(
                 tokens[:length],
@@ -144,12 +129,12 @@ def check_engine(model, tokens, monkeypatch):
         assert [list(outputs[n].token_ids) for n in ids] == [tokens[length:].tolist() for length in lengths]
         return [outputs[n].num_cached_tokens for n in ids]
 
-    # Without attention, pages of no bytes name the states.
+    # A model without attention has pages without bytes, whose hashes name the states.
     assert (engine.sizes.kv_page_bytes == 0) == (ATTENTION not in model.mixers())
     assert answer([PROMPT]) == [0]
     assert answer([65], num_speculative_tokens=0) == [64]
     assert engine.stats.preemptions == 0
-    # The second one has to give way to the first, and goes on from its prompt's last state.
+    # The second request is preempted for the first, and resumes from the last state of its prompt.
     assert answer([PROMPT, 53], ["", "other"]) == [32, 0]
     stats = engine.stats
     assert stats.preemptions == 1

@@ -1,4 +1,8 @@
-"""A model whose next token is exactly known: it spells out its state, its window and its keys in whole numbers."""
+"""A model whose next token is exactly known.
+
+It adds up its recurrent state, its convolution window and its keys in whole numbers, so that a token is right only if all
+three were read from the right places.
+"""
 
 from typing import NamedTuple
 
@@ -18,7 +22,10 @@ TAPS = (1, 5, 25, 125)
 
 
 def next_tokens(tokens, stutter=0):
-    """What the model says after each token: all up to there count in the state and the keys, the last ones in the window."""
+    """The token that the model chooses after each of `tokens`.
+
+    Its state and its keys depend on all tokens up to there, its window on the last four. `stutter` is as for `Speller`.
+    """
     state = keys = 0
     said = []
     for position, token in enumerate(tokens):
@@ -31,7 +38,7 @@ def next_tokens(tokens, stutter=0):
 
 
 def next_token(tokens, stutter=0):
-    """What the model says after all of them."""
+    """The token that the model chooses after `tokens`."""
     return next_tokens(tokens, stutter)[-1]
 
 
@@ -42,7 +49,7 @@ class Config(NamedTuple):
 
 
 class Speller(nnx.Module):
-    """With `stutter` 1 or 2, so many thirds of what it says repeat the last token: prompt lookup guesses those."""
+    """The model. With `stutter` 1 or 2, so many thirds of its tokens repeat the last one, which prompt lookup guesses."""
 
     dtype = "float32"
 
@@ -64,14 +71,14 @@ class Speller(nnx.Module):
         layer = jnp.int32(0)
 
         def attend(rows, at, pages):
-            """Keys up to each token, weighted by position."""
+            """The sum of the keys up to each token, weighted by position."""
             place = jnp.arange(pages.shape[1] * keys.shape[2])
             seen = place <= (rows.num_computed_tokens[at.row] + at.offset)[:, None]
             held = keys[0, pages[at.row]].reshape(at.row.shape[0], -1)
             return jnp.sum(jnp.where(seen, held * (1.0 + (place % 7).astype(jnp.float32)), 0), axis=1)
 
         def recur(rows, at, x, pool, write):
-            """One token after the other; `write` is each token's block."""
+            """Updates the state token by token. `write` is the block that each token writes, NULL_BLOCK for none."""
 
             def run(i, carry):
                 states, pool, out = carry
