@@ -30,12 +30,10 @@ def row_kinds(num_tokens: Any, num_computed_tokens: Any, num_drafts: Any, is_pre
     makes:
 
     - A row without tokens is a decode row here. vLLM keeps it a prefill row if `is_prefilling` is set. No kernel
-    touches
-      such a row, and here it does not bring the prefill kernels into a step that has no other prefill row.
+      touches such a row, and here it does not bring the prefill kernels into a step that has no other prefill row.
     - A row after its prompt with 2 to K + 1 tokens, but not exactly one more than its drafts, is a prefill row here.
-    vLLM
-      looks only at the length and runs it by the decode kernels. Here a row of those kernels is a verify row, whose
-      tokens after the first may be rejected, but these tokens are not drafts.
+      vLLM looks only at the length and runs it by the decode kernels. Here a row of those kernels is a verify row,
+      whose tokens after the first may be rejected, but these tokens are not drafts.
 
     Use it in servers that make a `StepBatch` from the rows of a scheduler like vLLM's, or call `sort_rows` on the host.
 
