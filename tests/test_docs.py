@@ -111,9 +111,9 @@ OLD_WORDS = (
 )  # fmt: skip
 # Foreign names behind their door, the old names that still work and their tests, and the pages that translate.
 MAY_SAY = (
-    "mamba_align_jax/vllm_compat/", "tests/vllm_compat/", "tests/fakes/mode_all_server.py", "tests/mutants.txt", "mamba_align_jax/_deprecated.py",
-    "pallas_kernels/_deprecated.py", "tests/test_deprecated.py", "tests/kernels/test_deprecated.py", "tests/test_docs.py",
-    "CHANGELOG.md", "docs/glossary.md", "docs/porting.md",
+    "mamba_align_jax/vllm_compat/", "tests/vllm_compat/", "tests/fakes/mode_all_server.py", "tests/mutants.txt",
+    "mamba_align_jax/_deprecated.py", "pallas_kernels/_deprecated.py", "tests/test_deprecated.py",
+    "tests/kernels/test_deprecated.py", "tests/test_docs.py", "CHANGELOG.md", "docs/glossary.md", "docs/porting.md",
 )  # fmt: skip
 
 
