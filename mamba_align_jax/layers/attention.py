@@ -163,8 +163,8 @@ class Attention(nnx.Module):
     Options add a norm and a rotation of queries and keys, and a gate: the outputs are then multiplied by sigmoid(gate)
     before `o_proj`. The query projection yields [query | gate] for each head in that case.
 
-    The layer keeps no states. Its pools are pages of keys and of values, [layers, pages, page_size, kv_heads,
-    head_dim].
+    The layer keeps no states. Its pools are pages of keys and of values,
+    [layers, pages, page_size, kv_heads, head_dim].
     """
 
     kind = "attention"

@@ -1,6 +1,7 @@
 """What delta-rule layers run between their projections: convolution, gates and recurrence, for both kinds of rows.
 
-The equations and their sources are at the top of `pallas_kernels/gated_delta_rule/api.py`.
+The equations and their sources are in the docstrings of `pallas_kernels.gated_delta_rule_update` and
+`gated_delta_rule_gates`.
 """
 
 import jax

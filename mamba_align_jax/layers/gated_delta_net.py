@@ -20,8 +20,8 @@ from mamba_align_jax.sharding import Part, repeats
 class GatedDeltaNet(nnx.Module):
     """Gated delta net: projections, a convolution, the gated delta rule, a gated norm and an output projection.
 
-    For one value head, with queries q and keys k of unit length and the decay g <= 0 and the strength beta of the
-    token:
+    For one value head with state S [value_dim, key_dim] and one token, with its query q and key k of unit length, its
+    log decay g and its strength beta::
 
         S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q / sqrt(key_dim)
 

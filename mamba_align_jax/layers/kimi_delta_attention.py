@@ -20,13 +20,15 @@ from mamba_align_jax.sharding import Part
 class KimiDeltaAttention(nnx.Module):
     """Kimi delta attention: projections, a convolution, the delta rule, a gated norm and an output projection.
 
-    For one head, with queries q and keys k of unit length, a log decay g [head_dim] per key channel and a strength
-    beta:
+    For one head with state S [head_dim, head_dim] and one token, with its query q and key k of unit length, its log
+    decay g [head_dim] per key channel and its strength beta::
 
         S = S * exp(g);  S = S + beta * (v - S k) k^T;  o = S q / sqrt(head_dim)
 
-    g scales the columns of S. It is -exp(A_log) * softplus(a + dt_bias), or with `lower_bound`
-    lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
+    g scales the columns of S. From a projection a of the token it is one of::
+
+        g = -exp(A_log) * softplus(a + dt_bias)
+        g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if `lower_bound` is given
 
     Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
     heads, [heads, head_dim, head_dim].

@@ -23,7 +23,7 @@ from pallas_kernels import selective_scan, selective_state_update
 class Mamba1Mixer(nnx.Module):
     """Mamba-1: projections, a convolution, the selective scan with a gate, and an output projection.
 
-    For one channel with state S [state_dim], input x, and the step size dt, B and C that are computed from x:
+    For one channel with state S [state_dim], input x, and the step size dt, B and C that are computed from x::
 
         dt = softplus(dt + dt_bias);  S = exp(-exp(A_log) * dt) * S + dt * x * B;  y = (S C + D * x) * silu(z)
 

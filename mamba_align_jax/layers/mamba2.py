@@ -23,12 +23,12 @@ from pallas_kernels import selective_state_update, ssd
 class Mamba2Mixer(nnx.Module):
     """Mamba-2: projections, a convolution, the state space recurrence, a gated norm and an output projection.
 
-    For one head with state S [head_dim, state_dim] and input x [head_dim], and the B and C of its group:
+    For one head with state S [head_dim, state_dim] and input x [head_dim], and the B and C of its group::
 
         dt = softplus(dt + dt_bias);  S = exp(-exp(A_log) * dt) * S + (dt * x) B^T;  y = S C + D * x
 
-    Its states are a convolution window [window, channels] of x, B and C, and S for all heads, [heads, head_dim,
-    state_dim].
+    Its states are a convolution window [window, channels] of x, B and C, and S for all heads,
+    [heads, head_dim, state_dim].
     """
 
     kind = "mamba2"

@@ -1,8 +1,7 @@
 """Multi-head latent attention: pages hold one latent vector per token instead of the keys and values of all heads.
 
 Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. The layer runs the absorbed form: it projects queries to the
-    latent
-space and attended latents to values, so it never computes the keys and values of the heads.
+latent space and attended latents to values, so it never computes the keys and values of the heads.
 """
 
 import functools
@@ -99,8 +98,8 @@ class MultiHeadLatentAttention(nnx.Module):
         """Projects the inputs [tokens, hidden] at `positions`, int32 [tokens].
 
         Returns:
-            The queries [tokens, heads, nope_dim + rope_dim], and what the pages hold, [tokens, kv_lora_rank +
-            rope_dim].
+            The queries [tokens, heads, nope_dim + rope_dim], and what the pages hold,
+            [tokens, kv_lora_rank + rope_dim].
         """
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(x.shape[0], self.heads, -1)

@@ -1,8 +1,7 @@
 """Mixtures of experts: a router chooses a few experts per token, and the token's output is their weighted sum.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); DeepSeek-AI, "DeepSeek-V3" (2024) for the router
-    with
-sigmoids, groups and a bias.
+with sigmoids, groups and a bias.
 """
 
 from collections.abc import Callable

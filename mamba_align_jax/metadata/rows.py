@@ -24,8 +24,8 @@ class LayerRows:
         conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [rows]
         window_row: First row of that window to read. [rows]
         write: Blocks that each row writes. In a verify row, `write[r, t]` takes the state after token t. In any other
-            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window. [rows, 1
-            + K]
+            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window.
+            [rows, 1 + K]
     """
 
     query_start_loc: jax.Array

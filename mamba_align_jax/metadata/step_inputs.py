@@ -99,8 +99,8 @@ def single_token_inputs(
     may read the key of another.
 
     Args:
-        page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32 [rows,
-            pages]
+        page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32
+            [rows, pages]
         position: Position of each row's token. int32 [rows]
         alive: Whether a row's key is written. The outputs of the other rows have no meaning. bool [rows]
         page_size: Number of tokens of a page. Static.
