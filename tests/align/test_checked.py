@@ -115,7 +115,7 @@ def on_device(state, tables, updates, additions, batch, num_sampled):
     return plan_finish(SPEC, state, batch, indices, num_sampled, tables)[0], tables
 
 
-def test_what_the_device_does_is_right():
+def test_checker_accepts_the_steps_of_the_device():
     checker = StepChecker(SPEC, BLOCKS)
     state, tables = AlignState.create(SPEC), BlockTables.create(SPEC)
     hits = 0
@@ -171,7 +171,7 @@ def mistake(rng, spec, step):
 )
 @given(seed=st.integers(0, 10**6), at=st.integers(0, 25))
 @settings(max_examples=20, deadline=None)
-def test_right_steps_pass_and_a_mistake_is_named(spec, seed, at):
+def test_correct_steps_pass_and_a_mistake_is_named(spec, seed, at):
     # The last block is one that the manager doesn't have.
     rng, checker = random.Random(seed), StepChecker(spec, [BLOCKS + 1] * 3)
     for number, step in enumerate(schedule(random.Random(seed), spec, 30)):
@@ -227,7 +227,7 @@ def test_each_place_is_named(policy):
         run(spec, PROMPT, VERIFY._replace(entries=[(1, 2, 6), (1, 3, 7), (1, 5, 9)]))
 
 
-def test_an_entry_that_is_sent_again_is_no_allocation():
+def test_a_repeated_table_entry_is_no_allocation():
     again, enters = [(1, 1, 5)], [(1, 0)]
     verify = Step(VERIFY.rows, [], again + WINDOW)
     run(SPEC, PROMPT, verify)
@@ -237,7 +237,7 @@ def test_an_entry_that_is_sent_again_is_no_allocation():
         run(SPEC, PROMPT, other, Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 5), (0, 2, 11)]))
 
 
-def test_a_block_that_went_to_another_request_is_not_read():
+def test_reading_a_block_that_another_request_got_is_refused():
     """Slot 0 gets the block of slot 1's column 2, and slot 1 goes on before it is written."""
     thief = Step([], [(0, 0)], [(0, 0, 6)])
     with raises("slot 1: column 2 of group 'a' is read for a conv window, but block 6 was not written since"):
@@ -251,7 +251,7 @@ HIT = Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 20), (0, 2, 11)])
 
 
 @pytest.mark.parametrize("sampled", [None, 1])
-def test_boundaries_are_saved_where_something_is_sampled(sampled):
+def test_boundaries_are_saved_only_if_something_is_sampled(sampled):
     """Column 1, which nothing else needs any more, has got a new block."""
     checker = run(SPEC, SHORT, LONG)
     checker.check(*arguments(SPEC, Step(PASSES, [], [(1, 1, 20)]))[:-1], sampled)

@@ -214,7 +214,7 @@ def test_donated_layers_copy_no_pool(layer, K, implementation, dtype):
     ],
     ids=["in place", "not donated", "needed twice"],
 )
-def test_a_copied_pool_is_seen(step, donate, found):
+def test_the_check_notices_a_copied_pool(step, donate, found):
     given = jax.ShapeDtypeStruct((3, BLOCKS, 8, 16), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
     assert pool_copies(jax.jit(step, donate_argnums=donate).lower(*given).compile(), given[:1]) == found
 

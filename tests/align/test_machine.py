@@ -177,5 +177,5 @@ class KernelMachine(Machine):
         return self.past[tokens]
 
 
-def test_kernels_compute_what_the_tokens_say():
+def test_kernels_agree_with_the_replay_in_tokens():
     run(KernelMachine, examples=12, steps=200)

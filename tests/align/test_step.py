@@ -79,7 +79,7 @@ def run(spec, state, pool, batch, num_sampled, tables):
 @pytest.mark.parametrize("K", [0, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [[], [-1, -1], [2, 0, -1, 1, 3]], ids=["empty", "padding", "no tokens"])
-def test_idle_rows_leave_state_and_pool_as_they_were(rng, slots, policy, K):
+def test_idle_rows_leave_state_and_pool_unchanged(rng, slots, policy, K):
     spec = make_spec(policy=policy, num_speculative_tokens=K)
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
@@ -197,7 +197,7 @@ def test_num_copies_counts_what_moves():
 
 
 @pytest.mark.parametrize("scalar", [0, 1, jnp.int32(2)], ids=["0", "1", "int32"])
-def test_one_number_of_samples_stands_for_all_rows(rng, scalar):
+def test_an_int_num_sampled_stands_for_every_row(rng, scalar):
     spec = make_spec()
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
@@ -206,7 +206,7 @@ def test_one_number_of_samples_stands_for_all_rows(rng, scalar):
     assert bits(one) == bits(run(spec, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
 
 
-def test_a_stage_that_samples_nothing_goes_on_from_its_last_token(rng):
+def test_a_stage_that_samples_nothing_continues_from_its_last_token(rng):
     spec = make_spec()
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
@@ -253,7 +253,7 @@ def test_columns_outside_the_row_have_no_block():
 
 
 @pytest.mark.parametrize("kind", [int, np.int32, jnp.int32])
-def test_columns_count_from_the_left_of_nothing(kind):
+def test_no_tokens_have_column_minus_one(kind):
     # (tokens, column, boundary) for blocks of 4
     for tokens, column, boundary in [(0, -1, 0), (1, 0, 0), (4, 0, 4), (5, 1, 4), (8, 1, 8)]:
         assert (column_of(kind(tokens), 4), last_boundary(kind(tokens), 4)) == (column, boundary)
@@ -335,7 +335,7 @@ def raises(message):
     return pytest.raises(ValueError, match=re.escape(message))
 
 
-def test_the_batch_that_others_are_changed_from_is_right():
+def test_a_good_batch_is_padded():
     batch = batch_of()
     np.testing.assert_array_equal(batch.idx_mapping, [0, 1, -1, -1])
     np.testing.assert_array_equal(batch.query_start_loc, [0, 3, 5, 5, 5])
@@ -407,12 +407,12 @@ def test_sizes_by_hand():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype("bfloat16")], ids=["name", "jax", "numpy"])
-def test_dtypes_are_names_however_they_come(dtype):
+def test_dtypes_become_names(dtype):
     assert ConvState(4, 8, dtype) == ConvState(4, 8)
     assert hash(ConvState(4, 8, dtype)) == hash(ConvState(4, 8))
 
 
-def test_pools_have_the_shapes_that_the_spec_says():
+def test_pools_have_the_shapes_of_the_configuration():
     pool = StatePool.create(make_spec(), 6)
     assert [[x.shape for x in group] for group in pool.states] == [[(3, 6, 5, 6), (3, 6, 2, 4, 8)], [(2, 6, 2, 4, 8)]]
     assert pool.num_blocks == 6
@@ -420,7 +420,7 @@ def test_pools_have_the_shapes_that_the_spec_says():
         StatePool.create(make_spec(), 5)
 
 
-def test_pools_of_the_callers_own_arrays():
+def test_a_pool_takes_the_callers_own_arrays():
     spec = make_spec()
     conv, recurrent, other = jnp.zeros((3, 9, 5, 6)), jnp.zeros((3, 9, 2, 4, 8)), jnp.zeros((2, 7, 2, 4, 8))
     pool = StatePool.from_arrays(spec, [[conv, recurrent], [other]])
@@ -445,7 +445,7 @@ def random_pool(spec, blocks=9):
     return jax.tree.map(lambda x: jnp.array(rng.normal(size=x.shape), x.dtype, copy=True), pool)
 
 
-def test_a_block_goes_to_the_host_and_into_another_block():
+def test_a_block_is_read_to_the_host_and_written_to_another_block():
     pool = random_pool(make_spec())
     before = [[np.array(x) for x in group] for group in pool.states]  # copies: a view would hold the donated buffer
     states = pool.read_block(0, 3)
@@ -461,7 +461,7 @@ def test_a_block_goes_to_the_host_and_into_another_block():
     assert after.states[1] is pool.states[1]
 
 
-def test_blocks_that_are_not_there_and_states_that_do_not_fit():
+def test_missing_blocks_and_wrong_states_are_refused():
     pool = random_pool(make_spec())
     states = pool.read_block(1, 8)
     for block in (-1, 0, 9):

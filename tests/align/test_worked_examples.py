@@ -272,7 +272,7 @@ ONE_STEP_BEHIND = [
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_example_k_columns_go_a_step_later_where_the_host_is_behind(behind):
+def test_example_k_columns_are_released_a_step_later_if_the_host_lags(behind):
     manager, unread = StateBlockManager(9, 4, 2), []
     for low, high, q, drafts, held, after in ONE_STEP_BEHIND if behind else AT_ONCE:
         assert manager.allocate("r", low, high, q, drafts) is not None

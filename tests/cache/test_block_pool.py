@@ -1,4 +1,4 @@
-"""BlockPool against a slow, obvious one: a table of blocks, each with its holders, its key and when it was last used."""
+"""BlockPool agrees with a simple model: a table of blocks, each with its holders, its key and its last use."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -152,7 +152,7 @@ Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, de
 TestBlockPool = Machine.TestCase
 
 
-def test_the_first_block_of_a_key_stays_and_a_spare_succeeds_it():
+def test_a_spare_replaces_the_first_block_when_that_is_evicted():
     evictions = []
     pool = BlockPool(4, on_eviction=lambda: evictions.append(1))
     first, second, third = pool.allocate(3)
@@ -161,14 +161,14 @@ def test_the_first_block_of_a_key_stays_and_a_spare_succeeds_it():
     assert pool.find(b"k") == first
     pool.release([first, third])
     assert set(pool.allocate(2)) == {first, third}
-    assert pool.find(b"k") == second, "the key outlives its first block"
+    assert pool.find(b"k") == second, "the key stays when its first block is evicted"
     assert not evictions
     pool.release([second])
     assert pool.num_cached == 1
 
 
-def test_who_lets_a_spare_go_has_used_the_first():
-    """Else a prefix could lose a page in its middle, and keep what was built on it."""
+def test_releasing_a_spare_marks_the_first_block_as_recently_used():
+    """Otherwise a prefix could lose a page in its middle and keep the pages after it."""
     pool = BlockPool(4)
     first, spare, other = pool.allocate(3)
     for block, key in ((first, b"k"), (spare, b"k"), (other, b"m")):
@@ -178,7 +178,7 @@ def test_who_lets_a_spare_go_has_used_the_first():
     assert (pool.find(b"k"), pool.find(b"m")) == (first, None)
 
 
-def test_a_check_sees_what_is_wrong():
+def test_check_finds_inconsistent_counts():
     pool = BlockPool(4)
     pool.allocate(2)
     with pytest.raises(AssertionError, match="reference counts disagree"):

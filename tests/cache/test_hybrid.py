@@ -1,4 +1,4 @@
-"""HybridCache against the obvious: which prefixes have both their pages and a state."""
+"""HybridCache finds the prefixes that have both their pages and a state."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ def make(num_blocks=20, num_pages=40, mode="align", check=True, **options):
 
 
 def prefill(cache, name, tokens, budget=1000, salt=b""):
-    """Runs a prompt; returns how much of it was cached, or None if the pools are full."""
+    """Runs a prompt. Returns how many of its tokens were cached, or None if the pools are full."""
     hit = cache.lookup(tokens, salt)
     start, here, keep = hit.length, hit, cache.checkpoints(len(tokens), (), hit.junction)
     while start < len(tokens):
@@ -33,24 +33,24 @@ def prefill(cache, name, tokens, budget=1000, salt=b""):
 
 
 def decode(cache, name, tokens, start):
-    """Runs `tokens` from `start` on one by one."""
+    """Runs the tokens from `start` on, one per step."""
     for computed in range(start, len(tokens)):
         assert cache.allocate(name, computed, computed, 1) is not None
         cache.dispatched(name)
         cache.commit(name, tokens, computed + 1)
 
 
-def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():
+def test_the_newest_decoded_boundary_stays_until_all_its_requests_pass_the_next():
     tokens, found = list(range(60)), lambda end: cache.lookup(tokens[: end + 1]).length == end
     cache = make(60, 100)
     prefill(cache, "a", tokens[:12])
     decode(cache, "a", tokens[:25], 12)
     assert (found(8), found(16), found(24)) == (True, False, True)
-    # Somebody hits it: it has shown its use.
+    # Another request hits it, so it stays.
     assert prefill(cache, "b", tokens[:26]) == 24
     decode(cache, "a", tokens[:33], 25)
     assert (found(24), found(32)) == (True, True)
-    # Two pass the same boundary; the one that stops there keeps it, whichever saved it.
+    # Two requests pass the same boundary. The one that ends there keeps it, whichever of them saved it.
     for first, second in (("a", "c"), ("c", "a")):
         cache = make(60, 100)
         prefill(cache, first, tokens[:12])
@@ -62,7 +62,7 @@ def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():
         assert (found(8), found(16), found(24)) == (True, True, True)
         decode(cache, "a", tokens[:33], 25)
         assert (found(16), found(24), found(32)) == (True, False, True)
-    # Once both have passed it, it goes.
+    # The boundary is released when both have passed the next one.
     cache = make(60, 100)
     for name in "ac":
         prefill(cache, name, tokens[:12])
@@ -72,8 +72,8 @@ def test_the_newest_decoded_boundary_stays_with_whoever_still_wants_it():
     assert (found(8), found(16), found(24)) == (True, False, True)
 
 
-def test_requests_that_are_over_leave_no_name_behind():
-    """Any number may pass one boundary; the last that each passed stays, whether it ran or waited when it ended."""
+def test_forgotten_requests_leave_no_records():
+    """Five requests pass one boundary. It stays when they end, whether they end running or waiting."""
     tokens = list(range(60))
     cache = make(60, 100)
     for name in range(5):
@@ -84,7 +84,7 @@ def test_requests_that_are_over_leave_no_name_behind():
         cache.forget(name)
         assert cache.states._rolling == cache.states._left == {}
     assert cache.lookup(tokens[:17]).length == 16
-    # One that comes back elsewhere than at its own boundary won't let that go.
+    # A request that returns at another boundary than its own does not release its own.
     cache = make(60, 100)
     for name, end in (("a", 17), ("b", 25)):
         prefill(cache, name, tokens[:12])
@@ -97,7 +97,7 @@ def test_requests_that_are_over_leave_no_name_behind():
     assert cache.lookup(tokens[:17]).length == 16
 
 
-def test_an_identical_prompt_hits_on_its_second_sending():
+def test_an_identical_prompt_hits_when_it_is_sent_again():
     cache, tokens = make(), list(range(30))
     assert prefill(cache, "a", tokens) == 0
     assert prefill(cache, "b", tokens) == 24
@@ -113,8 +113,8 @@ def test_one_token_is_always_left_to_compute():
     assert cache.lookup(list(range(24))).length == 0
 
 
-def test_a_shared_prefix_hits_on_the_third_at_the_latest():
-    """The second finds its pages but no state, and stops at the junction; the third finds the state there."""
+def test_a_shared_prefix_hits_on_the_third_request_at_the_latest():
+    """The second request finds pages but no state, and ends a chunk at the junction. The third finds a state there."""
     cache, shared = make(), list(range(100, 120))
     assert prefill(cache, "a", shared + [1] * 20) == 0
     assert cache.lookup(shared + [2] * 20).junction == 16
@@ -132,12 +132,12 @@ def test_a_state_never_extends_a_hit_beyond_the_pages():
     assert cache.lookup(tokens).length == 0
 
 
-def test_a_state_whose_pages_are_evicted_goes_first():
+def test_a_state_becomes_free_when_its_last_page_is_evicted():
     cache, tokens = make(num_pages=9), list(range(30))
     prefill(cache, "a", tokens)
     cache.free("a")
     assert cache.lookup(tokens).length == 24
-    # Other tokens take the tail of a's pages: nobody could use the state at 24, so its block is free, not cached.
+    # Other tokens take the last of a's pages. The state at 24 is then useless, so its block is free and not cached.
     assert prefill(cache, "b", list(range(50, 59))) == 0
     assert cache.lookup(tokens).length == 0
     cache.free("b")
@@ -145,15 +145,15 @@ def test_a_state_whose_pages_are_evicted_goes_first():
     assert cache.lookup(tokens).miss == "evicted"
 
 
-def test_evicting_what_another_has_computed_as_well_costs_nobody_its_prefix():
-    """b computes the pages behind its hit again. When a's are evicted, b's stand in, and what b built on them is found."""
+def test_spare_pages_keep_a_prefix_findable_after_an_eviction():
+    """b computes some of a's published pages again. When a's are evicted, b's replace them, and b's prefix is found."""
     cache, shared = make(num_pages=16), list(range(100, 120))
     prefill(cache, "a", [*shared, 1, 2, 3, 4])
     long = shared + [5] * 12
     prefill(cache, "b", long)
     cache.free("a")
     assert cache.kv.allocate("c", 10 * PAGE) is None
-    assert cache.kv.allocate("c", 7 * PAGE) is not None  # all that is left, a's pages among it
+    assert cache.kv.allocate("c", 7 * PAGE) is not None  # all pages that are left, which include a's
     cache.kv.free("c")
     cache.free("b")
     assert cache.lookup([*long, 1]).length == 32
@@ -182,7 +182,7 @@ def test_prefixes_under_different_salts_never_match():
     assert [prefill(cache, n, tokens, salt=salt) for n, salt in enumerate([b"a", b"b", b"a", b""])] == [0, 0, 24, 0]
 
 
-def test_offsets_are_rounded_down():
+def test_requested_offsets_are_rounded_down():
     cache = make()
     assert cache.requested_offsets([0, 7, 8, 15, 31, 16, 40, 41, 99], 40) == (8, 16, 24)
     assert make(mode="none").requested_offsets([8], 40) == ()
@@ -201,7 +201,7 @@ def test_the_block_size_must_be_whole_pages():
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2), st.integers(1, 40), st.integers(0, 5)), max_size=25))
 def test_hits_are_true_prefixes_and_blocks_are_conserved(arrivals):
-    """Requests over a few shared prefixes in small pools; one earlier request leaves whenever the pools are full."""
+    """Requests share a few prefixes in small pools. An earlier request leaves whenever the pools are full."""
     cache, running, sent = make(num_blocks=8, num_pages=24), {}, []
     for number, (shared, family, suffix, budget) in enumerate(arrivals):
         tokens = [family] * shared + [10 + number] * suffix

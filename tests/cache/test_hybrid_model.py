@@ -1,5 +1,4 @@
-"""HybridCache against a slow, obvious model: two dictionaries of prefixes, written out in tokens, and a device that writes
-down in each state block which tokens it stands for."""
+"""HybridCache agrees with a simple model of cached prefixes, and with a device that stores in each block its tokens."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ STAYS = None
 
 @dataclass
 class Request:
-    """`row`: blocks by column. `pending`: (q, drafts, accepted) of the step that is scheduled or in flight."""
+    """A request. `row`: blocks by column. `pending`: (tokens, drafts, accepted) of its step in progress."""
 
     tokens: list
     prompt: int
@@ -46,7 +45,7 @@ class Machine(RuleBasedStateMachine):
         kv = KVPageManager(self.num_pages, PAGE)
         self.cache = HybridCache(states, kv, checkpoint_interval=self.interval, check=True)
         self.running, self.preempted, self.in_flight, self.number = {}, {}, [], 0
-        # What can be found: prefixes with a state, and for whom they stay; prefixes whose last page is cached.
+        # What can be found: prefixes with a state, and the requests that keep them; prefixes whose last page is cached.
         self.states, self.pages, self.contents = {}, set(), {}
         self.key_of, self.evictions = {}, [0, 0]
 
@@ -81,7 +80,7 @@ class Machine(RuleBasedStateMachine):
             self.pages.add(tuple(r.tokens[:end]))
 
     def longest(self, tokens):
-        """Tokens whose pages are found, and the boundary of the hit."""
+        """Returns the number of tokens whose pages are found, and the boundary of the hit."""
         paged = 0
         while paged + PAGE <= len(tokens) and tuple(tokens[: paged + PAGE]) in self.pages:
             paged += PAGE
@@ -116,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         prefix = tuple(r.tokens[:length])
         r.column = (length - 1) // BLOCK
         if length and self.states.get(prefix) is not STAYS:
-            # A state that another request comes upon stays; its own it goes on rolling.
+            # A state that another request hits stays. A request that hits its own rolling state continues to roll it.
             if name in self.states.get(prefix, {name}):
                 r.rolling = prefix
             else:
@@ -187,7 +186,7 @@ class Machine(RuleBasedStateMachine):
         held = set(self.cache.states.columns(name).values())
         if r.computed:
             block = r.row[r.column + r.accepted - 1]
-            assert block in held, "reads a block that was let go"
+            assert block in held, "reads a block that was released"
             assert self.contents[block] == tuple(r.tokens[: r.computed])
         q, drafts, accepted = r.pending
         current, certain = -(-(r.computed + q) // BLOCK) - 1, r.computed + q - drafts
@@ -289,7 +288,7 @@ class Machine(RuleBasedStateMachine):
             assert all(pool.was_evicted(self.key(prefix)) for prefix in evicted), "lost, but not evicted"
             assert self.evicts or not evicted
             assert found <= set(model), "found, but not kept"
-            assert len(pool.keys) == len(found), "found under a key that nobody knows"
+            assert len(pool.keys) == len(found), "found under an unknown key"
             self.evictions[number] += len(evicted)
             for prefix in evicted:
                 model.discard(prefix) if isinstance(model, set) else model.pop(prefix)
@@ -306,7 +305,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class Roomy(Machine):
-    """Nothing is ever evicted: what is found is exactly what the policy keeps."""
+    """Nothing is ever evicted, so exactly the kept boundaries are found."""
 
     num_blocks, num_pages, evicts = 400, 1600, False
 

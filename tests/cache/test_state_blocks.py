@@ -1,4 +1,4 @@
-"""StateBlockManager against a device that writes down, in each block, the tokens whose state it holds."""
+"""StateBlockManager agrees with a device that stores in each block the tokens whose state it holds."""
 
 import random
 
@@ -18,7 +18,7 @@ class Request:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests over a small alphabet, so that prefixes are shared, and a small pool, so that blocks are evicted."""
+    """Random requests. Few different tokens make shared prefixes, and a small pool makes evictions."""
 
     block_size, K, num_blocks = 4, 2, 14
 
@@ -31,7 +31,7 @@ class Machine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.requests)))
 
     def run(self, name, q, drafts, accepted, hit=None):
-        """One step of one request, as the device does it."""
+        """Runs one step of one request as the device does."""
         request, bs = self.requests[name], self.block_size
         entries = self.manager.allocate(name, request.computed, request.computed, q, drafts, hit=hit)
         if entries is None:
@@ -44,7 +44,7 @@ class Machine(RuleBasedStateMachine):
             if hit:
                 request.column = (hit.length - 1) // bs
             block = request.row[request.column + request.accepted - 1]
-            assert block in held, "reads a block that was let go"
+            assert block in held, "reads a block that was released"
             assert self.contents[block] == tuple(request.tokens[: request.computed])
         current = -(-(request.computed + q) // bs) - 1
         certain = request.computed + q - drafts
@@ -138,7 +138,7 @@ def test_a_prompt_is_found_again_up_to_its_last_boundary():
     manager = StateBlockManager(10, 4)
     tokens = list(range(11))
     assert manager.lookup(tokens) == Hit(0)
-    assert manager.allocate("a", 0, 0, 8) == [(1, 1)]  # column 0 is jumped over and has no block
+    assert manager.allocate("a", 0, 0, 8) == [(1, 1)]  # the chunk jumps over column 0, which gets no block
     assert manager.commit("a", tokens[:8]) == 8
     assert manager.allocate("a", 8, 8, 3) == [(2, 2)]
     manager.release("a")
@@ -160,14 +160,14 @@ def test_the_least_recently_used_state_is_evicted():
         manager.commit(n, prompt[:4])
     for n in (1, 0, 2):
         manager.free(n)
-    manager.allocate("again", 4, 4, 0, hit=manager.lookup(prompts[1]))  # in use: not the oldest any more
+    manager.allocate("again", 4, 4, 0, hit=manager.lookup(prompts[1]))  # used again, so no longer the oldest
     manager.allocate("new", 0, 0, 4)
     assert [manager.lookup(prompt).length for prompt in prompts] == [0, 4, 4]
 
 
 @pytest.mark.parametrize(("block_size", "K"), [(2, 1), (4, 3), (8, 7), (4, 2), (3, 2), (5, 2), (64, 3), (1, 0)])
 def test_blocks_needed_is_enough_for_one_request(block_size, K):
-    """Any acceptance, in the smallest pool that is allowed, the last columns published and so not to be evicted."""
+    """The smallest allowed pool is enough, however many drafts are accepted."""
     rng = random.Random(0)
     for _ in range(30):
         manager = StateBlockManager(1 + StateBlockManager(99, block_size, K).blocks_needed(), block_size, K)
@@ -183,12 +183,12 @@ def test_blocks_needed_is_enough_for_one_request(block_size, K):
             manager.commit("a", tokens[:nc])
 
 
-def test_boundaries_behind_a_stop_token_are_not_published():
+def test_boundaries_after_a_stop_token_are_not_published():
     manager = StateBlockManager(10, 4, 2)
     manager.allocate("a", 0, 0, 7)
     manager.commit("a", list(range(7)))
     manager.allocate("a", 7, 7, 3, 2)
-    # The device accepted ten tokens, but the host stops at nine: 8 is published, nothing behind it.
+    # The device accepted ten tokens, but the host stops at nine. Boundary 8 is published, and none after it.
     assert manager.commit("a", list(range(9))) == 8
 
 

@@ -1,7 +1,7 @@
-"""Slots whose blocks hold tokens instead of numbers, driven through the device's bookkeeping by hand.
+"""Slots whose blocks hold tokens instead of numbers, run step by step through the device's bookkeeping.
 
-Each column has a block of its own, so that only the arithmetic can be wrong. It is in the table from the step that may write
-it until it may go; before and after, the table names a block that is another request's.
+Each column has its own block, so only the arithmetic can be wrong. The table contains that block from the step that may
+write it until the column may be released. Before and after, the table contains a block of another request.
 """
 
 import functools
@@ -35,7 +35,7 @@ def make_spec(policy):
 
 
 class Row(NamedTuple):
-    """What a slot runs: `drafts` is -1 for a chunk, which samples `accepted` tokens; a verify row accepts them."""
+    """What a slot runs. A chunk has `drafts` -1 and samples `accepted` tokens. A verify row accepts that many."""
 
     slot: int
     tokens: int
@@ -66,7 +66,7 @@ class Slots:
         self.past, self._entering, self._count = {}, {}, 0
 
     def enter(self, slot, like=None, computed=0):
-        """A new request, resumed from the boundary that slot `like` has left after `computed` tokens."""
+        """Enters a request in a slot. It continues the boundary that slot `like` has left after `computed` tokens."""
         self.past[slot] = self.past[like][:computed] if computed else ()
         self._entering[slot] = computed
         self.rows[slot] = self.others
@@ -79,7 +79,7 @@ class Slots:
         self.rows[slot, columns] = self.blocks[slot, columns]
 
     def prompt(self, slot, tokens):
-        """Enters and runs a prompt in chunks that end on boundaries."""
+        """Enters a prompt and runs it in chunks that end on boundaries."""
         self.enter(slot)
         while (left := tokens - len(self.past[slot])) > 0:
             self.step(Row(slot, left if left <= BLOCK else left // BLOCK * BLOCK))
@@ -91,7 +91,7 @@ class Slots:
         return int(self.state.num_accepted_tokens[slot])
 
     def boundary(self, slot, tokens):
-        """The tokens whose states the block of a boundary has."""
+        """Returns the tokens whose recurrent state and window are in the block of a boundary."""
         block = self.blocks[slot, tokens // BLOCK - 1]
         return self.recurrent.get(block), self.windows.get(block, [])[: WIDTH - 1]
 
@@ -100,7 +100,7 @@ class Slots:
         return past, [*[None] * (WIDTH - 1), *past][len(past) :]
 
     def step(self, *rows):
-        """Runs one step, and checks that each row finds its own past and leaves the boundary that it passed."""
+        """Runs one step. Checks that each row reads its own past and saves the boundary that it passed."""
         slots, lengths, drafts, accepted = zip(*rows, strict=True)
         batch = StepBatch.from_host(self.spec, SLOTS, slots, np.cumsum([0, *lengths]).tolist(), drafts)
         additions = Additions.from_host(self.spec, SLOTS, list(self._entering), list(self._entering.values()))

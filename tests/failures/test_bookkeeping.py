@@ -1,4 +1,4 @@
-"""What went wrong elsewhere between accepted counts, columns and boundaries, tried on the device's bookkeeping."""
+"""Failures of other servers in accepted counts, columns and boundaries, tried on the device's bookkeeping."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ ACCEPTED = [(drafts, accepted) for drafts in range(1, K + 1) for accepted in ran
 
 @POLICIES
 def test_acceptance_may_end_anywhere_around_a_boundary(policy):
-    """On it, before it, behind it, on the running column's own: neither the live state nor the boundary's is lost."""
+    """It ends on it, before it, after it, or on the running column's own. The live state and the saved one are kept."""
     for prompt, (drafts, accepted), (again, kept) in itertools.product(range(1, 2 * BLOCK), ACCEPTED, [(K, 1), (K, 4)]):
         slots = Slots(policy)
         slots.prompt(0, prompt)
@@ -33,7 +33,7 @@ def test_acceptance_may_end_anywhere_around_a_boundary(policy):
 
 @POLICIES
 def test_a_step_without_drafts_reads_where_the_accepted_ones_ended(policy):
-    """Not the first place of the window, which is the state before any draft."""
+    """It does not read the first column of the window, which has the state before any draft."""
     for prompt, (drafts, accepted), plain in itertools.product(range(3, 8), ACCEPTED, [-1, 0]):
         slots = Slots(policy)
         slots.prompt(0, prompt)
@@ -43,7 +43,7 @@ def test_a_step_without_drafts_reads_where_the_accepted_ones_ended(policy):
 
 @POLICIES
 def test_a_window_that_moves_left_is_still_read(policy):
-    """Three drafts reach into the next block and are rejected; a step without drafts ends in the block before."""
+    """Three drafts reach into the next block and are rejected. Then a step without drafts ends in the block before."""
     slots = Slots(policy)
     slots.prompt(0, 6)
     slots.step(verify(0, 3, 1))
@@ -54,7 +54,7 @@ def test_a_window_that_moves_left_is_still_read(policy):
 
 
 @POLICIES
-def test_a_prompt_that_goes_on_behind_accepted_drafts(policy):
+def test_a_prompt_chunk_may_follow_accepted_drafts(policy):
     for prompt, (drafts, accepted), length in itertools.product(range(3, 8), ACCEPTED, [1, 3, 9]):
         slots = Slots(policy)
         slots.prompt(0, prompt)
@@ -89,8 +89,8 @@ def test_a_slot_forgets_what_its_last_request_accepted(policy):
 
 
 @POLICIES
-def test_no_accepted_token_counts_as_one(policy):
-    """Column -1 would be another slot's, row -1 another token's."""
+def test_zero_accepted_tokens_count_as_one(policy):
+    """Otherwise column -1 and window row -1 would be read."""
     for prompt in range(1, 9):
         none, one = Slots(policy), Slots(policy)
         for slots, accepted in ((none, 0), (one, 1)):
@@ -101,7 +101,7 @@ def test_no_accepted_token_counts_as_one(policy):
 
 
 @POLICIES
-def test_a_one_token_tail_of_a_prompt_beside_verify_rows(policy):
+def test_a_one_token_prompt_tail_runs_beside_verify_rows(policy):
     slots = Slots(policy)
     slots.prompt(0, 5)
     slots.prompt(1, 7)
@@ -112,8 +112,8 @@ def test_a_one_token_tail_of_a_prompt_beside_verify_rows(policy):
 
 
 @POLICIES
-def test_a_prompt_as_long_as_a_window_starts_from_nothing(policy):
-    """Its tokens look like a verify row's; whatever the slot's blocks hold is not its past."""
+def test_a_prompt_as_long_as_a_window_starts_from_a_zero_state(policy):
+    """Its row looks like a verify row, but the slot's blocks have the states of another request."""
     for length in range(1, K + 3):
         slots = Slots(policy)
         slots.prompt(0, 7)
@@ -125,7 +125,7 @@ def test_a_prompt_as_long_as_a_window_starts_from_nothing(policy):
 
 @POLICIES
 def test_a_request_may_enter_with_a_verify_step(policy):
-    """As after a transfer: its state is there, and no step of its own was before."""
+    """For example after a transfer: its state exists, but it has run no step."""
     for drafts, accepted in ACCEPTED:
         slots = Slots(policy)
         slots.prompt(0, 13)
@@ -147,8 +147,8 @@ def test_two_requests_on_one_cached_state_do_not_write_it(policy):
 
 
 @POLICIES
-def test_columns_without_a_block_of_their_own_are_never_used(policy):
-    """Those that chunks jump over, that went, or that no step may reach yet: the table holds anything there."""
+def test_columns_that_do_not_belong_to_a_request_are_never_used(policy):
+    """The table may contain any block for columns that were jumped over, released, or not yet reached."""
     draw = random.Random(0)
     for _ in range(40):
         slots = Slots(policy)
@@ -168,7 +168,7 @@ def test_columns_are_counted_in_state_blocks_whatever_the_page_size():
 
 
 def test_every_column_that_a_step_may_touch_is_in_the_table():
-    """One column more would clamp to the row's last."""
+    """A lookup of one column more would be clamped to the last one."""
     for block, drafts, longest in itertools.product(range(1, 7), range(6), (7, 8, 24, 25)):
         if block <= drafts:
             continue
@@ -177,8 +177,8 @@ def test_every_column_that_a_step_may_touch_is_in_the_table():
         assert last == spec.num_columns - 1
 
 
-def test_no_boundary_behind_the_accepted_tokens_is_saved():
-    """And one that was accepted always is: from within the window, to its own column."""
+def test_no_boundary_after_the_accepted_tokens_is_saved():
+    """A boundary within the accepted tokens is always saved, from inside the window to its own column."""
     for block in range(1, 7):
         for computed, drafts in itertools.product(range(20), range(block)):
             for accepted in range(1, 2 + drafts):

@@ -1,4 +1,4 @@
-"""What went wrong elsewhere between caches, hits and schedules, tried on the host alone."""
+"""Failures of other servers in caches, hits and schedules, tried on the host alone: see docs/failures.md."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def make(block=8, page=4, num_blocks=40, num_pages=80):
 
 
 def prefill(cache, tokens, budget=1000):
-    """Runs a prompt, alone, to its first token; returns how much of it was cached."""
+    """Runs one prompt to its first token. Returns how many of its tokens were cached."""
     scheduler, r = Scheduler(cache, 1, 1, budget), request(0, tokens, 1)
     scheduler.add(r)
     drain(scheduler)
@@ -26,7 +26,7 @@ def prefill(cache, tokens, budget=1000):
 
 
 def step(scheduler):
-    """One step of a model that always says 1."""
+    """Runs one step of a model that always samples token 1."""
     return finish(scheduler, scheduler.schedule())
 
 
@@ -40,7 +40,7 @@ def finish(scheduler, plan):
 
 
 def drain(scheduler, steps=500):
-    """Runs everything to its end."""
+    """Runs all requests to their ends."""
     while steps and (scheduler.running or scheduler.waiting):
         step(scheduler)
         steps -= 1
@@ -51,11 +51,11 @@ def request(number, prompt, max_tokens=2):
     return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens))
 
 
-# What is found.
+# Which states are found.
 
 
 def test_a_limit_between_two_states_finds_the_one_before_it():
-    """States are sparse: a lookup that only tries the limit's own block finds nothing."""
+    """States are sparse, so a lookup that tries only the last block within the limit would find nothing."""
     manager = StateBlockManager(10, 16)
     tokens = list(range(100))
     for end in (32, 80):
@@ -66,7 +66,7 @@ def test_a_limit_between_two_states_finds_the_one_before_it():
 
 
 def test_the_hit_of_a_repeated_prompt_depends_on_its_length_alone():
-    """On the second sending already, whatever the block, the page and the chunks; none below a block and one token."""
+    """It hits when it is sent for the second time, whatever the sizes of blocks, pages and chunks."""
     for (block, page), budget in itertools.product([(4, 4), (8, 4), (12, 3), (16, 1)], [16, 17, 40, 1000]):
         for length in range(1, 4 * block + 2):
             cache, tokens = make(block, page, 20, 80), list(range(length))
@@ -75,7 +75,7 @@ def test_the_hit_of_a_repeated_prompt_depends_on_its_length_alone():
 
 
 def test_a_shared_prefix_hits_wherever_it_and_the_suffixes_end():
-    """The first request's only states may lie in tokens that are its own; the third finds one all the same."""
+    """The states of the first request may all lie in its own suffix, but the third request finds one."""
     for shared, suffix in itertools.product(range(8, 30), (1, 3, 8, 9, 20)):
         cache, prefix = make(), [0] * shared
         hits = [prefill(cache, prefix + [1 + n] * suffix) for n in range(3)]
@@ -86,7 +86,7 @@ def test_a_shared_prefix_hits_wherever_it_and_the_suffixes_end():
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_the_hit_of_a_repeated_prompt_does_not_depend_on_the_load(data):
-    """Alone or between others, first or last, in small chunks or large."""
+    """The prompt runs alone or among others, first or last, in small or large chunks."""
     scheduler = Scheduler(make(num_blocks=60, num_pages=200), 3, 2, data.draw(st.integers(8, 40)))
     prompt = list(range(100, 100 + data.draw(st.integers(1, 40))))
     others = [[n] * data.draw(st.integers(1, 30)) for n in range(data.draw(st.integers(0, 4)))]
@@ -102,11 +102,11 @@ def test_the_hit_of_a_repeated_prompt_does_not_depend_on_the_load(data):
     assert again.num_cached == (len(prompt) - 1) // 8 * 8
 
 
-# What is evicted.
+# Which blocks are evicted.
 
 
 def test_pages_are_evicted_from_the_end_of_a_prefix():
-    """Its beginning is what others can still use; without its first page all the rest would be dead."""
+    """Other requests can still use its beginning. Without its first page all the others would be useless."""
     cache, tokens = make(block=4, num_pages=9), list(range(32))
     assert prefill(cache, tokens) == 0
     for left in range(8, -1, -1):
@@ -115,8 +115,8 @@ def test_pages_are_evicted_from_the_end_of_a_prefix():
         assert left == 0 or len(cache.kv.pool.allocate(1)) == 1
 
 
-def test_a_hit_saves_its_own_state_from_eviction_and_no_other():
-    """Of a cold conversation's states the oldest go one by one, not all at once."""
+def test_a_hit_protects_only_its_own_state_from_eviction():
+    """The states of an old conversation are evicted one by one, the oldest first, not all at once."""
     manager, tokens = StateBlockManager(6, 4), list(range(21))
     for end in (4, 8, 12, 16):
         manager.allocate("cold", end - 4, end - 4, 4)
@@ -135,17 +135,17 @@ def test_a_hit_saves_its_own_state_from_eviction_and_no_other():
     assert left == [[4, 8, 12, 16], [8, 12, 16], [8, 16], [8], []]
 
 
-# What is published.
+# Which states are published.
 
 
-def test_a_request_that_never_ran_leaves_nothing_to_find():
+def test_a_request_that_never_ran_publishes_nothing():
     scheduler = Scheduler(make(), 2, 2, 16)
     tokens = list(range(20))
     for planned in (False, True):
         first = request(0, tokens)
         scheduler.add(first)
         if planned:
-            # Its blocks are there, its step was never dispatched.
+            # It has blocks, but its step was never dispatched.
             assert scheduler.schedule().rows
         scheduler.remove(first)
         hit = scheduler.cache.lookup(tokens)
@@ -155,7 +155,7 @@ def test_a_request_that_never_ran_leaves_nothing_to_find():
 
 
 def test_a_boundary_belongs_to_the_step_that_passed_it():
-    """Not to what the request has become since: another step is planned before the first one's result is read."""
+    """Another step is planned before the first one's result is read, so the request itself has moved on."""
     manager, tokens = StateBlockManager(10, 4), list(range(12))
     manager.allocate("a", 0, 0, 3)
     manager.commit("a", tokens[:3])
@@ -170,7 +170,7 @@ def test_a_boundary_belongs_to_the_step_that_passed_it():
 
 
 def test_identical_prompts_in_one_pass_publish_one_block():
-    """Neither hits what the other will only write; one copy stays findable, the other is free again."""
+    """No request hits what another will write in the same pass. One copy stays findable, and the others become free."""
     scheduler, tokens = Scheduler(make(), 3, 3, 64), list(range(11))
     for n in range(3):
         scheduler.add(request(n, tokens))
@@ -187,11 +187,11 @@ def test_identical_prompts_in_one_pass_publish_one_block():
         pool.release(taken)
 
 
-# Which block is whose.
+# Which request holds which block.
 
 
-def test_a_column_outlives_the_step_that_left_it():
-    """Its state is read by the step after; only when that one is on its way may another request have the block."""
+def test_a_column_is_released_after_the_dispatch_of_the_next_step():
+    """The next step reads the state there. Only after its dispatch may another request get the block."""
     manager, tokens = StateBlockManager(10, 4), list(range(12))
     manager.allocate("a", 0, 0, 4)
     manager.release("a")
@@ -203,7 +203,7 @@ def test_a_column_outlives_the_step_that_left_it():
     assert manager.columns("a").keys() == {1}
 
 
-def test_blocks_of_rejected_drafts_serve_the_next_step():
+def test_blocks_of_rejected_drafts_are_used_by_the_next_step():
     manager = StateBlockManager(20, 4, 3)
     manager.allocate("a", 0, 0, 6)
     manager.commit("a", list(range(6)))
@@ -219,7 +219,7 @@ def test_blocks_of_rejected_drafts_serve_the_next_step():
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_no_row_gets_a_block_that_another_row_of_its_step_reads(data):
-    """Rows of one launch run in any order, so this would be a race even where the planned order is right."""
+    """The rows of a launch run in any order, so this would be a race whatever the order of the rows."""
     cache = make(num_blocks=data.draw(st.integers(4, 10)), num_pages=data.draw(st.integers(14, 30)))
     scheduler = Scheduler(cache, 3, 2, data.draw(st.integers(1, 40)))
     count = data.draw(st.integers(2, 8))
@@ -251,8 +251,8 @@ def test_no_row_gets_a_block_that_another_row_of_its_step_reads(data):
     assert not scheduler.waiting
 
 
-def test_what_a_resumed_request_had_said_is_chunked_like_a_prompt():
-    """Its chunks end on boundaries, or the state behind them would stand for other tokens than its block's hash."""
+def test_the_output_of_a_resumed_request_is_chunked_like_a_prompt():
+    """Its chunks end on boundaries. Otherwise a block's state would not be that of the tokens in its hash."""
     scheduler = Scheduler(make(num_pages=8), 2, 2, 64)
     requests = [request(n, [n] * 4, 16) for n in range(2)]
     for r in requests:
@@ -263,7 +263,7 @@ def test_what_a_resumed_request_had_said_is_chunked_like_a_prompt():
     young, said = requests[1], len(requests[1].tokens)
     assert 8 < said < 16
     for pool in (scheduler.cache.states.pool, scheduler.cache.kv.pool):
-        pool.release(pool.allocate(pool.num_available))  # whatever it has left is evicted
+        pool.release(pool.allocate(pool.num_available))  # evicts everything that is cached
     ends = []
     for _ in range(60):
         rows = [row for row in step(scheduler).rows if row.request is young]
