@@ -99,7 +99,7 @@ class Scheduler:
     If there are too few free blocks and no result is unread, a running request is preempted: the one that came last
     among those with the highest priority number. It gives all blocks back, waits in its old place in the queue, and
     resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running request
-    waits for blocks. Therefore no request waits for ever behind others of its priority.
+    waits for blocks. Therefore requests of the same priority never keep one of them waiting for ever.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def test_shared_prefixes_and_conversations_hit_the_cache(rng, model, reference, 
     if mode == "none":
         assert cached == [0] * 6
     else:
-        # The talk goes on from what decode left behind. The first sibling finds the shared keys but no state inside the
+        # The talk continues from states that decoding kept. The first sibling finds the shared keys but no state inside the
         # first one's chunk, and leaves one at token 32 for those that follow.
         assert cached == [64, 0, 32, 0, 32, 0]
     stats = engine.stats

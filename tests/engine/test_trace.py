@@ -112,7 +112,7 @@ def test_trace_of_any_schedule_agrees_with_its_requests(data):
     assert_complete(complete)
     for r in complete:
         assert r.num_computed == len(r.tokens) - 1
-        # What was accepted behind the last token counts on the device.
+        # Drafts accepted after the last token count on the device.
         assert computed[r.id] >= r.num_computed
         assert next(row.computed for row in rows if row.enters and row.request == r.id) == r.num_cached
 

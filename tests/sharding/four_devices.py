@@ -186,7 +186,7 @@ def test_the_draft_head_lies_as_the_layers_do(model, mesh):
 def test_windows_split_flat_are_wrong(model, mesh, monkeypatch):
     """What the parts are for: an even cut of [q | k | v] gives a device other heads' channels."""
     monkeypatch.setattr(
-        "mamba_align_jax.models.tensor_parallel.columns", lambda parts, _: np.arange(sum(p[0] * p[1] for p in parts))
+        "mamba_align_jax.layers.split.columns", lambda parts, _: np.arange(sum(p[0] * p[1] for p in parts))
     )
     narrow = Mesh(np.array(jax.devices()[:2]), (AXIS,))
     placed, _ = shard_model(model, narrow)

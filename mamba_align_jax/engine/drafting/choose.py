@@ -33,7 +33,7 @@ def choose_drafter(
             configuration drafts on the device.
     """
     on_device = config.async_stepping or config.drafts_with_head
-    if drafter is not None and on_device and not isinstance(drafter, DeviceDrafter):
+    if on_device and drafter is not None and not isinstance(drafter, DeviceDrafter):
         raise ValueError(
             "drafter must be None or a DeviceDrafter under async_stepping or speculation='mtp', "
             f"which draft on the device, got {drafter!r}"
@@ -47,6 +47,6 @@ def choose_drafter(
     if config.drafts_with_head:
         return Drafters(device=MTPDrafter())
     lookup = config.prompt_lookup_max, config.prompt_lookup_min
-    if on_device:
+    if config.drafts_on_device:
         return Drafters(device=DevicePromptLookup(*lookup))
     return Drafters(host=drafter or PromptLookupDrafter(*lookup))
