@@ -47,15 +47,27 @@ def _skip(app, what, name, obj, skip, options):
     )
 
 
-def _escape(app, what, name, obj, options, lines):
+def _short(annotation):
+    """Names arrays as the code does: Int32[Array, "rows"] instead of the module in which JAX defines the class."""
+    return annotation and re.sub(r"\b(jax\.)?jaxlib\._jax\.|\bjaxtyping\.", "", annotation)
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    return _short(signature), _short(returns)
+
+
+def _docstring(app, what, name, obj, options, lines):
     """Keeps the stars of shapes such as [blocks, *state], which reStructuredText would read as emphasis."""
+    if what == "data" and isinstance(obj, int):
+        lines.clear()  # The docstring of int. The page describes the number.
     for number, line in enumerate(lines):
-        parts = line.split("`")
+        parts = _short(line).split("`")
         parts[::2] = [re.sub(r"(?<![\\\w*])\*(?=\w)", r"\\*", part) for part in parts[::2]]
         lines[number] = "`".join(parts)
 
 
 def setup(app):
-    """Registers the rules above with Sphinx, the second one after napoleon's."""
+    """Registers the rules above with Sphinx; the one for docstrings runs after napoleon's."""
     app.connect("autodoc-skip-member", _skip)
-    app.connect("autodoc-process-docstring", _escape, priority=600)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-process-docstring", _docstring, priority=600)
