@@ -1,10 +1,10 @@
-"""A server that does anything a server may do, for hypothesis to drive: every step is replayed in literal tokens.
+"""A random server for hypothesis, which does anything that a server may do. Each step is repeated on pools of tokens.
 
-A rule-based state machine and not `given` over lists of steps: examples are long, and yet shrink to the few steps that
-matter; a failure is printed as a program. There is one rule, because hypothesis leaves rules out of half the examples,
-and a server without steps tests nothing; what an example never does is drawn with its configuration instead.
+It is a rule-based state machine, because its long examples shrink to the few steps that matter, and a failure is
+printed as a program. It has one rule, because hypothesis leaves rules out of half of the examples, and a server without
+steps tests nothing. Instead, each configuration draws what its examples never do.
 
-One compiled program serves every configuration: block_size is traced, and windows are wide enough for the largest K.
+One compiled program serves all configurations: block_size is traced, and windows are wide enough for the largest K.
 """
 
 import collections
@@ -41,13 +41,13 @@ SLOTS, UPDATES = 4, 128
 ROWS = 2 * SLOTS
 # The longest sequence, with blocks of 9 tokens.
 LONGEST = 83
-# A block that nobody ever has: what the tables hold where nothing was put.
+# A block that no request ever gets. The tables contain it in columns without a block.
 STALE = 10_000
 CHANNELS, DIM = 12, 4
 
 
 def make_spec(width=4, **changes):
-    """Two groups of different kinds of layers, a gated delta net's and a short convolution's."""
+    """Makes two groups of different layers: a gated delta net and a short convolution."""
     conv = ConvState(width, CHANNELS, "float32")
     groups = GroupSpec("gdn", 1, (conv, RecurrentState((1, DIM, DIM)))), GroupSpec("short conv", 1, (conv,))
     return AlignConfig(groups, max_num_seqs=SLOTS, **changes)
@@ -83,7 +83,7 @@ POLICIES = {policy: replace(WIDEST, policy=policy) for policy in ("copy_free", "
 
 @jax.jit
 def run_step(block_size, states, tables, additions, updates, batch, num_sampled, host_inputs):
-    """The step under every policy (`states` has one entry for each), and what the host path has the device do."""
+    """Runs the step under every policy, one entry of `states` for each, and the device's part of the host path."""
     tables, results = update_block_tables(tables, updates), {}
     for policy, base in POLICIES.items():
         spec = AnyConfig(base, block_size)
@@ -96,7 +96,7 @@ def run_step(block_size, states, tables, additions, updates, batch, num_sampled,
 
 @dataclass
 class Request:
-    """`prompt` is what prefill runs up to. The host has read results up to `known` tokens; `pending` are the others."""
+    """A request. Prefill runs `prompt`. The host knows the results of `known` tokens; `pending` are unread."""
 
     name: int
     prompt: tuple
@@ -107,22 +107,22 @@ class Request:
     pending: list = field(default_factory=list)
 
 
-# A slot's request leaves somehow; another enters with tokens of an older one, all or some, and more of its own.
+# How the request of a slot leaves, and the new one that enters: tokens of an older request and some of its own.
 TURN = st.tuples(
     st.integers(0, SLOTS - 1),
     st.sampled_from(["finish", "stop", "abort", "preempt", "preempt unannounced"]),
     *(st.integers(0, 5), st.sampled_from(["all", "blocks", "half"]), st.integers(0, 20)),
 )
-# What a slot does in a step, where it can: an action, how much of it, and how many tokens are accepted.
+# What a slot does in a step if it can: an action, its size, and how many tokens are accepted.
 RARE = ["left out", "no tokens", "one token", "another chunk"]
 CHOICE = st.tuples(st.sampled_from(["run"] * 7 + RARE), st.integers(0, 4), st.integers(0, 8))
 
 
 class Machine(RuleBasedStateMachine):
-    """Slots, a block manager whose pool may be too small for all of them, and a literal pool for each policy."""
+    """Slots, a block manager whose pool may be too small for all of them, and a pool of tokens for each policy."""
 
     steps, events = 0, collections.Counter()
-    # Of convolutions; None for any.
+    # Of the convolutions. None for any.
     width = None
 
     @initialize(
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         self.requests, self.cached = [None] * SLOTS, set()
         tables = np.full(self.tables.blocks.shape, STALE, np.int32)
         self.host_path = HostPath(replace(self.spec, policy="pre_copy"), tables, SLOTS)
-        # What was computed once, by whom, and may be continued.
+        # The tokens that were computed, by request, and may be continued.
         self.history = collections.deque([(None, ())], maxlen=6)
         self.names, self.token = itertools.count(), itertools.count()
         self.start()
@@ -162,18 +162,19 @@ class Machine(RuleBasedStateMachine):
             self.turn_over(*turn)
 
     def start(self):
-        """For more replays than the literal one."""
+        """Does nothing here. A subclass repeats the step elsewhere."""
 
     def fresh(self, n):
         return tuple(itertools.islice(self.token, n))
 
-    # Requests come and go.
+    # Requests that enter and leave.
 
     def turn_over(self, slot, how, past, keep, more):
         """The slot's request leaves, and another one may enter it at once.
 
-        One that finishes has been read to the end, or to a stop token; others may have steps in flight that nobody will ask
-        about. A new one may go on from what somebody had computed before: a prefix to hit, or a preempted request's tokens.
+        If it finishes, all its results were read, or those up to a stop token. Otherwise its steps may still be in flight,
+        and their results are dropped. The new request may continue what another one has computed: a prefix that it hits, or
+        the tokens of a preempted request.
         """
         if request := self.requests[slot]:
             if how in ("finish", "stop"):
@@ -206,7 +207,7 @@ class Machine(RuleBasedStateMachine):
         unread=st.integers(0, 2),
     )
     def step(self, turn, choices, order, unread):
-        """What every slot does, the order of the rows, padding among them, and how many steps the host stays behind."""
+        """Draws what each slot does, the order of the rows with padding, and how many results stay unread."""
         if turn:
             self.turn_over(*turn)
         rows, entering, entries = [], [], []
@@ -236,16 +237,16 @@ class Machine(RuleBasedStateMachine):
                     self.drop(row.slot)
 
     def arrange(self, rows, order):
-        """Any order, with padding rows anywhere."""
+        """Draws any order of the rows, with padding rows anywhere."""
         rows = rows + [Row(-1)] * (len(order) - len(rows))
         return [rows[r] for r in order]
 
     def choose_row(self, slot, action, amount, accepted):
-        """What a slot does; None to leave it out."""
+        """Makes the row of a slot, or None to leave it out."""
         request, bs = self.requests[slot], self.spec.block_size
         action = "run" if action in self.never else action
         if action == "no tokens":
-            # Whether the slot is taken or not, and whatever the drafts would have been.
+            # A row without tokens, whether the slot is in use or not, with any number of drafts.
             return Row(slot, drafts=accepted % (2 + self.K) - 1)
         if action == "left out" or request is None:
             return None
@@ -254,7 +255,7 @@ class Machine(RuleBasedStateMachine):
             return None
         computed = len(request.computed)
         if computed >= len(request.prompt) and request.entered and action == "another chunk":
-            # The conversation goes on: a chunk that follows a verify step.
+            # The next turn of a conversation is a prefill chunk after a verify step.
             request.prompt = request.computed + self.fresh(1 + amount * bs // 2)
         if left := request.prompt[computed:][:room]:
             to_boundary = bs - computed % bs
@@ -266,7 +267,7 @@ class Machine(RuleBasedStateMachine):
         return Row(slot, request.computed, self.fresh(1 + drafts), drafts, 1 + accepted % (1 + drafts))
 
     def admit(self, row):
-        """Gives a row its blocks; None if the pool has not so many. New (column, block) entries."""
+        """Gives a row its blocks. Returns the new (column, block) entries, or None if the pool has too few blocks."""
         request, q, drafts, hit = self.requests[row.slot], len(row.inputs), max(row.drafts, 0), None
         if not request.entered:
             hit = self.manager.lookup(request.prompt)
@@ -282,7 +283,7 @@ class Machine(RuleBasedStateMachine):
         found = set() if hit is None else {block for _, block in hit.blocks}
         row.held = self.manager.columns(request.name)
         row.given = frozenset(block for _, block in entries) - found
-        # Chunks end anywhere here: one that starts inside a block and ends behind it leaves one block more.
+        # Chunks may end anywhere here. One that starts inside a block and ends after it leaves one block more.
         assert len(row.held) <= self.manager.blocks_needed(self.lag) + 1, f"{row} holds {row.held}"
         for pool in self.pools.values():
             for block in found:
@@ -293,11 +294,11 @@ class Machine(RuleBasedStateMachine):
         return entries
 
     def read(self, request, unread, stop=False):
-        """The host gets to know what was accepted, except in the newest steps, and publishes boundaries."""
+        """The host reads what was accepted, except in the newest steps, and publishes boundaries."""
         while len(request.pending) > unread:
             row = request.pending.pop(0)
             if stop and not request.pending:
-                # The first token of the last step ends the sequence; the device went on behind it.
+                # The first token of the last step ends the sequence, but the device continued after it.
                 row = replace(row, accepted=1)
             request.known = len(row.after)
             boundary = self.manager.commit(request.name, row.after)
@@ -310,7 +311,7 @@ class Machine(RuleBasedStateMachine):
 
     def dispatch(self, rows, entering, entries):
         """Runs the step on the device and replays it on every pool."""
-        # A chunk inside a prompt samples nothing, its last one a token; rows without tokens come with anything.
+        # A chunk inside a prompt samples nothing, the last chunk one token. Rows without tokens may have any count.
         num_sampled = np.full(ROWS, 7, np.int32)
         for r, row in enumerate(rows):
             if row.inputs:
@@ -357,7 +358,7 @@ class Machine(RuleBasedStateMachine):
         self.events["resumed"] += len(resumed)
 
     def replay(self, policy, batch, indices, plan):
-        """One policy's step: first what needs no pool, then literally."""
+        """Checks the step of one policy: first what needs no pool, then on a pool of tokens."""
         pool = self.pools[policy]
         self.check_mirrored((indices, plan))
         check_idle(indices, plan, pool.rows)
@@ -368,7 +369,7 @@ class Machine(RuleBasedStateMachine):
         pool.copy(plan)
 
     def check_mirrored(self, tree):
-        """The second group's ids are the first one's, mirrored, so that a mixed-up group can't go unseen."""
+        """Checks that the ids of the second group are those of the first, mirrored, to notice mixed-up groups."""
         for array in jax.tree.leaves(tree):
             if array.ndim > 1:
                 a, b = array
@@ -376,12 +377,12 @@ class Machine(RuleBasedStateMachine):
                 assert (b == np.where((a > 0) & (a != STALE), self.num_blocks - a, a)).all()
 
     def check_moves_nothing(self, plan):
-        """So that the product may leave it out."""
+        """Checks what the product of all settings may leave out."""
         to = plan.destination
         assert (((plan.recurrent_source == to) & (plan.conv_source == to) & (plan.window_row == 0)) | (to == 0)).all()
 
     def count_events(self, rows, indices, plan, before, after):
-        """What happened in a step, so that a test can ask whether the machine goes everywhere."""
+        """Returns the special cases of a step, so that a test can check that all of them occur."""
         events = self.events
         for r, row in enumerate(rows):
             if not row.inputs:
@@ -396,4 +397,4 @@ class Machine(RuleBasedStateMachine):
             in_place = plan.conv_source[0, r] == plan.destination[0, r]
             events["boundary saved from the next column"] += bool(saved and not in_place)
             events["boundary saved in place"] += bool(saved and in_place)
-            events["two steps behind"] += len(self.requests[row.slot].pending) == 2
+            events["two unread steps"] += len(self.requests[row.slot].pending) == 2

@@ -1,8 +1,8 @@
-"""A pool that holds tokens instead of numbers: a slow, literal replay of what kernels and copies do with a step's indices.
+"""A pool that holds tokens instead of numbers, and repeats on them what kernels and copies do with a step's indices.
 
-A recurrent block is the tuple of tokens whose state it would be; a conv window is a list of tokens. Tokens are unique, so
-a state read from the wrong place can't look right. A step goes: `start`, `copy` of the migration, `forward`, `copy` of the
-boundary saves, `check_finished`.
+A recurrent block is the tuple of tokens whose state it would contain. A conv window is a list of tokens. Tokens are
+unique, so a state that is read from a wrong place is noticed. For each step call `start`, `copy` for the migration,
+`forward`, `copy` for the boundary saves, and `check_finished`.
 """
 
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-ZERO, JUNK = -1, -2  # an input before the first token; bytes that nobody promised anything about
+ZERO, JUNK = -1, -2  # an input before the first token; bytes that may have any value
 
 
 def last_inputs(tokens, width):
-    """The window that belongs after `tokens`: the last width-1, zeros before the beginning."""
+    """Returns the window after `tokens`: the last width - 1 of them, with zeros before the first."""
     return [*[ZERO] * (width - 1), *tokens][len(tokens) :]
 
 
@@ -22,7 +22,8 @@ def last_inputs(tokens, width):
 class Row:
     """One row of a step.
 
-    `drafts` is -1 for a row that is no verify row; `held` is its slot's column -> block, `given` what of it is new.
+    `drafts` is -1 for a row that is no verify row. `held` maps the slot's columns to blocks, `given` are the new
+    blocks.
     """
 
     slot: int
@@ -39,9 +40,9 @@ class Row:
         return self.before + self.inputs[: len(self.inputs) - rejected]
 
     def boundary(self, block_size):
-        """The newest block boundary whose state this step leaves behind, 0 for none."""
+        """The newest block boundary whose state this step saves, or 0 for none."""
         boundary = len(self.after) // block_size * block_size
-        # A chunk has a state at its end only; a verify row after each token.
+        # A chunk leaves one state at its end, a verify row one after each token.
         kept = boundary > len(self.before) if self.drafts >= 0 else boundary == len(self.after)
         return boundary if kept else 0
 
@@ -50,7 +51,7 @@ class Row:
 
 
 class Pool:
-    """The blocks of one group, and who may do what with them in the step that is being replayed."""
+    """The blocks of one group, and what each row may do with them in the current step."""
 
     def __init__(self, num_blocks, width, num_speculative_tokens, block_size):
         self.width, self.block_size = width, block_size
@@ -59,11 +60,11 @@ class Pool:
         self.conv = [[JUNK] * self.window for _ in range(num_blocks)]
 
     def scribble(self, block):
-        """Whatever its last holder left in a block means nothing to the next one."""
+        """Overwrites a block, because its next holder must not rely on what the last one left."""
         self.recurrent[block], self.conv[block] = JUNK, [JUNK] * self.window
 
     def start(self, rows, holders, cached):
-        """A new step. `holders` counts the requests that hold each block; `cached` blocks may be found by others."""
+        """Begins a step. `holders` counts the requests that hold each block. Others may find the `cached` blocks."""
         self.rows, self.holders, self.cached = rows, holders, cached
         self.reads, self.writes = [set() for _ in rows], [set() for _ in rows]
 
@@ -80,7 +81,7 @@ class Pool:
         self.writes[r].add(block)
 
     def copy(self, plan):
-        """`state_copy` of recurrent states, then of windows, whose last rows mean nothing then."""
+        """Does what `state_copy` does. The last rows of a copied window have no meaning."""
         if plan is None:
             return
         recurrent_source, conv_source, destinations = (
@@ -98,7 +99,7 @@ class Pool:
             self.conv[destination] = self.conv[conv][first:] + [JUNK] * first
 
     def forward(self, indices):
-        """What the kernels of a layer do, and whether each row found its own past."""
+        """Does what the kernels of a layer do, and checks that each row reads its own past."""
         for r, row in enumerate(self.rows):
             if not row.inputs:
                 continue
@@ -125,7 +126,7 @@ class Pool:
             self.conv[write[0]] = kept + [JUNK] * (self.window - len(kept))
 
     def check_finished(self, state):
-        """The live state and the boundary's are where the next step and other requests will look for them."""
+        """Checks that the live state and the boundary's are where the next step and other requests will read them."""
         for row in self.rows:
             if not row.inputs:
                 continue
@@ -140,13 +141,13 @@ class Pool:
         self._check_rows_are_apart()
 
     def check_boundary(self, block, tokens):
-        """A block at a boundary holds exactly its tokens."""
+        """Checks that the block of a boundary holds exactly its tokens."""
         assert self.recurrent[block] == tokens, f"recurrent state of the boundary at {len(tokens)}"
         window = self.conv[block][: self.width - 1]
         assert window == last_inputs(tokens, self.width), f"conv window of the boundary at {len(tokens)}"
 
     def _check_rows_are_apart(self):
-        """Kernels of one step run in any order, so what a row reads nobody else may be given or write."""
+        """Checks that no row gets or writes a block that another row reads, because kernels run in any order."""
         for r, row in enumerate(self.rows):
             for other, reads in enumerate(self.reads):
                 taken = reads & (row.given | self.writes[r])
@@ -154,7 +155,7 @@ class Pool:
 
 
 def check_idle(indices, plan, rows):
-    """Rows without tokens and padding rows have NULL_BLOCK everywhere."""
+    """Checks that rows without tokens and padding rows have NULL_BLOCK everywhere."""
     idle = [r for r, row in enumerate(rows) if not row.inputs] + list(range(len(rows), len(indices.window_row)))
     for array in (indices.recurrent_read, indices.conv_read, indices.write):
         assert not array[:, idle].any()

@@ -1,4 +1,4 @@
-"""The checker accepts what a block manager and the device do, and names the slot and the column of what they don't."""
+"""StepChecker accepts the steps of a block manager, and names the slot and the column of a mistake."""
 
 import random
 import re
@@ -32,13 +32,13 @@ from mamba_align_jax.align.step import plan_finish
 
 SLOTS, ROWS, UPDATES, BLOCKS = 3, 4, 40, 24
 CONV, RECURRENT = ConvState(4, 2), RecurrentState((1, 1))
-# A group with both states, one with windows alone and one without.
+# One group with both states, one with windows only, and one with recurrent states only.
 GROUPS = (GroupSpec("a", 1, (CONV, RECURRENT)), GroupSpec("b", 1, (CONV,)), GroupSpec("c", 1, (RECURRENT,)))
 SPEC = AlignConfig(GROUPS, 4, 3, SLOTS, max_model_len=36, checked=True)
 
 
 class Step(NamedTuple):
-    """Inputs as lists: of (slot, tokens, drafts, sampled, computed before), (slot, computed), (slot, column, block)."""
+    """Lists of (slot, tokens, drafts, sampled, computed before), of (slot, computed) and of (slot, column, block)."""
 
     rows: list
     entering: list
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 def block_of(group, block):
-    """Ids of the other groups run the other way, so that a mixed-up group can't go unseen."""
+    """Mirrors the block ids of the other groups, so that mixed-up groups are seen."""
     return block if group == 0 or not 0 < block < BLOCKS else BLOCKS - block
 
 
@@ -64,7 +64,7 @@ def arguments(spec, step):
 
 
 def schedule(rng, spec, steps):
-    """What a server does that keeps the block tables' contract by `StateBlockManager`."""
+    """Yields the steps of a random server that allocates with `StateBlockManager`."""
     size, K = spec.state_block_size, spec.num_speculative_tokens
     manager = StateBlockManager(BLOCKS, spec.block_size, K, mode=spec.mode)
     requests = [None] * SLOTS  # (name, tokens, prompt length, computed)
@@ -73,7 +73,7 @@ def schedule(rng, spec, steps):
         for slot in rng.sample(range(SLOTS), SLOTS):
             hit = None
             if requests[slot] is None:
-                # Few different prompts: prefixes are shared.
+                # There are few different prompts, so prefixes are shared.
                 tokens = [rng.randrange(2) for _ in range(rng.randrange(3))] * 6 + [7] * rng.randint(1, 4)
                 hit = manager.lookup(tokens)
                 requests[slot] = [(slot, number), tokens, len(tokens), hit.length]
@@ -139,7 +139,7 @@ CONFIGS = [
 
 
 def mistake(rng, spec, step):
-    """The step with one thing wrong, and what the error must say; None where there is nothing to go wrong."""
+    """Returns the step with one mistake, and the text that the error must contain. None if it cannot be made."""
     size, computed = spec.state_block_size, dict(step.entering)
     running = {slot: (before + q - 1) // size for slot, q, _, _, before in step.rows}
     hits = [n for n, (slot, column, _) in enumerate(step.entries) if (column + 1) * size == computed.get(slot)]
@@ -172,7 +172,7 @@ def mistake(rng, spec, step):
 @given(seed=st.integers(0, 10**6), at=st.integers(0, 25))
 @settings(max_examples=20, deadline=None)
 def test_correct_steps_pass_and_a_mistake_is_named(spec, seed, at):
-    # The last block is one that the manager doesn't have.
+    # The manager does not have the last block.
     rng, checker = random.Random(seed), StepChecker(spec, [BLOCKS + 1] * 3)
     for number, step in enumerate(schedule(random.Random(seed), spec, 30)):
         found = mistake(rng, spec, step) if number >= at else None
@@ -194,7 +194,7 @@ def run(spec, *steps):
     return checker
 
 
-# A prompt of 7 tokens in blocks of 4, then a verify row: columns 1, then 2 .. 4.
+# A prompt of 7 tokens in blocks of 4, and then a verify row. They write column 1, and then columns 2 to 4.
 PROMPT = Step([(1, 7, -1, 1, 0)], [(1, 0)], [(1, 1, 5)])
 WINDOW = [(1, column, 4 + column) for column in (2, 3, 4, 5)]
 VERIFY = Step([(1, 4, 3, 2, 7)], [], WINDOW)
@@ -204,7 +204,8 @@ VERIFY = Step([(1, 4, 3, 2, 7)], [], WINDOW)
 def test_each_place_is_named(policy):
     spec = replace(SPEC, policy=policy)
     run(spec, PROMPT, VERIFY)
-    # 9 tokens; the state is in column 3, the window in column 2, and 8 tokens were saved to column 1.
+    # There are 9 tokens now. The state is in column 3, the window in column 2, and the state after 8 tokens in column
+    # 1.
     last = Step([(1, 4, 3, 1, 9)], [], [(1, 6, 10)])
     run(spec, PROMPT, VERIFY, last)
     again = {column: Step(last.rows, [], [*last.entries, (1, column, 20)]) for column in (1, 2, 3)}
@@ -212,7 +213,7 @@ def test_each_place_is_named(policy):
     for column, kind in ((2, "conv window"), (3, "recurrent state")):
         with raises(f"slot 1: column {column} of group 'a' is read for a {kind}, but block 20 was not written since"):
             run(spec, PROMPT, VERIFY, again[column])
-    # Another request continues 8 tokens. The state after 4 was never kept, unless it came from elsewhere.
+    # Another request continues 8 tokens. The state after 4 tokens was never kept, but `wrote` may declare it.
     continues = lambda n, block: Step([(0, 1, 0, 1, n)], [(0, n)], [(0, n // 4 - 1, block), (0, n // 4, 11)])
     run(spec, PROMPT, VERIFY, continues(8, 5))
     with raises("slot 0: column 0 of group 'a' is read for a recurrent state, but block 4 was not written since"):
@@ -231,20 +232,20 @@ def test_a_repeated_table_entry_is_no_allocation():
     again, enters = [(1, 1, 5)], [(1, 0)]
     verify = Step(VERIFY.rows, [], again + WINDOW)
     run(SPEC, PROMPT, verify)
-    # But a request that enters the slot has nothing of what the last one had, even where it gets the same block.
+    # But a request that enters the slot cannot read the states of the last one, even if it gets the same block.
     other = Step([(1, 4, -1, 0, 0)], enters, [(1, 0, 4), *again])
     with raises("slot 0: column 1 of group 'a' is read for a recurrent state, but block 5 was not written since"):
         run(SPEC, PROMPT, other, Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 5), (0, 2, 11)]))
 
 
 def test_reading_a_block_that_another_request_got_is_refused():
-    """Slot 0 gets the block of slot 1's column 2, and slot 1 goes on before it is written."""
+    """Slot 0 gets the block of slot 1's column 2, and slot 1 continues before that block is written."""
     thief = Step([], [(0, 0)], [(0, 0, 6)])
     with raises("slot 1: column 2 of group 'a' is read for a conv window, but block 6 was not written since"):
         run(SPEC, PROMPT, VERIFY, thief, Step([(1, 4, 3, 2, 9)], [], [(1, 6, 10)]))
 
 
-# 7 tokens in window 2 .. 5, with the state in column 3; a row that stays in that window takes them to 8 and beyond.
+# 7 tokens with the window in columns 2 to 5 and the state in column 3. The next row stays in that window and passes 8.
 SHORT, LONG = Step([(1, 5, -1, 1, 0)], [(1, 0)], [(1, 1, 5)]), Step([(1, 4, 3, 2, 5)], [], WINDOW)
 PASSES = [(1, 2, 1, 1, 7)]
 HIT = Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 20), (0, 2, 11)])
@@ -252,7 +253,7 @@ HIT = Step([(0, 1, 0, 1, 8)], [(0, 8)], [(0, 1, 20), (0, 2, 11)])
 
 @pytest.mark.parametrize("sampled", [None, 1])
 def test_boundaries_are_saved_only_if_something_is_sampled(sampled):
-    """Column 1, which nothing else needs any more, has got a new block."""
+    """Column 1, which no other step needs, has a new block."""
     checker = run(SPEC, SHORT, LONG)
     checker.check(*arguments(SPEC, Step(PASSES, [], [(1, 1, 20)]))[:-1], sampled)
     if sampled:

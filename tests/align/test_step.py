@@ -1,4 +1,4 @@
-"""One step at a time: idle rows, absent copies, padding, refused arguments, sizes by hand."""
+"""Single steps: rows without tokens, copies that are left out, padding, refused arguments, and sizes."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def make_spec(**changes):
 
 
 def running(spec, num_blocks=64):
-    """A state in the middle of things, and tables with a block of its own in every column."""
+    """Makes slots that have computed some tokens, and tables with a different block in every column."""
     entries = lambda *values: jnp.array(values[: spec.max_num_seqs], jnp.int32)
     state = AlignState(
         num_computed_tokens=entries(6, 7, 13, 0),
@@ -56,7 +56,7 @@ def running(spec, num_blocks=64):
 
 
 def fill_pool(spec, rng, num_blocks=64):
-    """Random bits with NaNs among them."""
+    """Makes a pool of random values and NaNs."""
     pool = StatePool.create(spec, num_blocks)
     dirty = lambda x: np.where(rng.random(x.shape) < 0.2, np.nan, rng.normal(size=x.shape)).astype(np.float32)
     return jax.tree.map(lambda x: jnp.asarray(dirty(x)), pool)
@@ -67,13 +67,13 @@ def bits(tree):
 
 
 def run(spec, state, pool, batch, num_sampled, tables):
-    """A step whose model does nothing."""
+    """Runs a step whose model does nothing."""
     state, indices = begin_step(spec, state, batch, tables)
     pool = migrate(spec, pool, indices)
     return finish_step(spec, state, pool, batch, indices, num_sampled, tables)
 
 
-# Idle rows.
+# Rows without tokens.
 
 
 @pytest.mark.parametrize("K", [0, 2])
@@ -83,7 +83,7 @@ def test_idle_rows_leave_state_and_pool_unchanged(rng, slots, policy, K):
     spec = make_spec(policy=policy, num_speculative_tokens=K)
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
-    # Rows without tokens may be chunks, decode or verify rows, and sample anything.
+    # Rows without tokens may be of any kind, and may have any number of sampled tokens.
     drafts = [min(r - 1, K) if slot >= 0 else -1 for r, slot in enumerate(slots)]
     batch = StepBatch.from_host(spec, 6, slots, [0] * (1 + len(slots)), drafts)
     step = jax.jit(functools.partial(run, spec))
@@ -96,7 +96,8 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
     spec = make_spec(policy=policy)
     state, tables = running(spec)
     pool = fill_pool(spec, rng)
-    # Slot 2 was at 13 with 3 accepted in window 2 .. 4. A verify row of 3 crosses to column 3, and reaches 16.
+    # Slot 2 had computed 13 tokens, with 3 accepted in columns 2 to 4. A verify row of 3 tokens crosses to column 3 and
+    # reaches 16.
     batch = StepBatch.from_host(spec, 4, [0, 2, -1], [0, 0, 3, 3], [-1, 2, -1])
     after, moved = run(spec, state, pool, batch, jnp.array([7, 3, 7, 7]), tables)
     np.testing.assert_array_equal(after.num_computed_tokens, [6, 7, 16, 0])
@@ -112,7 +113,7 @@ def test_a_live_row_changes_its_own_slot_and_destinations_only(rng, policy):
 def test_lost_states_are_counted(policy):
     spec = make_spec(policy=policy)
     state, tables = running(spec)
-    # Slot 0 goes on from column 1, slot 1 from columns 2 and 1, slot 2 from columns 4 and 2; slot 3 is fresh.
+    # Slot 0 continues from column 1, slot 1 from columns 2 and 1, and slot 2 from columns 4 and 2. Slot 3 is fresh.
     batch = StepBatch.from_host(spec, 6, [2, 3, 0, -1, 1], [0, 3, 4, 5, 5, 6], [2, 0, 0, -1, 0])
     counts = {
         (): 0,
@@ -121,7 +122,7 @@ def test_lost_states_are_counted(policy):
         ((0, 2, 4),): 1,
         ((1, 2, 2),): 1,
         ((0, 0, 1), (1, 0, 1), (1, 2, 4)): 2,
-        # Columns that no row goes on from, or only the fresh one.
+        # Columns from which no row continues, or only the fresh one.
         ((0, 3, 0), (0, 0, 0), (1, 1, 3)): 0,
     }
     for places, count in counts.items():
@@ -133,7 +134,7 @@ def test_lost_states_are_counted(policy):
         assert (int(found), found.dtype, found.shape) == (count, jnp.int32, ()), places
 
 
-# What is not copied is not there.
+# Copies that a step does not contain.
 
 
 def lowered(function, *arguments):
@@ -186,14 +187,15 @@ def test_num_copies_counts_what_moves():
         recurrent_source=jnp.array([[3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]),
         conv_source=jnp.array([[3, 4, 5, 2, 7], [3, 4, 5, 6, 7]]),
         window_row=jnp.array([0, 1, 0, 2, 0]),
-        # A copy onto itself, one that only shifts, two moves, a skip; all skipped but the last.
+        # Group 0: a copy onto itself, one that only shifts, two real copies and a skip. Group 1: only the last is a
+        # copy.
         destination=jnp.array([[3, 4, 6, 2, 0], [0, 0, 0, 0, 8]]),
     )
     recurrent, conv = plan.num_copies()
     assert (recurrent.tolist(), conv.tolist()) == ([2, 1], [3, 1])
 
 
-# What was sampled.
+# Sampled tokens.
 
 
 @pytest.mark.parametrize("scalar", [0, 1, jnp.int32(2)], ids=["0", "1", "int32"])
@@ -261,7 +263,7 @@ def test_no_tokens_have_column_minus_one(kind):
     assert choose(kind(1) < 0, kind(5), kind(7)) == 7
 
 
-# Refused arguments.
+# Arguments that are refused.
 
 
 def batch_of(**changes):
@@ -375,7 +377,7 @@ def test_bad_specs_are_refused(message):
 
 @pytest.mark.parametrize("shape", [(2, 4, 7), (1, 4, 8), (2, 3, 8), (4, 8)], ids=str)
 def test_tables_of_another_configuration_are_refused(shape):
-    """Too narrow for a window at the end of the longest sequence, or of other groups or slots."""
+    """The tables have too few columns for the end of the longest sequence, or other groups or slots."""
     spec = make_spec()
     batch = StepBatch.from_host(spec, 1, [0], [0, 1], [0])
     wanted = f"blocks must be [groups, slots, columns] = [2, 4, 8], or more columns, got {list(shape)}"
@@ -388,7 +390,7 @@ def test_tables_of_another_configuration_are_refused(shape):
 
 def test_sizes_by_hand():
     spec = make_spec()
-    # Conv: 3 layers of 3 + 2 rows of 6; recurrent: 2 * 4 * 8 in 3 layers and in 2.
+    # Windows: 3 layers of 3 + 2 rows of 6. Recurrent states: 2 * 4 * 8 in 3 layers, and in 2 layers.
     assert spec.state_bytes_per_block(0, CONV) == 3 * 5 * 6 * 4 == 360
     assert spec.bytes_per_block == 360 + 3 * 64 * 4 + 2 * 64 * 4 == 1640
     assert spec.num_columns == 24 // 4 + 2 == 8
@@ -396,7 +398,7 @@ def test_sizes_by_hand():
     assert (spec.window, spec.blocks_per_request(), spec.blocks_per_request(1)) == (3, 5, 5)
     plain = make_spec(num_speculative_tokens=0)
     assert (plain.num_columns, plain.blocks_per_request()) == (6, 2)
-    # A chunk in mode "all" may keep a state in every column.
+    # In mode "all" a chunk may keep a state in every column.
     every = make_spec(mode="all")
     assert (every.state_block_size, every.num_columns, every.blocks_per_request(1)) == (4, 8, 8)
     none = make_spec(mode="none", block_size=1)
@@ -441,7 +443,7 @@ def test_a_pool_takes_the_callers_own_arrays():
 def random_pool(spec, blocks=9):
     rng = np.random.default_rng(0)
     pool = StatePool.create(spec, blocks)
-    # Copied: what JAX borrows from NumPy can't be donated.
+    # Copied, because JAX cannot donate memory that it borrows from NumPy.
     return jax.tree.map(lambda x: jnp.array(rng.normal(size=x.shape), x.dtype, copy=True), pool)
 
 

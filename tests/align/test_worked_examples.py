@@ -1,4 +1,4 @@
-"""Sequences of steps worked out by hand: block_size 4, K = 2, width 4. Everything is in columns, not in block ids."""
+"""Sequences of steps worked out by hand, with block_size 4, K = 2 and width 4. They name columns, not block ids."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,12 +25,12 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.vllm_compat.mamba_utils import gather_state_indices, postprocess_mamba, preprocess_mamba
 
 GROUP = GroupSpec("layers", 1, (ConvState(4, 1), RecurrentState((1, 1))))
-# The block of column c is FIRST + c, so that ids tell their column.
+# The block of column c is FIRST + c, so that an id shows its column.
 FIRST = 10
 
 
 class Copy(NamedTuple):
-    """Columns: recurrent source, conv source, first window row, destination."""
+    """A copy: the columns of the recurrent and conv sources, the first window row, and the destination column."""
 
     recurrent: int
     conv: int
@@ -39,7 +39,7 @@ class Copy(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Columns: recurrent state, conv window; first window row."""
+    """A read: the columns of the recurrent state and the conv window, and the first window row."""
 
     recurrent: int
     conv: int
@@ -47,7 +47,7 @@ class Read(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`accepted` 0 is a prefill chunk. `read` is where copy_free reads, None for nothing; `before` what pre_copy copies."""
+    """One step. `accepted` is 0 for a prefill chunk. `read` is where copy_free reads, `before` what pre_copy copies."""
 
     nc: int
     q: int
@@ -56,12 +56,12 @@ class Step(NamedTuple):
     read: Read | None
     before: Copy | None = None
     after: Copy | None = None
-    # What the slot remembers as accepted, 0 for `accepted` itself: a state saved onto its own column counts as 1.
+    # The accepted count that the slot keeps, or 0 for `accepted`. It is 1 if a state was saved onto its own column.
     left: int = 0
 
 
 class Enter(NamedTuple):
-    """A request enters the slot with `nc` computed tokens; `column` is its running column then."""
+    """A request enters the slot with `nc` computed tokens. `column` is then its running column."""
 
     nc: int
     column: int
@@ -98,9 +98,9 @@ EXAMPLES = {
     "e, g: the second accepted token ends on a boundary of the column before": (
         *PROMPT_6,
         Step(6, 3, 2, 2, Read(1, 1, 0), Copy(1, 1, 0, 2), Copy(3, 2, 1, 1)),
-        # The boundary's block is not read back.
+        # The next step does not read the block of the boundary.
         Step(8, 3, 2, 2, Read(3, 2, 1)),
-        # No recurrent state moves, but its window does.
+        # The window moves, but no recurrent state.
         Step(10, 3, 1, 3, Read(3, 2, 1), Copy(3, 2, 1, 3)),
         Step(11, 3, 3, 3, Read(3, 3, 0), None, Copy(3, 3, 0, 2)),
         Step(14, 3, 1, 4, Read(5, 3, 2), Copy(5, 3, 2, 4)),
@@ -138,7 +138,7 @@ EXAMPLES = {
         Step(0, 4, 0, 0, None),
     ),
 }
-# d: with K = 0 nothing is ever saved, and a boundary's column stays as it is once the next one is running.
+# d: with K = 0 nothing is ever saved. A boundary's column is not written any more when the next column is running.
 PLAIN_DECODE = (
     Enter(0, -1),
     Step(0, 4, 0, 0, None),
@@ -151,7 +151,7 @@ PLAIN_DECODE = (
 
 
 def the_copy(plan):
-    """The plan's only row in columns; None if no bytes move."""
+    """Returns the plan's only row as columns, or None if it moves nothing."""
     if plan is None or plan.destination[0, 0] == 0:
         return None
     recurrent, conv, to = (int(x[0, 0]) - FIRST for x in (plan.recurrent_source, plan.conv_source, plan.destination))
@@ -248,9 +248,10 @@ def test_example_d_on_the_host():
     walk_on_the_host(0, PLAIN_DECODE)
 
 
-# k: the prompt of 6 again, with drafts from 6 on: fewest and most computed tokens that the host can't exclude, tokens and
-# drafts of the step, the columns held once it was dispatched, and the count that it left. Columns go when a step's result
-# was read and another step was dispatched.
+# k: the prompt of 6 again, with drafts from 6 on. Each entry has the smallest and the largest number of tokens that may
+# have been computed, as far as the host knows; the tokens and the drafts of the step; the columns held after its
+# dispatch; and the tokens computed after it. Columns are released when a step's result was read and another step was
+# dispatched.
 AT_ONCE = [
     (0, 0, 4, 0, {0}, 4),
     (4, 4, 2, 0, {1}, 6),
@@ -260,7 +261,7 @@ AT_ONCE = [
     (11, 11, 3, 2, {2, 3, 4, 5}, 14),
     (14, 14, 3, 2, {3, 4, 5, 6}, 15),
 ]
-ONE_STEP_BEHIND = [
+ONE_UNREAD_STEP = [
     (0, 0, 4, 0, {0}, 4),
     (4, 4, 2, 0, {0, 1}, 6),
     (6, 6, 3, 2, {1, 2, 3, 4}, 8),
@@ -271,13 +272,13 @@ ONE_STEP_BEHIND = [
 ]
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-def test_example_k_columns_are_released_a_step_later_if_the_host_lags(behind):
+@pytest.mark.parametrize("num_unread", [0, 1])
+def test_example_k_columns_are_released_a_step_later_if_the_host_lags(num_unread):
     manager, unread = StateBlockManager(9, 4, 2), []
-    for low, high, q, drafts, held, after in ONE_STEP_BEHIND if behind else AT_ONCE:
+    for low, high, q, drafts, held, after in ONE_UNREAD_STEP if num_unread else AT_ONCE:
         assert manager.allocate("r", low, high, q, drafts) is not None
         manager.release("r")
         assert manager.columns("r").keys() == held
         unread.append(after)
-        if len(unread) > behind:
+        if len(unread) > num_unread:
             manager.commit("r", range(unread.pop(0)))
