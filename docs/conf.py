@@ -3,6 +3,9 @@
 import inspect
 import re
 
+from flax import nnx
+from sphinx.util import inspect as sphinx_inspect
+
 import mamba_align_jax
 import pallas_kernels
 
@@ -24,7 +27,9 @@ myst_enable_extensions = ["dollarmath"]
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+# The text of a class is followed by that of its constructor.
+autoclass_content = "both"
 maximum_signature_line_length = 88
 napoleon_use_ivar = True
 napoleon_preprocess_types = False
@@ -53,6 +58,12 @@ def _short(annotation):
 
 
 def _signature(app, what, name, obj, options, signature, returns):
+    if what == "class" and issubclass(obj, nnx.Module):
+        # The metaclass of flax modules hides the constructor's arguments from Sphinx.
+        constructor = sphinx_inspect.signature(obj.__init__, bound_method=True)
+        signature = sphinx_inspect.stringify_signature(
+            constructor, show_return_annotation=False, unqualified_typehints=True
+        )
     return _short(signature), _short(returns)
 
 
