@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test mutants soak lint docs wheel clean
+.PHONY: demo test test-all mutants soak lint docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,8 +15,15 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
 
+# A worker runs whole files, which share programs, and the slowest files come first (tests/conftest.py).
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: $(VENV)/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
+
+# Also the long searches and the full products of cases, which `make test` leaves out.
+test-all: $(VENV)/ready
+	$(PYTEST) --depth=full $(TEST_ARGS)
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants.py

@@ -38,6 +38,13 @@ settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate
 # JAX has deprecated Pallas Triton since 0.11. `pallas_kernels/_pallas_triton.py` is the single place to replace it.
 EXPECTED_WARNING = "The Pallas Triton backend is deprecated"
 
+# The files that take longest, in this order. A worker that starts one late would run it alone at the end.
+SLOWEST = (
+    *("test_cli.py", "test_engine.py", "test_sharding.py", "test_gated_delta_rule.py", "test_machine.py"),
+    *("test_donation.py", "test_generation.py", "test_reference.py", "test_mamba_models.py", "test_speculation.py"),
+    *("test_gated_delta_rule_prefill.py", "test_ssd.py", "test_causal_conv1d.py", "test_settings.py", "test_readme.py"),
+)
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -68,16 +75,19 @@ def pytest_make_collect_report(collector):
         return (yield)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Makes a warning an error while a test runs, skips what needs a GPU elsewhere, and leaves deep tests out.
+    """Makes a warning an error while a test runs, skips GPU tests and deep tests, and puts the slowest files first.
 
     The setting `filterwarnings = error` would also hold while pytest starts and ends. A warning of any plugin that is
     installed would then end the run.
     """
+    # conftest.py files of folders have marked their deep cases before, as this hook runs last.
     strict = pytest.mark.filterwarnings("error", f"ignore:{EXPECTED_WARNING}:DeprecationWarning")
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     no_depth = pytest.mark.skip(reason="needs --depth=full")
     on_gpu = jax.default_backend() == "gpu"
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
     for item in items:
         # pytest applies the first marker first, and a later filter wins: a test's own filters come after this one.
         item.add_marker(strict, append=False)
@@ -120,6 +130,23 @@ def one_program():
         ]
         patch.setattr(StepRunner, "buckets", property(every))
         yield
+
+
+@pytest.fixture(scope="module")
+def few_programs(request):
+    """Gives an engine one program at the quick depth, and its own programs at the full depth."""
+    if not depth.is_full():
+        request.getfixturevalue("one_program")
+
+
+@pytest.fixture
+def every_program(monkeypatch):
+    """Gives an engine its own programs in a module that uses `few_programs`."""
+    from mamba_align_jax.engine.packing import all_buckets
+    from mamba_align_jax.engine.runner import StepRunner
+
+    own = lambda runner: all_buckets(runner.spec.max_num_seqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
+    monkeypatch.setattr(StepRunner, "buckets", property(own))
 
 
 @pytest.fixture

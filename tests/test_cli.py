@@ -18,6 +18,7 @@ from mamba_align_jax.models import load_model
 DATA = Path(__file__).parent / "data"
 TINY = str(DATA / "qwen3_5_text")
 QUICK = str(DATA / "mamba")  # compiles faster
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def test_demo_serves_every_mode_and_caches_in_align_modes(tmp_path, capsys):
@@ -75,6 +76,7 @@ def test_bad_input_prints_one_line_and_returns_status_2(arguments, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("optimized_programs")
 def test_the_bundled_model_predicts_held_out_documentation():
     """It takes at most 2.2 bits per byte on sections of the language reference that it was not trained on."""

@@ -25,6 +25,7 @@ MODES = {
     "async": dict(policy="copy_free", async_stepping=True),
 }
 SMALL = dict(num_kv_pages=24, num_state_blocks=6, checked=True)
+pytestmark = pytest.mark.usefixtures("few_programs")
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
@@ -288,6 +289,7 @@ def test_sampled_tokens_depend_on_the_request_only(rng, model):
     assert engine.generate(prompt, dataclasses.replace(params[0], seed=8))[0].token_ids != alone[0]
 
 
+@pytest.mark.usefixtures("every_program")
 def test_no_program_is_compiled_after_warmup(rng, model):
     engine = make(model)
     count = 0
@@ -304,6 +306,7 @@ def test_no_program_is_compiled_after_warmup(rng, model):
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
+@pytest.mark.usefixtures("every_program")
 def test_greedy_decode_programs_have_no_conditional(model):
     """The host would wait for a conditional on a GPU, and could not dispatch a step ahead."""
     runner = make(model, async_stepping=True, num_speculative_tokens=2).runner

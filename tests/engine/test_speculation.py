@@ -22,6 +22,7 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 K = 7
 SIZES = dict(block_size=8, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=96)
 SIZES |= dict(num_speculative_tokens=K, num_state_blocks=34, num_kv_pages=24, checked=True)
+pytestmark = pytest.mark.usefixtures("few_programs")
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 # How many drafts a verify row gets, and how many of them are right.
 PLAN = ((7, 7), (3, 1), (0, 0), (7, 0), (5, 5), (1, 1), (7, 3), (2, 2), (7, 6))

@@ -341,6 +341,7 @@ def test_triton_matches_xla_on_a_long_row(rng, kda):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_pool")
 def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks, n = Dims(4, 8, 128, 128), 16500, 70
     inputs, small = make_prefill(rng, [n], dims)

@@ -236,6 +236,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_pool")
 def test_scan_reaches_blocks_beyond_2_to_the_31_elements(rng):
     arguments, small, options = make(rng, [5], (1, 8192, 16, 1), extra_tokens=0)
     blocks = 16500

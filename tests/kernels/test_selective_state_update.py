@@ -206,6 +206,7 @@ def test_every_config_computes_the_same_numbers(rng, dims, implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_pool")
 def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = Dims(8, 128, 128), 16500
     arguments, small, options = make(rng, [1], dims, extra_tokens=0)

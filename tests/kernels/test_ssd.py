@@ -321,6 +321,7 @@ def test_triton_matches_xla_on_a_long_row(rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_pool")
 def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng):
     dims, blocks = Dims(8, 128, 128), 16500
     packed, fixed, small = make(rng, [70], dims, extra_tokens=0)

@@ -102,7 +102,7 @@ def test_engine_generates_the_reference_tokens(name, tmp_path, monkeypatch):
 
 
 def check_engine(model, tokens, monkeypatch):
-    """Runs the sequence in chunks, from a cached state of its answer and of its prompt, with and without drafts, preempted."""
+    """Runs the sequence in chunks, from cached states of its answer and its prompt, with and without drafts, preempted."""
     if model.mtp is None:
         # None, one or both of the drafts are right, depending on the number of tokens.
         plan = lambda tokens: (CONFIG.num_speculative_tokens, len(tokens) // 4 % 3)

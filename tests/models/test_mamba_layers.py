@@ -81,6 +81,7 @@ def test_layer(case):
     conv_state, state = layer.states("float32", "float32")
     pools = tuple(jnp.full((2, BLOCKS, *s.block_shape(WINDOW - 1)), jnp.nan, jnp.float32) for s in (conv_state, state))
     none = jax.tree.map(lambda v: v[..., :0] if v.ndim < 3 else v[:, :0], rows())
+    run = jax.jit(lambda x, at, *pools: layer(x, at, *pools))
 
     def step(x, decode=None, prefill=None):
         nonlocal pools
@@ -95,8 +96,7 @@ def test_layer(case):
             num_decode_tokens=DECODE_TOKENS,
         )
         chunks = prefill and chunk_rows(prefill.query_start_loc, prefill.num_computed_tokens, PREFILL_TOKENS)
-        at = LayerStep(rows=split, chunks=chunks, layer=jnp.int32(1))
-        out, *pools = layer(jnp.asarray(padded), at, *pools)
+        out, *pools = run(padded, LayerStep(rows=split, chunks=chunks, layer=jnp.int32(1)), *pools)
         assert np.isfinite(out).all()
         return np.asarray(out)[: len(x)]
 
