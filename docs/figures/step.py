@@ -99,9 +99,10 @@ def draw() -> str:
     parts += _block(read.recurrent_column, y, "one thick", f"{computed} tokens", "the live state", "ink1")
     parts += _block(old + K, y, "four", f"{LAST + window} tokens", "rejected", "ink4")
     parts.append(svg.box(_x(COLUMNS - 1), y, WIDTH, HEIGHT, "empty"))
-    parts.append(svg.line(f"M{_middle(read.recurrent_column)} {y + HEIGHT + 2}v22", "wire wire1", arrow="arrow1"))
+    for column in (read.conv_column, read.recurrent_column):
+        parts.append(svg.line(f"M{_middle(column)} {y + HEIGHT + 2}v22", "wire wire1", arrow="arrow1"))
     parts.append(
-        svg.text(_middle(read.recurrent_column) + 10, y + HEIGHT + 19, "the kernels read this block", "small ink1")
+        svg.text(_middle(read.recurrent_column) + 12, y + HEIGHT + 19, "the kernels read these blocks", "small ink1")
     )
 
     y = 322
