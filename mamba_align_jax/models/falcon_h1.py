@@ -138,9 +138,10 @@ class Layer(nnx.Module):
 
 
 class Model(CausalLM):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         layers = [Layer(config, rngs) for _ in range(config.num_hidden_layers)]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         scales = dict(embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier)

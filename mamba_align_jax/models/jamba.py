@@ -133,9 +133,10 @@ class Layer(nnx.Module):
 
 
 class Model(CausalLM):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
         super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
 

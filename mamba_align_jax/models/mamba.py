@@ -84,7 +84,7 @@ class Backbone(CausalLM):
 
 
 class Model(Backbone):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, norm: Callable[[int], nnx.Module] | None = None) -> None:
         """Makes a model with random weights. `norm` is that of `Mamba1Mixer`."""

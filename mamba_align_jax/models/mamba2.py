@@ -38,9 +38,10 @@ class Config(ModelConfig):
 
 
 class Model(Backbone):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         c = config
         mixers = [
             Mamba2Mixer(

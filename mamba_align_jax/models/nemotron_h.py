@@ -160,9 +160,10 @@ def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:
 
 
 class Model(mamba.Backbone):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         super().__init__(config, [mixer(config, kind, rngs) for kind in config.layers_block_type], rngs)
 
 

@@ -120,9 +120,10 @@ class Layer(nnx.Module):
 
 
 class Model(CausalLM):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         layers = [Layer(config, kind, rngs) for kind in config.layer_types]
         super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
 

@@ -145,9 +145,10 @@ class Layer(nnx.Module):
 
 
 class Model(CausalLM):
-    """The causal language model."""
+    """The causal language model of this family: see `CausalLM`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
         layers = [Layer(config, kind, config.is_sparse(n), rngs) for n, kind in enumerate(config.layer_types)]
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
         super().__init__(config, layers, norm, rngs, mtp=draft_head(config, rngs))
