@@ -137,6 +137,16 @@ def test_old_keywords_of_the_block_manager():
     assert entries == new.allocate("r", min_computed=0, max_computed=0, num_tokens=2, num_drafts=1)
 
 
+def test_old_keyword_of_load_model(tmp_path):
+    from mamba_align_jax.models import load_model
+
+    with (
+        pytest.warns(DeprecationWarning, match="load_model: keyword 'advance' is now 'progress'"),
+        pytest.raises(ValueError, match=r"must hold a config\.json"),
+    ):
+        load_model(tmp_path, advance=print)
+
+
 def test_old_names_and_values_of_the_engine():
     from mamba_align_jax.engine import config, drafting
     from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter

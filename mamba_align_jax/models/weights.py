@@ -104,7 +104,7 @@ def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Sour
 
 
 def named(place: str) -> Source:
-    """Takes the tensor whose name is the parameter's place, with the last word that files have."""
+    """Takes the tensor whose name is the parameter's place, with `weight` for `kernel` and `embedding`."""
     if place.endswith(".kernel"):
         return product(place.removesuffix("kernel") + "weight")
     if place.endswith(".embedding"):

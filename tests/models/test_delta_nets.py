@@ -142,10 +142,10 @@ def test_released_and_saved_names_of_olmo(tmp_path):
 
 def test_progress(tmp_path):
     weights.write(tmp_path, delta_net_weights.qwen3_next)
-    progress = []
-    model = load_model(tmp_path, advance=lambda *counts: progress.append(counts))
+    calls = []
+    model = load_model(tmp_path, progress=lambda *counts: calls.append(counts))
     total = len(jax.tree.leaves(nnx.state(model, nnx.Param)))
-    assert progress == [(n, total) for n in range(1, total + 1)]
+    assert calls == [(n, total) for n in range(1, total + 1)]
 
 
 def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
