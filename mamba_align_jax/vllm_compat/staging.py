@@ -17,13 +17,8 @@ from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.step import CopyPlan, copy_states, plan_saves
 from mamba_align_jax.align.tables import BlockTables
-from mamba_align_jax.vllm_compat.mamba_utils import (
-    HostCopyPlan,
-    InputBatch,
-    SchedulerOutput,
-    cleanup_mamba_state_idx,
-    missing_state_idx,
-)
+from mamba_align_jax.vllm_compat.host_types import HostCopyPlan, InputBatch, SchedulerOutput
+from mamba_align_jax.vllm_compat.mamba_utils import cleanup_mamba_state_idx, missing_state_idx
 from pallas_kernels import Implementation
 
 
