@@ -10,13 +10,6 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Each process would otherwise take three quarters of a GPU's memory, and the second process of `-n` would get nothing.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Each program is compiled once in a run. The workers of `-n` and the processes that tests start inherit the folder.
-NEW_CACHE = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    NEW_CACHE = tempfile.mkdtemp(prefix="mamba_align_jax_tests_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = NEW_CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import depth
 import jax
@@ -25,6 +18,19 @@ import pytest
 from hypothesis import Phase, settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Each program is compiled once in a run: processes share what they compile. The environment is for the workers of `-n` and
+# for processes that tests start; a plugin may have imported JAX here, which has read the environment then.
+NEW_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    NEW_CACHE = tempfile.mkdtemp(prefix="mamba_align_jax_tests_")
+    for name, value in (
+        ("jax_compilation_cache_dir", NEW_CACHE),
+        ("jax_persistent_cache_min_compile_time_secs", 0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
 
 # On a CPU, optimizing the programs takes longer than running them. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
 QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ

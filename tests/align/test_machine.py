@@ -7,11 +7,11 @@ import depth
 import jax
 import jax.numpy as jnp
 import numpy as np
-from align.machine import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machine
-from align.model import JUNK
+from fakes.server import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from oracles.ops import causal_conv1d, gated_delta_rule
+from oracles.tokens import JUNK
 
 from mamba_align_jax import StatePool, split_rows
 from mamba_align_jax.align.step import copy_states

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from align.model import to_numpy
+from oracles.tokens import to_numpy
 
 from mamba_align_jax import (
     Additions,

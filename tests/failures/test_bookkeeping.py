@@ -6,7 +6,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from failures.slots import BLOCK, STATES, K, Row, Slots, verify
+from fakes.slots import BLOCK, STATES, K, Row, Slots, verify
 
 from mamba_align_jax import Additions, AlignConfig, GroupSpec
 from mamba_align_jax.align.columns import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from align.model import Pool, Row, last_inputs
+from oracles.tokens import Pool, Row, last_inputs
 from vllm_compat.rows import SLOTS, WIDTH, Batch, Scheduled, make_spec
 
 from mamba_align_jax.align.interior import prefill_checkpoints

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from align.model import Pool, Row, check_idle, to_numpy
+from fakes.host_path import HostPath
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from vllm_compat.host_path import HostPath
+from oracles.tokens import Pool, Row, check_idle, to_numpy
 
 from mamba_align_jax import (
     Additions,
