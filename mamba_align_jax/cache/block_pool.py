@@ -13,15 +13,18 @@ class BlockPool:
 
     A lookup of a key returns the first block that was published under it. A held block that is published later under
     the same key is kept as a spare. A spare replaces the first block if that one is evicted. When a spare is released,
-    the first block is marked as recently used. So a prefix stays cached at least as long as what was published after
-    it.
+    the first block is marked as recently used. So a prefix stays cached at least as long as what was published after it.
+
+    Attributes:
+        num_blocks: Size of the pool, NULL_BLOCK included.
+        num_evictions: The number of keys that this pool has evicted.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        *,
         on_lost: Callable[[bytes, bool], object] = lambda key, evicted: None,
+        *,
         on_eviction: Callable[[], object] = lambda: None,
     ) -> None:
         """Creates a pool whose blocks are all free.
