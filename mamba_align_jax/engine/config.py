@@ -30,7 +30,7 @@ class EngineConfig:
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
         kv_page_size: Number of tokens of a KV page.
         checkpoint_interval: A state of each request stays cached every so many tokens; a multiple of `block_size`. None
-            keeps only the states that are likely to be used again: see docs/design.md.
+            keeps only the states that are likely to be used again: see docs/scheduling.md.
         num_state_blocks: Number of state blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
         num_kv_pages: Number of KV pages, the NULL page included; None sizes both pools from `memory_fraction`.
         memory_fraction: Share of the device's free memory that both pools take. If a device reports no free memory (a
