@@ -1,4 +1,4 @@
-"""Plans steps: continuous batching, chunked prefill and preemption. Imports no JAX."""
+"""Plans steps: continuous batching, chunked prefill and preemption. Holds no JAX arrays."""
 
 from bisect import insort
 from collections.abc import Sequence
