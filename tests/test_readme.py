@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -31,6 +33,7 @@ def test_the_engine_in_ten_lines():
     assert all(count > 0 for count in others)
 
 
+@pytest.mark.deep
 def test_the_quickstart():
     first, second, stats = run("-c", blocks("docs/quickstart.md")[0]).splitlines()
     assert first.startswith("0 cached;")
