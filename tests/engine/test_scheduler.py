@@ -1,229 +1,13 @@
 """The scheduler computes every token of every request exactly once. Its caches are real, its device is a fake."""
 
-import itertools
-from collections import deque
-
 import pytest
+from fakes.device import BLOCK, PAGE, Device, assert_complete, foresight, kept, make, request, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax.cache.hashing import HashChain
-from mamba_align_jax.cache.hybrid import HybridCache
-from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.engine.config import SamplingParams
-from mamba_align_jax.engine.drafting import UNKNOWN
-from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.scheduler import Scheduler
 from mamba_align_jax.errors import QueueFullError
-
-BLOCK, PAGE, SEQS = 8, 4, 3
-
-
-def make(
-    num_blocks=40,
-    num_pages=60,
-    mode="align",
-    budget=16,
-    prefill_rows=2,
-    drafter=None,
-    K=0,
-    interval=None,
-    steps_in_flight=0,
-    queue=None,
-):
-    states = StateBlockManager(num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight)
-    cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
-    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, queue)
-
-
-def kept(scheduler, tokens):
-    """The boundaries of `tokens` whose states the cache finds."""
-    find, chain = scheduler.cache.states.pool.find, HashChain(PAGE)
-    return [end for end in range(BLOCK, len(tokens) + 1, BLOCK) if find(chain.at(tokens, end)) is not None]
-
-
-def next_token(tokens):
-    """What the stub model says: a function of all tokens so far."""
-    return (sum(tokens) * 31 + len(tokens)) % 1000
-
-
-class Foresight:
-    """Drafts what the stub model will say, as far as `plan` wills: (how many drafts, how many of them are right) in turn."""
-
-    def __init__(self, plan):
-        self.plan, self.known, self.most = itertools.cycle(plan), {}, []
-
-    def draft(self, request, tokens, most):
-        before = self.known.get(request, [])
-        assert tokens[: len(before)] == before
-        self.known[request] = list(tokens)
-        self.most.append(most)
-        return self.guess(tokens, most)
-
-    def guess(self, tokens, most):
-        """As `draft`, of nobody in particular."""
-        (count, right), drafts = next(self.plan), []
-        for place in range(min(count, most)):
-            drafts.append(next_token([*tokens, *drafts]) if place < right else 1000 + place)
-        return drafts
-
-    def forget(self, request):
-        self.known.pop(request, None)
-
-
-class Device:
-    """Writes down which tokens each state block and page stands for, and checks what rows read.
-
-    It knows what it sampled, and drafts by `plan` where a row says that the device does, whatever the host knows already.
-    """
-
-    def __init__(self, mode, most_blocks=99, plan=((0, 0),)):
-        self.most_blocks, self.drafter = most_blocks, Foresight(plan)
-        self.mode, self.column = mode, (lambda end: 0) if mode == "none" else (lambda end: (end - 1) // BLOCK)
-        self.rows, self.states, self.pages, self.entered = {}, {}, {}, []
-        # Of each slot: its tokens, how many are computed, and the column of its live state.
-        self.tokens, self.computed, self.live = {}, {}, {}
-
-    def run(self, plan):
-        slots = [row.request.slot for row in plan.rows]
-        assert len(set(slots)) == len(slots)
-        return [(row, self.run_row(row, row.request.slot)) for row in plan.rows]
-
-    def run_row(self, row, slot):
-        if row.enters:
-            self.rows[slot] = {}, {}
-            self.tokens[slot], self.computed[slot] = list(row.request.tokens), row.start
-            self.live[slot] = self.column(row.start)
-            self.entered.append(row.request.id)
-        columns, pages = self.rows[slot]
-        assert len(row.allocation.columns) <= self.most_blocks, "the runner has room for no more"
-        columns.update(row.allocation.columns)
-        pages.update(row.allocation.pages)
-        known, start = self.tokens[slot], self.computed[slot]
-        assert row.start <= start
-        drafts, count = list(row.drafts), len(row.drafts)
-        if UNKNOWN in drafts:
-            # What isn't drafted is run all the same.
-            drafts = self.drafter.guess(known, count)
-            count, drafts = len(drafts), drafts + [1234] * (len(row.drafts) - len(drafts))
-        said_before = [t for t in row.tokens[: row.certain] if t != UNKNOWN]
-        assert said_before == known[row.start : row.start + len(said_before)]
-        end, tokens = start + row.num_tokens, (*known, *drafts)
-        if start:
-            assert self.states[columns[self.live[slot]]] == tokens[:start]
-        for position in range(start):
-            assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
-        for position in range(start, end):
-            self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
-        if not row.samples:
-            self.states[columns[self.column(end)]] = tokens[:end]
-            self.live[slot], self.computed[slot] = self.column(end), end
-            return []
-        # One state behind each draft, in columns side by side; the accepted one is live, and a passed boundary is saved.
-        certain, said = end - len(drafts), [next_token(known)]
-        assert certain == len(known)
-        while len(said) <= count and said[-1] == drafts[len(said) - 1]:
-            said.append(next_token([*known, *said]))
-        for place in range(1 + len(drafts)):
-            self.states[columns[self.column(end) + place]] = tokens[: certain + place]
-        computed = certain + len(said) - 1
-        self.live[slot] = self.column(end) + len(said) - 1
-        boundary = computed // BLOCK * BLOCK
-        if boundary >= certain and self.mode == "align":
-            self.states[columns[self.column(boundary)]] = tokens[:boundary]
-            if self.column(boundary) == self.column(end):
-                self.live[slot] = self.column(end)
-        self.tokens[slot], self.computed[slot] = [*known, *said], computed
-        return said
-
-
-def assert_order(rank, before, plan, scheduler):
-    """Nobody enters past one who waits ahead; who gives way ranks behind all that go on; who waits, waits by rank."""
-    waits = [rank[r.id] for r in scheduler.waiting]
-    assert waits == sorted(waits)
-    entered = [rank[row.request.id] for row in plan.rows if row.enters]
-    assert max(entered, default=(-9,)) < min(waits, default=(9,))
-    gave_way = [rank[r.id] for r in before if r in scheduler.waiting]
-    assert max((rank[r.id] for r in scheduler.running), default=(-9,)) < min(gave_way, default=(9,))
-
-
-def serve(
-    scheduler,
-    requests,
-    arrivals=None,
-    aborts=(),
-    device=None,
-    between=lambda step: None,
-    steps_in_flight=0,
-    plan=((0, 0),),
-    heard=lambda row, tokens, gone: None,
-):
-    """Runs everything; `arrivals[i]` is the step from which on request i is added, `aborts` are (step, request) pairs.
-
-    `heard` is called with every row once its tokens were read, and whether they came too late.
-    """
-    states = scheduler.cache.states
-    device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
-    arrivals = arrivals or [0] * len(requests)
-    waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
-    gone, in_flight = set(), deque()
-    rank = {r.id: (r.params.priority, n) for n, r in enumerate(scheduler.waiting)}
-    while waiting or scheduler.waiting or scheduler.running:
-        between(step)
-        while waiting and waiting[0][0] <= step:
-            request = requests[waiting[0][1]]
-            full = sum(r.num_admissions == 0 for r in scheduler.waiting) == scheduler.waiting.limit
-            if full:
-                before = list(scheduler.waiting)
-                with pytest.raises(QueueFullError, match=f"max_waiting = {scheduler.waiting.limit} requests wait"):
-                    scheduler.add(request)
-                assert list(scheduler.waiting) == before
-                break
-            scheduler.add(request)
-            waiting.pop(0)
-            rank[request.id] = request.params.priority, len(rank)
-        for at, number in aborts:
-            request = requests[number]
-            if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
-                scheduler.remove(request)
-                gone.add(number)
-        preemptions, before = scheduler.counters.preemptions, list(scheduler.running)
-        plan = scheduler.schedule(settled=not in_flight)
-        assert not in_flight or scheduler.counters.preemptions == preemptions, "what is missing may be about to come"
-        assert_order(rank, before, plan, scheduler)
-        assert sum(row.num_tokens for row in plan.prefill) <= scheduler.max_num_batched_tokens
-        assert len(plan.prefill) <= scheduler.max_prefill_rows
-        if plan.rows:
-            in_flight.append(device.run(plan))
-            scheduler.dispatched(plan)
-        unread = steps_in_flight if plan.rows and not plan.is_short else 0
-        while len(in_flight) > unread:
-            for row, tokens in in_flight.popleft():
-                late = not row.is_current
-                if not late:
-                    scheduler.finished(row, tokens)
-                    if len(row.request.generated) == row.request.params.max_tokens:
-                        scheduler.remove(row.request)
-                        done.append(row.request.id)
-                heard(row, tokens, late)
-        scheduler.cache.check()
-        step += 1
-        assert step < 3000, "no progress"
-    assert scheduler.cache.states.pool.num_held == scheduler.cache.kv.pool.num_held == 0
-    return done
-
-
-def request(number, prompt, max_tokens=6, K=None, **params):
-    return Request(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, num_speculative_tokens=K, **params))
-
-
-def assert_complete(requests):
-    for r in requests:
-        tokens = list(r.prompt)
-        for _ in range(r.params.max_tokens):
-            tokens.append(next_token(tokens))
-        assert r.tokens == tokens
 
 
 @pytest.mark.parametrize("mode", ["none", "align"])
@@ -374,7 +158,7 @@ def test_kept_boundaries_depend_on_the_request_only(data):
                 data.draw(st.integers(0, 1)),
                 [(3, 2), (1, 0), (3, 3)],
             )
-            drafter = Foresight(guesses) if K and not in_flight else None
+            drafter = foresight(guesses) if K and not in_flight else None
         scheduler, device = (
             make(400, 900, budget=1000, interval=interval, drafter=drafter, K=K),
             Device("align", plan=guesses),
@@ -470,27 +254,27 @@ def test_reset_forgets_cached_prefixes_and_those_of_running_requests():
 
 def test_accepted_drafts_save_steps_and_drafter_forgets_the_request():
     """All drafts are accepted: a step adds 1 + K tokens, and never more than max_tokens allows."""
-    drafter = Foresight([(9, 9)])
+    drafter = foresight([(9, 9)])
     scheduler, device = make(drafter=drafter, K=3), Device("align")
     alone = request(0, range(5), max_tokens=12)
     serve(scheduler, [alone], device=device)
     assert_complete([alone])
     # One token comes from the prompt, then 4 + 4, and of the last 3 two may be drafts.
-    assert drafter.most == [3, 3, 2]
+    assert drafter.asked == [3, 3, 2]
     assert not drafter.known, "dropped with the request"
 
 
 def test_request_chooses_its_number_of_drafts():
-    drafter = Foresight([(9, 9)])
+    drafter = foresight([(9, 9)])
     requests = [request(0, range(5), 20, K=0), request(1, range(9), 20, K=1), request(2, range(3), 20)]
     serve(make(drafter=drafter, K=3), requests)
     assert_complete(requests)
-    assert set(drafter.most) == {1, 2, 3}
+    assert set(drafter.asked) == {1, 2, 3}
 
 
 def test_drafts_are_dropped_before_requests_are_preempted():
     """Two requests need two blocks each, and their windows of four have one more block together."""
-    scheduler, counts = make(num_blocks=1 + 6, drafter=Foresight([(9, 9)]), K=3), set()
+    scheduler, counts = make(num_blocks=1 + 6, drafter=foresight([(9, 9)]), K=3), set()
     plan = scheduler.schedule
 
     def schedule(**settled):
@@ -508,7 +292,7 @@ def test_drafts_are_dropped_before_requests_are_preempted():
 
 def test_states_after_rejected_drafts_and_stop_tokens_are_not_found():
     """The lookup asks for a boundary that the first request's drafts passed but its tokens did not."""
-    scheduler, device = make(drafter=Foresight([(3, 2)]), K=3), Device("align")
+    scheduler, device = make(drafter=foresight([(3, 2)]), K=3), Device("align")
     first = request(0, range(5))
     scheduler.add(first)
     for _ in range(2):
@@ -546,7 +330,7 @@ def test_any_schedule_computes_every_token_once(data):
         mode=data.draw(st.sampled_from(["align", "align", "none"])),
         budget=data.draw(st.integers(1, 40)),
         prefill_rows=data.draw(st.integers(1, 3)),
-        drafter=None if in_flight else Foresight(data.draw(plan)),
+        drafter=None if in_flight else foresight(data.draw(plan)),
         K=K,
         queue=data.draw(st.sampled_from([None, None, 1, 2])),
         steps_in_flight=in_flight,

@@ -1,13 +1,13 @@
 """The engine generates the right tokens whatever drafts are accepted. The model is tiny and random."""
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.test_trace import Listener, replay
+from fakes.foresight import Foresight, found_in, in_turn
 from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -28,25 +28,13 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 PLAN = ((7, 7), (3, 1), (0, 0), (7, 0), (5, 5), (1, 1), (7, 3), (2, 2), (7, 6))
 
 
-class Foresight:
-    """Drafts what is known to come, and what is not, as planned."""
-
-    def __init__(self, outputs, plan=PLAN):
-        self.known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-        self.plan = itertools.cycle(plan)
-
-    def draft(self, request, tokens, most):
-        count, right = next(self.plan)
-        known = next((k for k in self.known if k[: len(tokens)] == tokens), tokens)
-        coming = known[len(tokens) : len(tokens) + min(count, most)]
-        return [token if place < right else (token + 1) % 256 for place, token in enumerate(coming)]
-
-    def forget(self, request):
-        pass
+def foresight(outputs, plan=PLAN):
+    """A drafter that knows the sequences of `outputs`; `plan` has pairs of (drafts, right drafts)."""
+    return Foresight(found_in([[*o.prompt_token_ids, *o.token_ids] for o in outputs]), in_turn(plan), vocab_size=256)
 
 
 class DeviceForesight(HistoryDrafter):
-    """The same on the device, as the length of what is known so far wills: sequences differ in their first tokens."""
+    """Does the same on the device. The number of tokens so far chooses from the plan; sequences differ in their first."""
 
     def __init__(self, outputs, plan=PLAN):
         self.known = np.zeros((len(outputs), 2 * SIZES["max_model_len"]), np.int32)
@@ -59,7 +47,7 @@ class DeviceForesight(HistoryDrafter):
         place = jnp.arange(most)
         tokens = jnp.asarray(self.known)[coming[:, None], length[:, None] + place]
         count, right = jnp.asarray(self.plan)[length % len(self.plan)].T
-        # What is not drafted is right: it must not be accepted all the same.
+        # Tokens after the valid drafts are right, but must not be accepted.
         wrong = (place >= right[:, None]) & (place < count[:, None])
         return jnp.where(wrong, (tokens + 1) % 256, tokens), count
 
@@ -114,7 +102,7 @@ def assert_everything_is_returned(engine):
 def test_any_acceptance_is_right_under_preemption(rng, make, reference):
     batch = prompts(rng, 30, 25, 40, 28, 9, 17)
     plain = undrafted(make, batch)
-    engine = make(Foresight(plain))
+    engine = make(foresight(plain))
     engine.warmup()
     programs = run_step._cache_size()
     outputs = engine.generate(batch, GREEDY)
@@ -138,7 +126,7 @@ def test_accepted_drafts_save_steps_up_to_the_longest_sequence(rng, make, refere
     (prompt,) = prompts(rng, 51)
     params = dataclasses.replace(GREEDY, max_tokens=45)
     plain = undrafted(make, [prompt], params)
-    engine = make(Foresight(plain, [(K, K)]))
+    engine = make(foresight(plain, [(K, K)]))
     (output,) = engine.generate(prompt, params)
     assert output.token_ids == plain[0].token_ids
     assert_right(reference, [output])
@@ -156,7 +144,7 @@ def test_stop_token_among_accepted_drafts_ends_the_request(rng, make, reference)
     # Drafted are 14 to 20, and the stop is at 15: computed are 15 or 16 tokens, and not the second boundary's.
     stop = whole[14]
     assert stop not in whole[13:14]
-    engine = make(Foresight([plain], [(K, K)]))
+    engine = make(foresight([plain], [(K, K)]))
     (output,) = engine.generate(prompt, dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
     assert [*prompt, *output.token_ids] == whole[:15]
     assert output.finish_reason == "stop"
@@ -172,7 +160,7 @@ def test_boundaries_passed_by_accepted_drafts_hit_the_cache(rng, make, reference
     batch = prompts(rng, 10)
     plain = undrafted(make, batch)
     for right in range(K + 1):
-        engine = make(Foresight(plain, [(K, right)]))
+        engine = make(foresight(plain, [(K, right)]))
         (first,) = engine.generate(batch, GREEDY)
         talk = [*first.prompt_token_ids, *first.token_ids, 3, 4]
         (second,) = engine.generate([talk], dataclasses.replace(GREEDY, max_tokens=4))
@@ -299,7 +287,7 @@ def test_speculation_is_right_with_compiled_kernels(rng, make, make_async, refer
 def test_request_chooses_its_number_of_drafts(rng, make, reference):
     batch = prompts(rng, *[12] * 4)
     plain = undrafted(make, batch, params := dataclasses.replace(GREEDY, max_tokens=20))
-    engine = make(Foresight(plain, [(K, K)]))
+    engine = make(foresight(plain, [(K, K)]))
     chosen = [0, 1, 4, None]
     ids = [
         engine.add_request(prompt, dataclasses.replace(params, num_speculative_tokens=own))
@@ -318,7 +306,7 @@ def test_sampled_tokens_do_not_depend_on_drafts(rng, make):
     batch = prompts(rng, 20, 11, 5)
     params = SamplingParams(max_tokens=30, temperature=0.9, top_k=20, top_p=0.95, seed=11, ignore_eos=True)
     plain = undrafted(make, batch, params)
-    engine = make(Foresight(plain))
+    engine = make(foresight(plain))
     outputs = engine.generate(batch, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert sum(engine.stats.accepted_tokens) > 20
@@ -331,6 +319,6 @@ def test_wrong_numbers_of_drafts_and_drafters_raise(model):
         engine.add_request([1], SamplingParams(num_speculative_tokens=8))
     assert not engine.has_unfinished
     with pytest.raises(ValueError, match="drafter must be None or a DeviceDrafter under async_stepping"):
-        Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=Foresight([]))
+        Engine(model, EngineConfig(async_stepping=True, **SIZES), drafter=foresight([]))
     with pytest.raises(ValueError, match="num_speculative_tokens must be None or at least 0, got -1"):
         SamplingParams(num_speculative_tokens=-1)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 import pytest
-from engine.test_scheduler import BLOCK, Foresight, assert_complete, make, request, serve
+from fakes.device import BLOCK, assert_complete, foresight, make, request, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +91,7 @@ def test_trace_of_any_schedule_agrees_with_its_requests(data):
         num_blocks=1 + StateBlockManager(99, BLOCK, K).blocks_needed(in_flight) + data.draw(st.integers(0, 12)),
         num_pages=data.draw(st.integers(14, 40)),
         budget=data.draw(st.integers(1, 40)),
-        drafter=None if in_flight else Foresight(plan),
+        drafter=None if in_flight else foresight(plan),
         K=K,
         steps_in_flight=in_flight,
     )
