@@ -29,7 +29,10 @@ FAST = (
     "tests/align/test_step.py",
     "tests/align/test_machine.py::test_every_step_reads_its_own_past",
 )
-OPTIONS = ("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=no_shrinking")
+OPTIONS = (
+    *("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--depth=full"),
+    *("--hypothesis-seed=0", "--hypothesis-profile=no_shrinking"),
+)
 AT_ONCE = 2
 LONGEST_S = 600
 
