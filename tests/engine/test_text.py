@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from models.driver import DATA
+from fakes.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import layer_steps as steps
 from flax import nnx
-from layers import steps
 
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import layer_steps as steps
 from flax import nnx
-from layers import steps
 from oracles.layers import kimi_delta_attention, multi_head_latent_attention
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention

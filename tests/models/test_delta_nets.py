@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 from fakes import delta_net_weights, weights
+from fakes.driver import ATOL, DATA, Driver
 from flax import nnx
-from models.driver import ATOL, DATA, Driver
 from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from fakes import delta_net_weights, kimi_weights, weights
 from fakes.draft_head_weights import write_with_head
+from fakes.driver import ATOL, DATA
 from fakes.foresight import Foresight, found_in
-from models.driver import ATOL, DATA
 from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 

@@ -7,9 +7,9 @@ import re
 import jax
 import numpy as np
 import pytest
+from fakes.driver import ATOL, DATA, Driver
 from fakes.kimi_weights import KIMI, KINDS, LING, ORACLE, write, write_random
 from flax import nnx
-from models.driver import ATOL, DATA, Driver
 from oracles.models import kimi
 from safetensors.numpy import load_file
 

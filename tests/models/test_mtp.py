@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes.draft_head_weights import write_with_head
+from fakes.driver import ATOL, DATA
 from flax import nnx
-from models.driver import ATOL, DATA
 from oracles.draft_head import NumpyHead
 
 from mamba_align_jax.align.batch import StepBatch

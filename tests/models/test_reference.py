@@ -6,7 +6,7 @@ A model under test is a directory of tests/data with a `reference.npz`.
 import jax
 import numpy as np
 import pytest
-from models.driver import ATOL, DATA, PAGE_SIZE, Driver, every_split
+from fakes.driver import ATOL, DATA, PAGE_SIZE, Driver, every_split
 from oracles import models as oracles
 
 from mamba_align_jax.models import load_model

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes.draft_head_weights import head_tensors
+from fakes.driver import DATA
 from flax import nnx
-from models.driver import DATA
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.kv import KVSpec

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.driver import DATA
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from models.driver import DATA
 from soak import poison
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
