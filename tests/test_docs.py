@@ -11,6 +11,7 @@ import pytest
 import mamba_align_jax
 import pallas_kernels
 from docs import generate
+from mamba_align_jax import _deprecated
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -98,6 +99,20 @@ def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130
     assert len(next(line for line in lines if "|" in line)) < 200
+
+
+def test_every_old_name_is_in_the_changelog_with_its_new_one():
+    said = set(re.findall(r"`([^`]+)`", (ROOT / "CHANGELOG.md").read_text()))
+    old = [(name, module) for name, modules in _deprecated.MODULES.items() for module in modules]
+    assert [names for names in old if not said.issuperset(names)] == []
+    words = {word for name in said for word in re.findall(r"\w+", name)}
+    renamed = [(name, new) for (_, name), new in _deprecated.NAMES.items()]
+    for package in ("mamba_align_jax", "pallas_kernels"):
+        for file in (ROOT / package).rglob("*.py"):
+            for names in re.findall(r"@renamed_(?:fields|keywords)\(([^)]+)\)", file.read_text()):
+                renamed += re.findall(r'(\w+)="([^"]+)"', names)
+    assert len(renamed) > 20
+    assert [names for names in renamed if not words.issuperset([names[0], *names[1].split(".")])] == []
 
 
 # Words that have another name now: the glossary has the new ones. Each would be a second word for one thing.
