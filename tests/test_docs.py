@@ -109,7 +109,7 @@ def test_every_old_name_is_in_the_changelog_with_its_new_one():
     renamed = [(name, new) for (_, name), new in _deprecated.NAMES.items()]
     for package in ("mamba_align_jax", "pallas_kernels"):
         for file in (ROOT / package).rglob("*.py"):
-            for names in re.findall(r"@renamed_(?:fields|keywords)\(([^)]+)\)", file.read_text()):
+            for names in re.findall(r"^ *@renamed_(?:fields|keywords)\(([^)]+)\)", file.read_text(), re.MULTILINE):
                 renamed += re.findall(r'(\w+)="([^"]+)"', names)
     assert len(renamed) > 20
     assert [names for names in renamed if not words.issuperset([names[0], *names[1].split(".")])] == []
