@@ -47,6 +47,19 @@ def test_every_link_leads_somewhere(page):
             assert not anchor or anchor in anchors(file), target
 
 
+def test_every_file_that_a_page_names_exists():
+    missing = []
+    for page in PAGES:
+        # The porting page names vLLM's files as well, and the changelog names modules that are gone.
+        rooms = "" if page.name in ("porting.md", "CHANGELOG.md") else "|align|cache|engine|layers|load|metadata|models"
+        tops = f"tests|benchmarks|examples|docs|mamba_align_jax|pallas_kernels{rooms}"
+        for name in re.findall(rf"`((?:{tops})/[\w/.]+\w)(?:::\w+)?`", page.read_text()):
+            if not (ROOT / name).exists() and not (ROOT / "mamba_align_jax" / name).exists():
+                missing.append(f"{name_of(page)}: {name}")
+    examples = ("benchmarks/results/FILE.jsonl", "layers/leaky_sum.py")
+    assert [line for line in missing if not line.endswith(examples)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(DOCS)], ids=name_of)
 def test_every_page_begins_with_what_its_reader_gets(page):
     first = page.read_text().split("\n\n")[1]
