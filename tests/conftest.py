@@ -126,33 +126,34 @@ def optimized_programs():
 
 @pytest.fixture(scope="module")
 def one_program():
-    """Gives an engine one program for all its steps, whatever rows they have: compiling takes longer than padding."""
-    from mamba_align_jax.engine.packing import Bucket
-    from mamba_align_jax.engine.runner import StepRunner
-
+    """Gives an engine one program for all its steps, whatever rows they have, where compiling takes longer than padding."""
     with pytest.MonkeyPatch.context() as patch:
-        every = lambda runner: [
-            Bucket(runner.spec.max_num_seqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
-        ]
-        patch.setattr(StepRunner, "buckets", property(every))
+        give_programs(patch, lambda packing, *sizes: [packing.Bucket(*sizes)])
         yield
 
 
 @pytest.fixture(scope="module")
-def few_programs(request):
-    """Gives an engine one program at the quick depth, and its own programs at the full depth."""
-    if not depth.is_full():
-        request.getfixturevalue("one_program")
+def few_programs():
+    """Gives an engine two programs at the quick depth, for steps with and without prompts, and all at the full depth."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not depth.is_full():
+            two = lambda packing, seqs, *prefill: [packing.Bucket(seqs, *prefill), packing.Bucket(seqs, 0, 0)]
+            give_programs(patch, two)
+        yield
 
 
 @pytest.fixture
 def every_program(monkeypatch):
-    """Gives an engine its own programs in a module that uses `few_programs`."""
-    from mamba_align_jax.engine.packing import all_buckets
-    from mamba_align_jax.engine.runner import StepRunner
+    """Gives an engine all its programs in a module that uses `few_programs`."""
+    give_programs(monkeypatch, lambda packing, *sizes: packing.all_buckets(*sizes))
 
-    own = lambda runner: all_buckets(runner.spec.max_num_seqs, runner.max_prefill_rows, runner.max_num_batched_tokens)
-    monkeypatch.setattr(StepRunner, "buckets", property(own))
+
+def give_programs(patch, buckets):
+    """Sets the sizes of an engine's programs to `buckets(module, requests, prefill rows, prefill tokens)`."""
+    from mamba_align_jax.engine import packing, runner
+
+    make = lambda self: buckets(packing, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+    patch.setattr(runner.StepRunner, "buckets", property(make))
 
 
 @pytest.fixture

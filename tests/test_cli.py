@@ -18,7 +18,6 @@ from mamba_align_jax.models import load_model
 DATA = Path(__file__).parent / "data"
 TINY = str(DATA / "qwen3_5_text")
 QUICK = str(DATA / "mamba")  # compiles faster
-pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def test_demo_serves_every_mode_and_caches_in_align_modes(tmp_path, capsys):
@@ -96,6 +95,7 @@ def test_the_bundled_model_predicts_held_out_documentation():
     assert np.mean(bits) <= 2.2
 
 
+@pytest.mark.deep
 def test_the_bundled_model_writes_words_and_accepts_drafts():
     """After the start of a docstring, most of what it writes are words that occur in Python's own documentation."""
     from mamba_align_jax import Engine, EngineConfig, SamplingParams
