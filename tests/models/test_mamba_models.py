@@ -130,7 +130,7 @@ def test_compiled_kernels(case):
 def test_float64_is_transformers_but_for_the_clamp():
     arrays = dict(np.load(DATA / "nemotron_h" / "reference.npz"))
     decode = functools.partial(oracles.nemotron_h, *oracles.read(DATA / "nemotron_h"), arrays["tokens"][0])
-    np.testing.assert_allclose(decode(least_dt=1e-3), arrays["logits"], atol=1e-5)
+    np.testing.assert_allclose(decode(min_dt=1e-3), arrays["logits"], atol=1e-5)
     assert np.abs(decode() - arrays["logits"]).max() > 1e-4
     # transformers' tokens were generated without an end. From its first place on, the sequences differ.
     mended = oracles.without_clamp(DATA / "nemotron_h", arrays)["tokens"][0]
