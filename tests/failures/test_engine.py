@@ -1,4 +1,4 @@
-"""What went wrong elsewhere in whole engines, over a model whose every token is exactly known."""
+"""Failures of whole engines elsewhere do not happen here, over a model whose tokens are exactly known."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 
 BLOCK = 8
 SIZES = dict(block_size=BLOCK, kv_page_size=4, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=64)
-# Four long requests at once need more than this.
+# Four long requests at once need more blocks and pages.
 SIZES |= dict(num_state_blocks=14, num_kv_pages=31)
 THREE = SamplingParams(max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -54,7 +54,7 @@ def assert_nothing_is_held(engine):
 
 
 def poison(engine):
-    """What a pool may hold that nobody has cleared."""
+    """Fills the pools with NaN, as memory that was never cleared."""
     state = engine.runner.device_state
     pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
     engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
@@ -74,7 +74,7 @@ def contents(engine):
 
 
 def test_prompts_of_every_length_cold_and_repeated(rng, engine):
-    """One token, a block, a block and one: right the first time, and cached up to the last boundary the second."""
+    """Prompts of each length are right at first, and cached up to the last boundary when they are repeated."""
     poison(engine)
     for length in range(1, 4 * BLOCK + 3):
         tokens = prompt(rng, length)
@@ -85,7 +85,7 @@ def test_prompts_of_every_length_cold_and_repeated(rng, engine):
 
 
 def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
-    """Once, when most were: three of four here."""
+    """The warning comes once, after most of the first prompts were too short."""
     engine = Engine(model, EngineConfig(**SIZES))
     for number in range(40):
         engine.add_request(prompt(rng, BLOCK + (number % 4 == 0)), SamplingParams(max_tokens=1))
@@ -99,7 +99,7 @@ def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
 
 
 def test_fresh_requests_in_poisoned_pools(rng, engine):
-    """Together, in more requests than slots, the shortest of one token: nothing of what a block held is ever read."""
+    """There are more requests than slots, the shortest of one token. No request reads what a block held before."""
     poison(engine)
     ids = [engine.add_request(prompt(rng, n), LONG) for n in (1, 17, 2, 9, 1, 30, 8)]
     outputs = run(engine)
@@ -129,7 +129,7 @@ def test_requests_preempted_at_any_length(rng, engine):
 
 
 def test_a_retry_after_an_abort_within_the_prompt(rng, engine):
-    """What the aborted request has computed may be found, what it has not may not."""
+    """The retry may find what the aborted request has computed, but nothing else."""
     poison(engine)
     for steps in range(4):
         tokens = prompt(rng, 57)
@@ -143,7 +143,7 @@ def test_a_retry_after_an_abort_within_the_prompt(rng, engine):
 
 
 def test_identical_prompts_in_one_pass(rng, engine):
-    """None waits for a state that another of the same step will only write, and one of the two copies is kept."""
+    """Neither request reads a state that the other one writes in the same step, and one of the two copies is kept."""
     poison(engine)
     tokens = prompt(rng, 2 * BLOCK + 1)
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_identical_prompts_in_one_pass(rng, engine):
 
 
 def test_warming_up_while_requests_run_changes_nothing(rng, engine):
-    """Warm-up steps run on padding rows alone: no row of theirs is anybody's slot."""
+    """Warm-up steps have only padding rows, which change no slot."""
     for length in (1, 20, 40):
         engine.add_request(prompt(rng, length), LONG)
     outputs = run(engine, 4)
@@ -181,13 +181,13 @@ def test_batches_of_every_size_beside_padding(rng, engine):
 
 @jax.jit
 def late(tree):
-    """The same arrays, about a tenth of a second later."""
+    """Returns the same arrays, about a tenth of a second later."""
     busy = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), jnp.full((256, 256), 0.1))
     return jax.tree.map(lambda x: x + 0 * busy[0, 0], tree)
 
 
 def test_the_host_may_fill_its_arrays_again_while_a_step_runs(rng, engine):
-    """On a CPU the device borrows the host's memory where that is aligned."""
+    """On a CPU the device borrows aligned memory of the host."""
     runner, tables = engine.runner, aligned(engine.runner.packer.page_tables)
     runner.packer.page_tables = tables
     engine.add_request(prompt(rng, 9), THREE)

@@ -1,4 +1,4 @@
-"""Shapes that broke kernels elsewhere and that the kernels' own tests don't have."""
+"""Shapes that broke kernels elsewhere work here. The tests of the kernels do not have them."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update, gated_de
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_seventy_two_rows_of_up_to_eight_drafts(rng, implementation):
-    """More tokens than rows by far, every number of drafts, and a number of rows that no tile divides."""
+    """There are many more tokens than rows, every number of drafts, and a number of rows that no tile divides."""
     heads, dim, window = 1, 16, 9
     lengths = [n % (window + 1) for n in range(72)]
     tokens, blocks = sum(lengths), 1 + 72 * window
@@ -65,7 +65,7 @@ def test_prompts_of_more_than_2_to_the_31_elements_have_64_bit_offsets(op, monke
     ],
 )
 def test_products_of_a_convolution_are_not_rounded(rng, op, implementation):
-    """bfloat16 inputs and taps: a product has 16 bits, and all but ties of the sums are rounded to the nearest."""
+    """A product of bfloat16 values has 16 bits, so that every sum, apart from ties, is rounded to the nearest."""
     rows, channels = 3, 512
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     x, pool, taps = draw(rows, channels), draw(1, 8, 3, channels), draw(4, channels)

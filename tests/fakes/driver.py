@@ -1,4 +1,4 @@
-"""The least that runs a model through the step functions: blocks and pages handed out in order, never freed."""
+"""Runs a model through the step functions. Blocks and pages are handed out in order and never freed."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.step_inputs import step_inputs
 
 DATA = Path(__file__).parents[1] / "data"
-ATOL = 1e-4  # float32 against float32: transformers' own chunked and stepwise paths differ by 1e-5
+ATOL = 1e-4  # in float32, where the chunked and the stepwise path of transformers differ by 1e-5
 PAGE_SIZE = 16
 DECODE_ROWS, PREFILL_ROWS = 2, 4
 PREFILL_TOKENS = 160
@@ -65,9 +65,9 @@ _step = compiled(run_step)
 
 
 class Driver:
-    """Slots fed with token lists. Pools start as NaN, so that nothing stale is ever read unnoticed.
+    """Runs token lists in slots. The pools start as NaN, so that a stale read shows in the logits.
 
-    `one_program` has rows of both kinds in every step, padding at least, so that there is one program to compile.
+    With `one_program` each step has rows of both kinds, if only padding, so that one program is compiled.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Driver:
         return np.asarray(self.tables.blocks)[0, slot]
 
     def add(self, slot, computed=0, like=None):
-        """A request enters `slot`, resumed from the first `computed` tokens of the one in slot `like`."""
+        """Puts a request into `slot`. It resumes from the first `computed` tokens of the request in slot `like`."""
         self.state = add_requests(self.state, Additions.from_host(self.spec, 1, [slot], [computed]))
         self.computed[slot] = computed
         self.pages[slot] = 0
@@ -117,9 +117,9 @@ class Driver:
             self.pages[slot, page] = self.pages[slot, page] or next(self._pages)
 
     def step(self, decode=None, prefill=None, accepted=None):
-        """Runs token lists by slot, decode rows of several tokens being verify rows; returns logits by slot.
+        """Runs one step of token lists by slot, and returns the logits by slot.
 
-        `accepted` says how many of a verify row's tokens stand.
+        A decode row of several tokens is a verify row, of which `accepted[slot]` tokens are accepted.
         """
         decode, prefill, accepted = decode or {}, prefill or {}, accepted or {}
         rows = [*decode.items(), *[(-1, [])] * (DECODE_ROWS - len(decode))] * (bool(decode) or self.one_program)
@@ -140,7 +140,7 @@ class Driver:
             graph=self.graph, spec=self.spec, num_decode_rows=num_decode_rows, implementation=self.implementation,
         )  # fmt: skip
         logits = np.asarray(logits)
-        assert np.isfinite(logits).all(), "padding included"
+        assert np.isfinite(logits).all(), "logits must be finite, those of padding included"
         for (slot, tokens), n in zip(rows, drafts, strict=True):
             if slot >= 0:
                 self.computed[slot] += len(tokens) - max(n, 0) + accepted.get(slot, 1) - 1
@@ -148,7 +148,7 @@ class Driver:
 
 
 def every_split(model, tokens, implementation=None):
-    """`tokens` in two chunks, cut at every place: of each the driver, the slot that ran them, and the logits."""
+    """Runs `tokens` in two chunks, cut at every place. Yields a driver, the slot and the logits for each cut."""
     for cut in range(1, len(tokens), PREFILL_ROWS):
         cuts = dict(enumerate(range(cut, min(cut + PREFILL_ROWS, len(tokens)))))
         driver = Driver(model, one_program=True, implementation=implementation)

@@ -1,4 +1,4 @@
-"""A step by hand for a layer alone: rows of all kinds with their blocks and pages, over pools of NaN."""
+"""The inputs of one step for a single layer: rows of all kinds, with their blocks and pages."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,10 @@ PAGE_SIZE, PAGES, BLOCKS, WINDOW = 16, 32, 32, 3
 
 
 class Row(NamedTuple):
-    """`computed` tokens, of which the state is in block `read` and the window there from row `window_row` on."""
+    """A row of `length` tokens after `computed` ones.
+
+    The state is read from block `read`, where the window starts at row `window_row`.
+    """
 
     computed: int
     length: int
@@ -23,19 +26,19 @@ class Row(NamedTuple):
     pages: tuple[int, ...]
 
 
-# A verify row behind a verify row of which two tokens stood, a decode row, one without tokens, which is skipped; a fresh
-# prompt, one's next chunk, behind a verify row.
+# A verify row after a verify row with two accepted tokens, a decode row, and a row without tokens, which is skipped.
 DECODE = (
     Row(20, 3, 3, 1, (3, 9, 5), (1, 2)),
     Row(33, 1, 4, 0, (6, 0, 0), (3, 4, 5)),
     Row(0, 0, 0, 0, (0, 0, 0), ()),
 )
+# A new prompt, and a chunk after a verify row.
 PREFILL = (Row(0, 70, 0, 0, (7, 0, 0), (6, 7, 8, 9, 10)), Row(61, 9, 8, 1, (10, 0, 0), (11, 12, 13, 14, 15)))
 ROWS = DECODE + PREFILL
 
 
 def make():
-    """StepInputs of the rows, the number of packed tokens, and each row's first token."""
+    """The StepInputs of the rows, the number of packed tokens, and the first token of each row."""
     rows, num_decode_tokens = ROWS, len(DECODE) * WINDOW
     loc = np.cumsum([0, *(row.length for row in rows)]).astype(np.int32)
     num_tokens = num_decode_tokens + sum(row.length for row in PREFILL)

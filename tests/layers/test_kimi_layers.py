@@ -1,4 +1,4 @@
-"""Kimi's layers alone, one step over rows of all kinds, against NumPy float64 token by token."""
+"""One of Kimi's layers by itself agrees with the equations in float64 in one step over all kinds of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ NOPE, ROPE, VALUE, RANK = 10, 6, 7, 16
 
 
 def tensors(module):
-    """A layer's parameters in float64 by a checkpoint's names."""
+    """The parameters of a layer in float64, by their published names."""
     out = {}
     for place, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         value, name = np.asarray(variable[...], np.float64), ".".join(place)
@@ -41,7 +41,7 @@ def tensors(module):
 
 
 def randomised(module, rng):
-    """The layer with norms and biases that aren't ones."""
+    """The layer with norms and biases that are not all ones or zeros."""
     for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if variable[...].ndim == 1:
             variable[...] = variable[...] + jnp.asarray(rng.normal(0, 0.5, variable[...].shape), jnp.float32)
@@ -54,7 +54,7 @@ def real_rows(loc):
 
 
 @pytest.mark.parametrize("variant", KDA)
-def test_kimi_delta_attention(variant, rng):
+def test_kimi_delta_attention_matches_the_oracle(variant, rng):
     layer = randomised(KimiDeltaAttention(HIDDEN, HEADS, DIM, WIDTH, 1e-3, "float32", nnx.Rngs(0), **KDA[variant]), rng)
     step, num_tokens, loc = steps.make()
     x = rng.normal(size=(num_tokens, HIDDEN)).astype(np.float32)
@@ -93,7 +93,7 @@ def test_kimi_delta_attention(variant, rng):
 
 
 @pytest.mark.parametrize("variant", MLA)
-def test_multi_head_latent_attention(variant, rng):
+def test_multi_head_latent_attention_matches_the_oracle(variant, rng):
     layer = MultiHeadLatentAttention(HIDDEN, HEADS, NOPE, ROPE, VALUE, RANK, "float32", nnx.Rngs(0), **MLA[variant])
     layer = randomised(layer, rng)
     step, num_tokens, loc = steps.make()

@@ -1,6 +1,7 @@
-"""Other checkpoints of the gated-delta-net models than those with references, against the equations in float64.
+"""Models with gated delta nets and no reference agree with the equations in float64.
 
-Other sizes, head ratios, layer patterns, tied heads, rotations and routers; fused experts; names as transformers has them.
+Their sizes, head ratios, layer patterns, tied output layers, rotations, routers and fused experts differ from the models
+in tests/data.
 """
 
 import json
@@ -19,7 +20,7 @@ from mamba_align_jax.models import load_model, olmo_hybrid, qwen3_next
 from mamba_align_jax.models import weights as model_files
 
 REFERENCES = {"olmo_hybrid": oracles.olmo, "qwen3_5_text": oracles.qwen, "qwen3_next": oracles.qwen}
-# One of them under the policy that copies: the references have the other.
+# One of them runs under policy "pre_copy"; the models with references run under "copy_free".
 OTHERS = {
     delta_net_weights.olmo_hybrid: (oracles.olmo, "copy_free"),
     delta_net_weights.qwen3_5: (oracles.qwen, "pre_copy"),
@@ -33,7 +34,7 @@ def exact(tensors):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_float64_is_transformers(name):
+def test_oracle_is_transformers(name):
     path = DATA / name
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     arrays = np.load(path / "reference.npz")
@@ -42,7 +43,7 @@ def test_float64_is_transformers(name):
 
 
 @pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
-def test_logits(make, tmp_path):
+def test_logits_match_the_oracle(make, tmp_path):
     config, tensors = weights.write(tmp_path, make)
     tokens = np.random.default_rng(7).integers(0, weights.VOCAB, 69, dtype=np.int32)
     oracle, policy = OTHERS[make]
@@ -67,9 +68,9 @@ def test_logits(make, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", OTHERS, ids=lambda make: make.__name__)
-def test_logits_of_compiled_kernels(make, tmp_path):
+def test_logits_of_compiled_kernels_match_the_oracle(make, tmp_path):
     with jax.default_matmul_precision("highest"):
-        test_logits(make, tmp_path)
+        test_logits_match_the_oracle(make, tmp_path)
 
 
 def parameters(path):
@@ -77,14 +78,14 @@ def parameters(path):
 
 
 def rewrite(path, rename):
-    """The checkpoint with other names, and some tensors put together."""
+    """Renames the tensors in a folder: `rename(name, value)` returns what replaces each."""
     tensors = {}
     for name, value in load_file(path / "model.safetensors").items():
         tensors |= rename(name, value)
     save_file(tensors, path / "model.safetensors")
 
 
-def test_experts_of_their_own_and_together(tmp_path):
+def test_separate_and_fused_experts_load_the_same_model(tmp_path):
     config, _ = weights.write(tmp_path, delta_net_weights.qwen3_5_moe)
     assert config.pop("model_type") == "qwen3_5_moe_text"
     together = parameters(tmp_path)
@@ -102,7 +103,7 @@ def test_experts_of_their_own_and_together(tmp_path):
 
     rewrite(tmp_path, apart)
     assert all(map(np.array_equal, parameters(tmp_path), together))
-    # As the hub has it: the text model is nested.
+    # The hub nests the text model.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": config}))
     rewrite(tmp_path, lambda name, value: {name.replace("model.", "model.language_model.", 1): value})
     assert all(map(np.array_equal, parameters(tmp_path), together))
@@ -116,8 +117,8 @@ def test_experts_of_their_own_and_together(tmp_path):
         load_model(tmp_path)
 
 
-def test_released_and_saved_names_of_olmo(tmp_path):
-    """One convolution and transformers' own names of norms, or three convolutions and the released ones."""
+def test_released_and_saved_names_of_olmo_load_the_same_model(tmp_path):
+    """transformers saves one convolution and its own names of norms; released weights have three and other names."""
     weights.write(tmp_path, delta_net_weights.olmo_hybrid)
     ours = parameters(tmp_path)
     released = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
@@ -140,7 +141,7 @@ def test_released_and_saved_names_of_olmo(tmp_path):
     assert all(map(np.array_equal, parameters(tmp_path), ours))
 
 
-def test_progress(tmp_path):
+def test_progress_is_called_after_each_parameter(tmp_path):
     weights.write(tmp_path, delta_net_weights.qwen3_next)
     calls = []
     model = load_model(tmp_path, progress=lambda *counts: calls.append(counts))
@@ -149,7 +150,7 @@ def test_progress(tmp_path):
 
 
 def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
-    """Host memory holds one parameter and what it is being made from, not a layer's 21 tensors of experts."""
+    """Host memory holds one parameter and its sources, not all 21 tensors of a layer's experts."""
     weights.write(tmp_path, delta_net_weights.qwen3_5_moe, fused=False)
     alive, most = set(), []
     opened = model_files._open
@@ -174,15 +175,15 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     assert 1 <= max(most) <= 3
 
 
-def test_configurations():
+def test_fields_of_configurations():
     make = lambda architecture, sizes, **fields: architecture.Config.from_dict(weights.SHARED | sizes()[0] | fields)
-    # Qwen3-Next was released with its rotation beside the other fields.
+    # Qwen3-Next was released with its rotation among the other fields.
     flat = dict(rope_parameters=None, rope_theta=7.0, partial_rotary_factor=0.75, layer_types=None)
     qwen = make(qwen3_next, delta_net_weights.qwen3_next, **flat, full_attention_interval=2)
     assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, 2)
     assert qwen.layer_types == ("linear_attention", "full_attention", "linear_attention")
     assert [qwen.is_sparse(n) for n in range(3)] == [True, False, True]
-    # The released OLMo-Hybrid isn't rotated at all; sizes follow from others.
+    # The released OLMo-Hybrid has no rotation, and some of its sizes follow from others.
     left_out = dict.fromkeys(("num_key_value_heads", "head_dim", *delta_net_weights.delta_dims(0, 0, 0, 0, 0)))
     olmo = make(olmo_hybrid, delta_net_weights.olmo_hybrid, rope_parameters={"rope_theta": None}, **left_out)
     assert (olmo.rope_theta, olmo.num_key_value_heads, olmo.head_dim) == (0.0, 4, 12)

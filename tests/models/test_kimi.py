@@ -1,4 +1,4 @@
-"""Random models of Kimi Linear and Ling 3, as they are published, against NumPy float64."""
+"""Random models of Kimi Linear and Ling 3 with their published names agree with the equations in float64."""
 
 import itertools
 import json
@@ -20,13 +20,13 @@ CHECKPOINT = DATA / "kimi_linear"
 
 @pytest.fixture(scope="module", params=[KIMI, LING], ids=["kimi_linear", "bailing_hybrid"])
 def other(request, tmp_path_factory):
-    """Configuration, tensors by transformers' names, and the directory as published."""
+    """A configuration, its tensors by transformers' names, and the folder with the published names."""
     config, path = request.param, tmp_path_factory.mktemp(request.param["model_type"])
     return config, write_random(path, config), path
 
 
-def test_other_models_in_every_kind_of_row(other, rng):
-    """One program: a sequence by verify rows of which parts stand, another in chunks, then resumed in another slot."""
+def test_logits_of_every_kind_of_row_match_the_oracle(other, rng):
+    """One program runs a sequence as verify rows with wrong drafts and another in chunks, which another slot resumes."""
     config, tensors, path = other
     kind = config["model_type"]
     tokens = rng.integers(0, 96, 75).astype(np.int32)
@@ -45,19 +45,19 @@ def test_other_models_in_every_kind_of_row(other, rng):
 
 
 @pytest.mark.gpu
-def test_other_models_over_compiled_kernels(other, rng):
+def test_compiled_kernels_match_the_oracle(other, rng):
     with jax.default_matmul_precision("highest"):
-        test_other_models_in_every_kind_of_row(other, rng)
+        test_logits_of_every_kind_of_row_match_the_oracle(other, rng)
 
 
-def test_both_styles_of_names_load(other, tmp_path):
+def test_published_and_saved_names_load_the_same_model(other, tmp_path):
     config, tensors, path = other
     a, b = (jax.tree.leaves(nnx.state(load_model(p))) for p in (path, write(tmp_path / "saved", config, tensors)))
     assert len(a) == len(b)
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_configurations():
+def test_fields_of_configurations():
     kimi, ling = kimi_linear.Config.from_dict(KIMI), bailing_hybrid.Config.from_dict(LING)
     assert list(kimi.layer_types) == KINDS["kimi_linear"]
     assert kimi.mlp_layer_types == ("dense", "sparse")
@@ -77,7 +77,7 @@ def test_configurations():
     }
     other = bailing_hybrid.Config.from_dict(bare | {"num_experts": 16})
     assert (other.num_expert_group, other.topk_group, other.routed_scaling_factor) == (8, 4, 2.5)
-    # As transformers saves them.
+    # transformers saves these names.
     saved = json.loads((CHECKPOINT / "config.json").read_text())
     again = kimi_linear.Config.from_dict(saved)
     assert (again.layer_types[4], again.mlp_layer_types[:2]) == ("full_attention", ("dense", "sparse"))
@@ -103,13 +103,13 @@ def test_configurations():
         (LING | {"kv_lora_rank": None}, "config.json must have 'kv_lora_rank'"),
     ],
 )
-def test_configurations_that_are_not_supported(config, message):
+def test_unsupported_configuration_is_refused(config, message):
     architecture = kimi_linear if config["model_type"] == "kimi_linear" else bailing_hybrid
     with pytest.raises(ValueError, match=re.escape(message)):
         architecture.Config.from_dict(config)
 
 
-def test_tensors_that_do_not_fit(other, tmp_path):
+def test_tensor_that_does_not_fit_is_refused(other, tmp_path):
     config, _, path = other
     tensors = load_file(path / "model.safetensors")
     expert = next(name for name in tensors if ".experts.3." in name)

@@ -1,4 +1,4 @@
-"""Mamba mixers alone, over pools of their own, against the recurrence in float64: prefill, verify, decode, both at once."""
+"""A Mamba mixer by itself agrees with the recurrence in float64 in prefill, verify and decode rows."""
 
 import functools
 
@@ -25,7 +25,7 @@ def one(norm=None, norm_epsilon=None, **options):
     return make, functools.partial(mamba1, norm_epsilon=norm_epsilon)
 
 
-# Epsilons large enough that a misplaced one shows.
+# The epsilons are so large that a misplaced one shows.
 def two(conv_bias=True, in_bias=False, out_bias=False, **same):
     biases = dict(conv_bias=conv_bias, in_bias=in_bias, out_bias=out_bias)
     make = functools.partial(Mamba2Mixer, HIDDEN, 4, 10, 6, 2, 4, epsilon=0.1, **biases, **same)
@@ -43,7 +43,7 @@ CASES = {
 
 
 def random_layer(make):
-    """A layer whose weights are all random, as ones and zeros would hide their places; and they by published names."""
+    """A layer with random weights, and its weights by published names. Ones and zeros would hide their places."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make("float32", nnx.Rngs(0))))
     rng, variables, tensors = np.random.default_rng(1), {}, {}
     for place, variable in nnx.to_flat_state(state):
@@ -57,7 +57,7 @@ def random_layer(make):
 
 
 def rows(*calls):
-    """Rows from (tokens before, new tokens, recurrent read, conv read, conv row, writes), padded to ROWS."""
+    """Rows from (tokens before, new tokens, recurrent_read, conv_read, window_row, write), padded to ROWS."""
     padding = [(0, 0, 0, 0, 0, ())] * (ROWS - len(calls))
     before, lengths, recurrent, conv, row, write = zip(*calls, *padding, strict=True)
     int32 = lambda x: jnp.asarray(x, jnp.int32)
@@ -72,8 +72,8 @@ def rows(*calls):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layer(case):
-    """Prompts, one of them cut in two; a verify row of which two tokens stand; decode; and a chunk behind all that."""
+def test_mixer_matches_the_oracle(case):
+    """Runs a whole and a split prompt, a verify row with two accepted tokens, decode rows, and a chunk after them."""
     make, oracle = CASES[case]
     layer, w = random_layer(make)
     a, b = np.random.default_rng(2).normal(size=(2, 90, HIDDEN)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Models with Mamba layers: those that have no reference against the recurrence in float64, and what only they do."""
+"""Models with Mamba layers and no reference agree with the recurrence in float64; and what only Mamba models do."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from mamba_align_jax.models.causal_lm import CausalLM
 
 
 class Case(NamedTuple):
-    """A model, two token sequences, and what is right for each."""
+    """A model, two token sequences, and the right logits of each."""
 
     model: CausalLM
     tokens: np.ndarray
@@ -36,7 +36,7 @@ class Case(NamedTuple):
         return Driver(self.model, one_program=True)
 
 
-# Sizes, head ratios, layer patterns and options unlike those of the checkpoints in tests/data.
+# Their sizes, head ratios, layer patterns and options differ from those of the models in tests/data.
 TINY = {
     "falcon_mamba": (weights.falcon_mamba, oracles.falcon_mamba),
     "jamba": (weights.jamba, oracles.jamba),
@@ -63,26 +63,26 @@ def prefill(driver, slot, tokens, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(69,), (64, 5), (20, 3, 41, 5)])
-def test_prompt_in_chunks(case, sizes):
+def test_prompt_in_chunks_matches_the_oracle(case, sizes):
     logits = prefill(case.driver(), 0, case.tokens, sizes)
     close(logits, case.logits)
     assert 0.3 < np.std(case.logits) < 30
     assert logits.argmax(1).tolist() == case.logits.argmax(1).tolist()
 
 
-def test_every_split_of_a_prompt(case):
+def test_every_split_of_a_prompt_matches_the_oracle(case):
     for driver, slot, logits in every_split(case.model, case.tokens[:37]):
         close(logits, case.logits[:37])
         close(driver.step(decode={slot: case.tokens[37:40]})[slot], case.logits[37:40])
 
 
 @pytest.mark.parametrize("sizes", [(150,), (90, 60)])
-def test_prompt_of_several_chunks(case, sizes):
+def test_prompt_of_several_chunks_matches_the_oracle(case, sizes):
     close(prefill(case.driver(), 0, case.long, sizes)[-16:], case.long_logits)
 
 
-def test_decode_and_verify(case):
-    """Over a block boundary, by rows of one token and by drafts of which some are wrong."""
+def test_decode_and_verify_rows_match_the_oracle(case):
+    """The rows pass a block boundary with single tokens and with drafts, some of them wrong."""
     driver, at = case.driver(), 37
     logits = [prefill(driver, 1, case.tokens[:at], (32, 5))]
     for accepted in itertools.cycle([1, 2, 1, 3, 3]):
@@ -99,8 +99,8 @@ def test_decode_and_verify(case):
     close(np.concatenate(logits), case.logits[:at])
 
 
-def test_resumes_from_a_block_in_another_slot(case):
-    """And a prompt in its middle beside a verify row, and a slot that is used again."""
+def test_request_resumes_from_a_block_of_another_slot(case):
+    """A prompt runs in two chunks next to a verify row, and a slot is used again."""
     driver, tokens = case.driver(), case.tokens
     first = driver.step(prefill={0: tokens[:64], 2: case.long[:70]})
     close(first[0], case.logits[:64])
@@ -119,27 +119,27 @@ def test_resumes_from_a_block_in_another_slot(case):
 
 
 @pytest.mark.gpu
-def test_compiled_kernels(case):
+def test_compiled_kernels_match_the_oracle(case):
     with jax.default_matmul_precision("highest"):
-        test_prompt_in_chunks(case, (20, 3, 41, 5))
-        test_prompt_of_several_chunks(case, (90, 60))
-        test_decode_and_verify(case)
-        test_resumes_from_a_block_in_another_slot(case)
+        test_prompt_in_chunks_matches_the_oracle(case, (20, 3, 41, 5))
+        test_prompt_of_several_chunks_matches_the_oracle(case, (90, 60))
+        test_decode_and_verify_rows_match_the_oracle(case)
+        test_request_resumes_from_a_block_of_another_slot(case)
 
 
-def test_float64_is_transformers_but_for_the_clamp():
+def test_oracle_is_transformers_except_for_the_clamp():
     arrays = dict(np.load(DATA / "nemotron_h" / "reference.npz"))
     decode = functools.partial(oracles.nemotron_h, *oracles.read(DATA / "nemotron_h"), arrays["tokens"][0])
     np.testing.assert_allclose(decode(min_dt=1e-3), arrays["logits"], atol=1e-5)
     assert np.abs(decode() - arrays["logits"]).max() > 1e-4
-    # transformers' tokens were generated without an end. From its first place on, the sequences differ.
+    # transformers generated its tokens without an end token. The sequences differ from the first one on.
     mended = oracles.without_clamp(DATA / "nemotron_h", arrays)["tokens"][0]
     assert arrays["tokens"][0][:48].tolist() == mended[:48].tolist()
     assert mended[48] == 2
 
 
-def test_bfloat16():
-    """transformers' own bfloat16 logits have an rms error of 0.0092."""
+def test_bfloat16_logits_are_close():
+    """The bfloat16 logits of transformers have an rms error of 0.0092."""
     arrays = np.load(DATA / "mamba" / "reference.npz")
     driver = Driver(load_model(DATA / "mamba", "bfloat16"))
     logits = prefill(driver, 0, arrays["tokens"][0].astype(np.int32), (69,))
@@ -155,16 +155,16 @@ class Probe(nnx.Module):
 @pytest.mark.parametrize(
     ("name", "residual"), [("mamba", "float32"), ("mamba2", "float32"), ("nemotron_h", "bfloat16")]
 )
-def test_residual_stream(name, residual):
-    """What layers hand on in a bfloat16 model: float32 where config.json says `residual_in_fp32`."""
+def test_residual_stream_has_the_dtype_of_the_configuration(name, residual):
+    """The residual stream of a bfloat16 model is float32 if config.json says `residual_in_fp32`."""
     model = load_model(DATA / name, "bfloat16")
     model.layers = nnx.List([Probe()])
     hidden, *_ = model(jax.numpy.arange(3), None, StatePool(states=()), KVPages.create(model.kv_spec(), 2, 16))
     assert (model.layers[0].taken, hidden.dtype) == (residual, "bfloat16")
 
 
-def test_names_in_memory(tmp_path):
-    """transformers' own prefix in place of the published one."""
+def test_names_of_transformers_load(tmp_path):
+    """transformers has another prefix than the published weights."""
     shutil.copy(DATA / "mamba" / "config.json", tmp_path)
     tensors = load_file(DATA / "mamba" / "model.safetensors")
     renamed = {name.replace("backbone.", "model."): value for name, value in tensors.items()}
@@ -194,7 +194,7 @@ def test_names_in_memory(tmp_path):
         ),
     ],
 )
-def test_configurations_that_are_not_supported(tmp_path, make, change, message):
+def test_unsupported_configuration_is_refused(tmp_path, make, change, message):
     config, _ = weights.write(tmp_path, make)
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -202,7 +202,7 @@ def test_configurations_that_are_not_supported(tmp_path, make, change, message):
 
 
 def test_options_change_what_is_loaded(tmp_path):
-    """A norm in Falcon-H1's mixers, and Granite without experts."""
+    """Falcon-H1's mixers may have a norm, and Granite may have no experts."""
     for make, options in (
         (weights.falcon_h1, {"mamba_rms_norm": True}),
         (weights.granitemoehybrid, {"num_local_experts": 0}),

@@ -1,4 +1,4 @@
-"""The mixture of experts against a loop over tokens: any routing, and padding tokens that disturb nobody."""
+"""The mixture of experts agrees with a loop over tokens under any routing, and padding tokens change no result."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 37, 3, 6, 10, 7
 
 
 def reference(x, up, down, chosen, weights):
-    """float64, one token and expert at a time."""
+    """The mixture in float64, one token and expert at a time."""
     out = np.zeros_like(x, dtype=np.float64)
     for token in range(len(x)):
         for expert, weight in zip(chosen[token], weights[token], strict=True):
@@ -25,7 +25,7 @@ def reference(x, up, down, chosen, weights):
 
 @pytest.fixture(scope="module", params=[1 << 26, 2 * 3 * HIDDEN * SIZE], ids=["at_once", "two_blocks_at_a_time"])
 def run(request):
-    """Experts as one program; the second one gathers the weights of few blocks at once."""
+    """The experts as jitted programs. The second one gathers the weights of few blocks at once."""
     layer = moe.Experts(EXPERTS, HIDDEN, SIZE, "float32", nnx.Rngs(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "_ELEMENTS", request.param)
@@ -37,8 +37,8 @@ def run(request):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_routing(run, data):
-    """Experts that nobody chose, and one that all did, among them; a token may even choose one twice."""
+def test_any_routing_matches_the_loop(run, data):
+    """Some experts are chosen by no token, one by all tokens, and a token may choose an expert twice."""
     compiled, up, down = run
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     most = data.draw(st.integers(1, EXPERTS))
@@ -53,8 +53,8 @@ def test_any_routing(run, data):
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 64), (9, 4), (300, 2), (64, 1)])
-def test_sizes(tokens, experts, rng):
-    """Blocks of one row and of many."""
+def test_any_number_of_tokens_and_experts_matches_the_loop(tokens, experts, rng):
+    """There are blocks of one row and of many."""
     layer = moe.Experts(experts, HIDDEN, SIZE, "float32", nnx.Rngs(0))
     x = rng.normal(size=(tokens, HIDDEN)).astype(np.float32)
     chosen = rng.integers(0, experts, (tokens, 2), dtype=np.int32)
@@ -64,7 +64,7 @@ def test_sizes(tokens, experts, rng):
     np.testing.assert_allclose(out, wanted, atol=2e-5, rtol=0)
 
 
-def test_router(rng):
+def test_softmax_router_matches_the_equation(rng):
     logits = rng.normal(size=(5, 8)).astype(np.float32)
     scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     best = np.argsort(-logits, axis=1)[:, :3]
@@ -76,8 +76,8 @@ def test_router(rng):
 
 
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (2, 1), (3, 3)])
-def test_sigmoid_router(groups, top_groups, rng):
-    """The bias has a part in the choice alone, and experts outside of a token's groups have none."""
+def test_sigmoid_router_matches_the_equation(groups, top_groups, rng):
+    """The bias takes part only in the choice, and a token chooses no expert outside its groups."""
     logits = rng.normal(size=(50, 12)).astype(np.float32)
     bias = rng.normal(size=12).astype(np.float32)
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
@@ -95,11 +95,11 @@ def test_sigmoid_router(groups, top_groups, rng):
 
 
 def test_weights_gathered_at_once_are_bounded():
-    """Not those of all blocks, as a chunk of a long prompt would have them."""
+    """A long chunk does not gather the weights of all its blocks at once."""
     layer = nnx.eval_shape(lambda: moe.Experts(64, 2048, 512, "float32", nnx.Rngs(0)))
     graph, params = nnx.split(layer)
     call = jax.jit(lambda params, *arguments: nnx.merge(graph, params)(*arguments))
     shape = lambda *dims, dtype="float32": jax.ShapeDtypeStruct(dims, dtype)
     lowered = call.lower(params, shape(2048, 2048), shape(2048, 8, dtype="int32"), shape(2048, 8))
-    # All blocks' would be 2.4 GB, and `jax.lax.ragged_dot`'s rows 8.6 GB.
+    # The weights of all blocks would be 2.4 GB, and the rows of `jax.lax.ragged_dot` 8.6 GB.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1 << 30

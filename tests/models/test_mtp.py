@@ -1,4 +1,4 @@
-"""The draft head against the formulas in float64: its tokens cut into steps in any way, and drafts in a row."""
+"""The draft head agrees with its equations in float64, however its tokens are cut into steps."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from mamba_align_jax.models import load_model
 
 PAGE, SLOTS, TOKENS, DEPTH = 8, 4, 72, 3
 TABLE = TOKENS // PAGE
-# One program for all tests: two rows of each kind.
+# All tests run one program, which has two rows of each kind.
 DECODE, ROWS, WINDOW, BUDGET = 2, 4, 3, 96
 
 
@@ -42,7 +42,7 @@ def _run(params, hidden, tokens, batch, computed, last, page_tables, kv, *, grap
 
 
 class Sequences:
-    """Random hidden states and tokens in every slot, and the head of each in float64."""
+    """Random hidden states and tokens for every slot, and the head of each slot in float64."""
 
     def __init__(self, path):
         self.model = load_model(path)
@@ -62,12 +62,12 @@ class Sequences:
         self.tables = np.arange(1, 1 + SLOTS * TABLE, dtype=np.int32).reshape(SLOTS, TABLE)
 
     def pages(self):
-        """All garbage but page 0, which takes what nobody keeps."""
+        """Pages of NaN, except page 0, which takes writes that are not kept."""
         kv = KVPages.create(self.model.kv_spec(draft=True), 1 + SLOTS * TABLE, PAGE)
         return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan).at[:, 0].set(0.0), kv)
 
     def step(self, kv, decode=(), prefill=(), accepted=None):
-        """Runs (slot, begin, length) rows; returns by slot what the head says of each token and drafts, and the pages."""
+        """Runs rows (slot, begin, length). Returns the head's outputs and its drafts by slot, and the pages."""
         rows = [
             *decode,
             *[(-1, 0, 0)] * (DECODE - len(decode)),
@@ -97,7 +97,7 @@ class Sequences:
         return said, {slot: row.tolist() for (slot, *_), row in zip(rows, np.asarray(drafts), strict=True)}, kv
 
     def drafts(self, slot, place):
-        """Greedily, by the formulas, behind the token behind `place`."""
+        """The greedy drafts of the oracle after the token at `place` + 1."""
         head = self.heads[slot].fork()
         out, drafts = self.wanted[slot, place], []
         for n in range(DEPTH):
@@ -108,15 +108,15 @@ class Sequences:
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next"])
 def sequences(request, tmp_path_factory):
-    """Of a dense head, and of one of experts: where the model's layers are sparse the head's is too."""
+    """Sequences for a dense head and for one with experts: a head has experts if the model has."""
     sequences = Sequences(write_with_head(DATA / request.param, tmp_path_factory.mktemp("head")))
     assert hasattr(sequences.model.mtp.layers[0].mlp, "shared_expert") == (request.param == "qwen3_next")
     return sequences
 
 
 @pytest.mark.parametrize("cuts", [(64,), (32, 32), (37, 27), (58, 1, 3, 2)])
-def test_head(sequences, cuts):
-    """Chunks, single tokens and verify rows; the model's own layers of the pages stay as they are."""
+def test_outputs_and_drafts_match_the_oracle(sequences, cuts):
+    """The tokens run as chunks, single tokens and verify rows. The pages of the model's layers do not change."""
     kv, begin = sequences.pages(), 0
     for length in cuts:
         row = (1, begin, length)
@@ -127,8 +127,8 @@ def test_head(sequences, cuts):
     assert np.isnan(kv.keys[:-1, 1:]).all()
 
 
-def test_drafts_of_rows_of_all_kinds(sequences):
-    """Rejected drafts and guessed keys lie behind the last accepted token, and are written over."""
+def test_drafts_of_mixed_rows_match_the_oracle(sequences):
+    """Keys of rejected drafts and of guesses come after the last accepted token and are overwritten."""
     kv = sequences.pages()
     _, drafts, kv = sequences.step(kv, prefill=[(0, 0, 30), (2, 0, 40)])
     assert {slot: drafts[slot] for slot in (0, 2)} == {0: sequences.drafts(0, 29), 2: sequences.drafts(2, 39)}
@@ -142,8 +142,8 @@ def test_drafts_of_rows_of_all_kinds(sequences):
     assert drafts[3] == sequences.drafts(3, 25)
 
 
-def test_guesses_behind_the_pages_touch_nobody(sequences):
-    """Without a page they have the NULL page to themselves; behind the table's end they go nowhere."""
+def test_guesses_without_a_page_change_no_other_page(sequences):
+    """A guess without a page goes to the NULL page, and one past the end of the table is dropped."""
 
     def written(kv):
         return np.flatnonzero(

@@ -1,6 +1,6 @@
-"""Every model against logits, tokens and states of Hugging Face transformers, through every way a token can be run.
+"""Every model agrees with the logits, tokens and states of Hugging Face transformers in every kind of row.
 
-A model under test is a directory of tests/data with a `reference.npz`.
+A model under test is a folder of tests/data with a `reference.npz`.
 """
 
 import jax
@@ -36,7 +36,7 @@ def close(got, wanted):
 
 
 def check_states(driver, model, slot, reference):
-    """States after the prompt of 37 tokens, in the slot's second column."""
+    """Checks the states after the prompt of 37 tokens, in the slot's second column."""
     block, pages = driver.blocks(slot)[1], driver.pages[slot, : -(-37 // PAGE_SIZE)]
     groups, passed = [group.name for group in driver.spec.groups], []
     for number, layer in enumerate(model.layers):
@@ -63,7 +63,7 @@ def check_states(driver, model, slot, reference):
 
 
 def check_logits(model, reference, implementation):
-    """Whole and chunked prompts, decode and verify rows, a slot that is used again, and one that resumes from a block."""
+    """Checks whole and chunked prompts, decode and verify rows, a reused slot and one that resumes from a block."""
     tokens, logits = reference["tokens"][0].astype(np.int32), reference["logits"]
     long = reference["long_tokens"][0].astype(np.int32)
     driver = Driver(model, one_program=True, implementation=implementation)
@@ -97,11 +97,11 @@ def check_logits(model, reference, implementation):
     assert (logits[36:-1].argmax(1) == tokens[37:]).all()
 
 
-def test_logits_and_states(model, reference):
+def test_logits_and_states_are_those_of_transformers(model, reference):
     check_logits(model, reference, implementation="xla")
 
 
-def test_every_split_of_the_prompt(model, reference):
+def test_every_split_of_the_prompt_gives_the_same_logits(model, reference):
     prompt, splits = reference["tokens"][0, :37].astype(np.int32), 0
     for driver, slot, logits in every_split(model, prompt, implementation="xla"):
         close(logits, reference["logits"][:37])
@@ -111,18 +111,18 @@ def test_every_split_of_the_prompt(model, reference):
 
 
 @pytest.mark.gpu
-def test_logits_and_states_of_kernels(model, reference):
+def test_logits_and_states_of_compiled_kernels_are_those_of_transformers(model, reference):
     with jax.default_matmul_precision("highest"):
         check_logits(model, reference, implementation=None)
 
 
-def test_bfloat16():
+def test_bfloat16_logits_are_close():
     path = DATA / "qwen3_5_text"
     model, reference = load_model(path, dtype="bfloat16"), oracles.reference(path)
     assert model.dtype == "bfloat16"
     logits = Driver(model).step(prefill={0: reference["tokens"][0].astype(np.int32)})[0]
     assert logits.dtype == np.float32
-    # transformers' own bfloat16 logits differ from these by 0.02 (rms).
+    # The bfloat16 logits of transformers differ from these by 0.02 (rms).
     assert np.sqrt(np.mean((logits - reference["logits"]) ** 2)) < 0.04
-    # Logits rounded to bfloat16 would make ties of distinct ones.
+    # Logits that are rounded to bfloat16 would tie.
     assert (logits != np.asarray(jax.numpy.asarray(logits, "bfloat16"), np.float32)).any()

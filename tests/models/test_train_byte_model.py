@@ -1,4 +1,4 @@
-"""The training script: its forward is the served model's, its corpus holds out what it says."""
+"""The training script computes what the served model computes, and keeps its held-out text out of training."""
 
 import argparse
 import importlib.util
@@ -30,7 +30,7 @@ def script():
     return module
 
 
-def test_forward_is_the_served_model(script):
+def test_forward_pass_is_that_of_the_served_model(script):
     reference = np.load(CHECKPOINT / "reference.npz")
     tokens = jnp.asarray(reference["tokens"], jnp.int32)
     model = load_model(CHECKPOINT)
@@ -38,8 +38,8 @@ def test_forward_is_the_served_model(script):
     np.testing.assert_allclose(model.logits(hidden[0]), reference["logits"], atol=ATOL, rtol=0)
 
 
-def test_the_head_is_trained_as_it_is_served(script, tmp_path):
-    """Drafts in a row, each on the last one's hidden state and keys."""
+def test_draft_head_is_trained_as_it_is_served(script, tmp_path):
+    """Each draft uses the hidden state and the keys of the draft before it."""
     model = load_model(write_with_head(CHECKPOINT, tmp_path))
     random = np.random.default_rng(0)
     hidden, tokens = random.normal(size=(2, 9, 64)).astype(np.float32), random.integers(0, 256, (2, 9))
@@ -55,7 +55,7 @@ def test_the_head_is_trained_as_it_is_served(script, tmp_path):
             np.testing.assert_allclose(said[n][1, place], later.logits(out), atol=ATOL, rtol=0)
 
 
-def test_training_the_head_leaves_the_model_alone(script, capsys, monkeypatch):
+def test_training_the_draft_head_does_not_change_the_model(script, capsys, monkeypatch):
     monkeypatch.setattr(script, "forward", lambda model, tokens: model.embed_tokens(tokens))  # less to compile
     monkeypatch.setattr(script, "DEPTH", 1)
     model = load_model(CHECKPOINT, "bfloat16")
@@ -71,7 +71,7 @@ def test_training_the_head_leaves_the_model_alone(script, capsys, monkeypatch):
     assert "heldout: drafts 1 to 1 are the model's own choice" in capsys.readouterr().out
 
 
-def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):
+def test_held_out_paragraphs_are_not_in_the_training_text(script, tmp_path):
     shared = "A paragraph that two topics have in common, word for word."
     texts = {f"topic{n:02}": f"What topic {n} alone says, at some length.\n\n{shared}" for n in range(12)}
     (tmp_path / "pydoc_data").mkdir()
@@ -86,8 +86,8 @@ def test_held_out_paragraphs_are_not_trained_on(script, tmp_path):
     assert "def function" in corpus["code"]
 
 
-def test_the_bundled_head_foretells_prose_better_than_prompt_lookup(script):
-    """How often a draft, those before it being the text, is what the model itself says next: text that neither has seen."""
+def test_bundled_draft_head_beats_prompt_lookup_on_prose(script):
+    """Counts how often a draft is the model's own choice, after right drafts, on text that neither was trained on."""
     graph, head, rest = nnx.split(load_model(BYTE_MODEL), nnx.PathContains("mtp"), ...)
     text = (DATA / "heldout_docs.txt").read_bytes()[2000:2515]
     both = jax.jit(lambda tokens: script.head_and_model_logits(graph, head, rest, tokens))

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: what is accepted, and what each refusal says."""
+"""Models are read from and written to Hugging Face folders; a refusal names what is wrong."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def tensors():
 
 @pytest.fixture
 def write(tmp_path, tensors):
-    """Writes the checkpoint with some fields of its configuration and some tensors changed; None takes one away."""
+    """Writes the model with changed fields of its configuration and changed tensors; None removes one."""
 
     def write(config=None, change=None, nest=False, rename=None):
         fields = json.loads((CHECKPOINT / "config.json").read_text()) | (config or {})
@@ -55,7 +55,7 @@ def model():
     return load_model(CHECKPOINT)
 
 
-def test_config(model):
+def test_configuration_gives_states_and_pages(model):
     assert (model.dtype, model.kv_spec()) == ("float32", KVSpec(1, 2, 32, 32, "float32"))
     assert (model.config.eos_token_id, model.config.max_position_embeddings, model.config.vocab_size) == (2, 1024, 256)
     (group,) = model.state_groups("bfloat16")
@@ -81,7 +81,7 @@ def test_config(model):
         ),
     ],
 )
-def test_tensors_that_do_not_fit(write, change, message):
+def test_tensor_that_does_not_fit_is_refused(write, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load_model(write(change=change))
 
@@ -104,12 +104,12 @@ def test_tensors_that_do_not_fit(write, change, message):
         ({"dtype": "float64"}, "dtype must be one of ('float32', 'bfloat16', 'float16'), got 'float64'"),
     ],
 )
-def test_configurations_that_are_not_supported(write, config, message):
+def test_unsupported_configuration_is_refused(write, config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load_model(write(config))
 
 
-def test_files_that_are_not_there(tmp_path, write):
+def test_missing_file_is_refused(tmp_path, write):
     with pytest.raises(ValueError, match=re.escape("must hold a config.json")):
         load_model(tmp_path / "nowhere")
     (write() / "model.safetensors").unlink()
@@ -117,8 +117,8 @@ def test_files_that_are_not_there(tmp_path, write):
         load_model(tmp_path)
 
 
-def test_published_names(model, write):
-    """As the hub has it: text model nested, prefix `model.language_model.`, draft head and vision tower beside it."""
+def test_published_names_load(model, write):
+    """The hub nests the text model, with the prefix `model.language_model.`, next to a draft head and a vision tower."""
     extra = {"mtp.norm.weight": np.ones(3, np.float32), "model.visual.pos_embed.weight": np.ones(3, np.float32)}
     outside = ("lm_head.", *extra)
     rename = lambda name: name if name.startswith(outside) else name.replace("model.", "model.language_model.", 1)
@@ -126,7 +126,7 @@ def test_published_names(model, write):
     assert same(load_model(path), model)
 
 
-def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
+def test_draft_head_is_loaded_if_there_is_one(tmp_path, write):
     named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
     model = load_model(write(named, head))
     assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
@@ -147,7 +147,7 @@ def test_a_draft_head_is_loaded_where_there_is_one(tmp_path, write):
         load_model(write(named, head | {"mtp.extra.weight": np.ones(3, np.float32)}))
 
 
-def test_nested_configuration_shares_the_outer_fields(tensors, write):
+def test_nested_configuration_takes_the_outer_fields(tensors, write):
     moved = dict.fromkeys(("model_type", "eos_token_id", "tie_word_embeddings"))
     path = write(moved, {"lm_head.weight": None}, nest=True)
     file = path / "config.json"
@@ -159,11 +159,11 @@ def test_nested_configuration_shares_the_outer_fields(tensors, write):
     np.testing.assert_allclose(tied.logits(hidden), tensors[EMBEDDING].T[:2], rtol=1e-6)
 
 
-def test_tied_embeddings_ignore_a_head(write):
+def test_tied_embeddings_ignore_an_output_layer(write):
     assert load_model(write({"tie_word_embeddings": True})).lm_head is None
 
 
-def test_shards(model, tensors, tmp_path):
+def test_weights_in_several_files_load(model, tensors, tmp_path):
     shutil.copy(CHECKPOINT / "config.json", tmp_path)
     names = sorted(tensors)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
@@ -179,7 +179,7 @@ def test_shards(model, tensors, tmp_path):
 
 @pytest.mark.parametrize(("stored", "asked", "got"), [("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"),
                                                       ("bfloat16", "float32", "float32")])  # fmt: skip
-def test_dtype(tensors, write, stored, asked, got):
+def test_weights_have_the_dtype_that_was_asked_for(tensors, write, stored, asked, got):
     change = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()} if stored == "bfloat16" else {}
     model = load_model(write({"dtype": stored}, change), dtype=asked)
     assert model.dtype == got
@@ -187,12 +187,12 @@ def test_dtype(tensors, write, stored, asked, got):
     assert model.layers[0].linear_attn.in_proj_qkv.kernel[...].dtype == got
     rounded = tensors[EMBEDDING].astype(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(np.asarray(model.embed_tokens.embedding[...], np.float32), rounded)
-    # Vectors take part in float32 arithmetic only.
+    # Vectors are used in float32 arithmetic only.
     assert model.layers[0].linear_attn.A_log[...].dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_round_trip(tmp_path, tensors, dtype):
+def test_saved_model_loads_unchanged(tmp_path, tensors, dtype):
     model = load_model(CHECKPOINT, dtype)
     save_weights(model, qwen3_5, tmp_path)
     again = load_model(tmp_path)

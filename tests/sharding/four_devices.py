@@ -1,4 +1,7 @@
-"""Four simulated devices against one: `test_sharding.py` runs this file by itself, since JAX counts its devices once."""
+"""Four simulated devices do what one does.
+
+`test_sharding.py` runs this file in a process of its own, because JAX counts its devices once.
+"""
 
 import dataclasses
 import functools
@@ -37,7 +40,7 @@ from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
 from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)  # nothing here runs for long
+jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
 
 pytestmark = pytest.mark.usefixtures("one_program")
 ATOL = 1e-4
@@ -50,7 +53,7 @@ def mesh():
 
 
 def randomised(make):
-    """What `make` makes of an `nnx.Rngs`, norms, biases and rates differing from channel to channel; in host memory."""
+    """What `make` returns for an `nnx.Rngs`, with random norms, biases and rates too. The arrays are in host memory."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     rng = np.random.default_rng(2)
 
@@ -64,7 +67,7 @@ def randomised(make):
 
 @pytest.fixture(scope="module")
 def model():
-    """Neither two heads of keys nor two key heads divide among four devices."""
+    """A model whose two key heads of either kind do not divide among four devices."""
     config = qwen3_5.Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
         layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -72,7 +75,7 @@ def model():
         max_position_embeddings=256, mtp_num_hidden_layers=1,
     )  # fmt: skip
     model = randomised(functools.partial(qwen3_5.Model, config))
-    # A likely token on each device: a random draft head then guesses some.
+    # Each device has a likely token, so that a random draft head guesses some.
     kernel = model.lm_head.kernel
     kernel.set_value(kernel[...] * jnp.where(jnp.arange(64) % 16 == 5, 1, 0.1))
     return model
@@ -86,7 +89,7 @@ def assert_same_everywhere(tree):
 
 
 def run(engines, each_step=lambda: None):
-    """Outputs of all requests by their ids: in every step, the same of each engine."""
+    """Serves the same requests on all engines, which must give the same outputs in every step; returns them by id."""
     rng, found = np.random.default_rng(0), {}
     shared = rng.integers(0, 64, 50).tolist()
     greedy = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -108,8 +111,8 @@ def run(engines, each_step=lambda: None):
     return found
 
 
-def test_engines_on_four_devices_do_what_one_does(model, mesh):
-    """Chunked prompts, hits, drafts of the model's head, greedy and drawn tokens; prompt lookup, states that move."""
+def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
+    """There are chunked prompts, hits, drafts of the model's head and of prompt lookup, sampling, and states that move."""
     before = jax.tree.map(np.asarray, nnx.state(model))
     sizes = dict(
         block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
@@ -123,12 +126,12 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
         poison(four)
 
         def compare(one=one.runner, four=four.runner):
-            """Counts, tables, drafts and all tokens of every slot."""
+            """Compares counts, tables, drafts and all tokens of every slot."""
             books = lambda state: (state.state, state.tables, state.pending)
             assert_same_everywhere(books(four.device_state))
             jax.tree.map(np.testing.assert_array_equal, books(four.device_state), books(one.device_state))
 
-        # Asynchronous steps overlap as long as nobody looks.
+        # Asynchronous steps overlap only while the test does not read their results.
         wanted = run([one, four], (lambda: None) if stepping else compare)
         compare()
         counts = [dataclasses.replace(engine.stats, state_bytes_copied=0) for engine in (one, four)]
@@ -136,7 +139,7 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
         assert counts[0].hit_requests >= 3
         assert counts[0].null_reads == 0
         assert all(0 < a < d for a, d in zip(counts[0].accepted_tokens, counts[0].draft_tokens, strict=True))
-        # States, and keys and values, those of the head's layer included, which come from the last hidden states.
+        # States, keys and values agree. Those of the draft head's layer depend on the last hidden states.
         repeated = 2 * 2 * 8  # channels of queries and keys, in windows of five rows
         assert four.spec.bytes_per_block * 4 == one.spec.bytes_per_block + 4 * 5 * repeated
         assert four.sizes.kv_page_bytes * 4 == one.sizes.kv_page_bytes * 2
@@ -149,7 +152,7 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
         pages = [jax.tree.leaves(engine.runner.device_state.kv) for engine in (one, four)]
         for first, got in zip(*pages, strict=True):
             assert got.shape[0] == 2
-            # Guesses are written to page 0, by several rows.
+            # Several rows write guesses to page 0.
             np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
     assert run_step._cache_size() == programs + 2
     config = EngineConfig(**sizes, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
@@ -164,8 +167,8 @@ def test_engines_on_four_devices_do_what_one_does(model, mesh):
 
 
 @pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
-def test_pages_without_elements_are_not_used(mesh, name):
-    """No keys without attention, no values beside latents: XLA's compiler in JAX 0.11 crashes over them."""
+def test_arrays_without_elements_are_not_used(mesh, name):
+    """A model without attention has no keys, and latent attention no values. XLA in JAX 0.11 crashes over empty arrays."""
     config = EngineConfig(max_num_seqs=2, max_model_len=64, num_state_blocks=8, num_kv_pages=8)
     engine = Engine(load_model(DATA / name), config, mesh=Mesh(mesh.devices[:2], (AXIS,)))
     assert any(0 in array.shape for array in jax.tree.leaves(engine.runner.device_state.kv))
@@ -175,7 +178,7 @@ def test_pages_without_elements_are_not_used(mesh, name):
     assert not any(0 in variable.aval.shape and id(variable) in used for variable in split.invars)
 
 
-def test_the_draft_head_lies_as_the_layers_do(model, mesh):
+def test_draft_head_is_placed_as_the_layers_are(model, mesh):
     placed, _ = shard_model(model, mesh)
     lies = lambda module: jax.tree.map(lambda x: x.sharding.spec, nnx.state(module))
     assert lies(placed.mtp.layers[0]) == lies(placed.layers[1])
@@ -183,8 +186,8 @@ def test_the_draft_head_lies_as_the_layers_do(model, mesh):
     assert placed.mtp.fc.kernel[...].sharding.spec == EVERY
 
 
-def test_windows_split_flat_are_wrong(model, mesh, monkeypatch):
-    """What the parts are for: an even cut of [q | k | v] gives a device other heads' channels."""
+def test_even_split_of_a_window_is_wrong(model, mesh, monkeypatch):
+    """An even split of [q | k | v] would give a device channels of other heads. The parts prevent that."""
     monkeypatch.setattr(
         "mamba_align_jax.layers.split.columns", lambda parts, _: np.arange(sum(p[0] * p[1] for p in parts))
     )
@@ -197,7 +200,7 @@ def test_windows_split_flat_are_wrong(model, mesh, monkeypatch):
 
 
 def zoo(latent, rngs):
-    """A layer of every kind that keeps states, and of every kind of feed-forward."""
+    """A model with every kind of mixer and of feed-forward layer."""
     hidden = 32
     config = mamba.Config(
         vocab_size=66 if latent else 64,
@@ -227,7 +230,7 @@ def zoo(latent, rngs):
 
 
 def prompt(spec, model, tokens):
-    """Logits and states of one prompt in one piece."""
+    """A function of a model's parameters that returns the logits and the states of one prompt."""
     tables = BlockTables(blocks=jnp.ones((len(spec.groups), 1, spec.num_columns), jnp.int32))
     batch = StepBatch.from_host(spec, 1, [0], [0, len(tokens)], [-1])
 
@@ -245,7 +248,7 @@ def prompt(spec, model, tokens):
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_every_kind_of_layer(mesh, latent):
+def test_every_kind_of_layer_does_what_one_device_does(mesh, latent):
     model, tokens = (
         randomised(functools.partial(zoo, latent)),
         np.random.default_rng(0).integers(0, 64, 50).astype(np.int32),
@@ -265,8 +268,8 @@ def test_every_kind_of_layer(mesh, latent):
         np.testing.assert_allclose(np.asarray(got[1])[:, 1], np.asarray(wanted[1])[:, 1], atol=ATOL, rtol=ATOL)
 
 
-def test_the_ops_of_another_stack(mesh):
-    """Its own arrays and its own `shard_map`: what the ops need is an order of columns, and a spec for each array."""
+def test_ops_run_in_another_shard_map(mesh):
+    """Another stack's `shard_map` needs the order of columns and a partition spec for each array, and nothing else."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     key, value = Part(4, 8), Part(8, 16)
@@ -303,7 +306,7 @@ def test_the_ops_of_another_stack(mesh):
     np.testing.assert_allclose(pool.states[0][1], one.states[0][1], atol=1e-6)
 
 
-def test_what_does_not_divide_is_refused_by_name(model, mesh):
+def test_sizes_that_do_not_divide_are_refused_by_name(model, mesh):
     with pytest.raises(ValueError, match=r"axis 'tensor', got \('data',\)"):
         shard_model(model, Mesh(np.array(jax.devices()), ("data",)))
     with pytest.raises(ValueError, match=r"layers\.0\.linear_attn: .* multiple of 3 devices, got 8"):

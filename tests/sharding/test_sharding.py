@@ -1,4 +1,4 @@
-"""Which columns a device has; and all that needs devices, in a process of its own that simulates four."""
+"""Tests of which columns a device has; and a process that simulates four devices for the tests that need them."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ LIMIT = 600  # seconds, about ten times what it takes
 
 
 @given(st.data(), st.sampled_from([1, 2, 3, 4, 8]))
-def test_a_device_has_its_heads_of_every_part(data, devices):
+def test_device_has_its_heads_of_every_part(data, devices):
     parts, wanted, start = [], [[] for _ in range(devices)], 0
     for _ in range(data.draw(st.integers(1, 4))):
         heads, dim = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
@@ -32,7 +32,7 @@ def test_a_device_has_its_heads_of_every_part(data, devices):
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4))
 def test_queries_find_their_key_heads(key_heads, devices, ratio):
-    """Repeated as seldom as makes them divide, and every device has the key heads of its own queries, in order."""
+    """Key heads are repeated as often as is needed to divide them, and a device has those of its queries, in order."""
     heads = np.lcm(key_heads, devices) * ratio
     copies = repeats(key_heads, devices)
     assert key_heads * copies % devices == 0
@@ -56,10 +56,10 @@ def test_heads_that_do_not_divide_are_refused():
 
 def test_on_four_devices():
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    # XLA's threads on a CPU: a triangular solve waits in one for others, and with as many devices as threads all may wait.
+    # XLA on a CPU needs more threads than devices: a triangular solve waits in one thread for others.
     environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "pytest", "-v", "--durations=9", "-p", "no:cacheprovider"]
-    # Where Python is when nothing moves, and then an end: whatever waits for ever must not stop the whole suite.
+    # A process that hangs first says where, and then ends: it must not stop the whole suite.
     command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name("four_devices.py"))]
     try:
         done = subprocess.run(
