@@ -231,8 +231,11 @@ def warn_dropped(what: str, stacklevel: int = 2) -> None:
 
 
 def renamed_value(argument: str, value: T, names: Mapping[T, T]) -> T:
-    """The new value for an old one: `renamed_value("speculation", value, {"ngram": "prompt_lookup"})`."""
+    """The new value for an old one: `renamed_value("speculation", value, {"ngram": "prompt_lookup"})`.
+
+    A dataclass calls it in `__post_init__`, so that the warning names the line that makes the instance.
+    """
     if value not in names:
         return value
-    _warn(f"{argument}={value!r} is now {argument}={names[value]!r}", stacklevel=3)
+    _warn(f"{argument}={value!r} is now {argument}={names[value]!r}", stacklevel=4)
     return names[value]

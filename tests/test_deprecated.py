@@ -151,8 +151,9 @@ def test_old_names_and_values_of_the_engine():
     from mamba_align_jax.engine import config, drafting
     from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 
-    with pytest.warns(DeprecationWarning, match="speculation='ngram' is now speculation='prompt_lookup'"):
+    with pytest.warns(DeprecationWarning, match="speculation='ngram' is now speculation='prompt_lookup'") as caught:
         assert ma.EngineConfig(speculation="ngram").speculation == "prompt_lookup"
+    assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="PREFIX_CACHE_MODES"):
         assert config.MODES == config.PREFIX_CACHE_MODES
     with pytest.warns(DeprecationWarning, match="PromptLookupDrafter"):
