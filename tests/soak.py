@@ -17,6 +17,7 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fakes.engines import poison
 from fakes.speller import VOCAB, Speller, next_tokens
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -405,13 +406,6 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
     watch.rest()
     assert judged == count, f"{judged} of {count} requests came back"
     return wrong + watch.wrong, ties, watch.leaked, watch.aborted, watch.refused
-
-
-def poison(engine):
-    """Fills the pools with NaN, which must never be read."""
-    state = engine.runner.device_state
-    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
-    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def shares(count, configs):

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import soak
+from fakes.engines import load_two_layers, poison
 from fakes.foresight import Foresight, in_turn, one_by_one
 from fakes.speller import VOCAB, Speller, next_token
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,6 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.waiting import WaitingQueue
-from mamba_align_jax.models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_program")
 # Budgets and the room in the pools are drawn without changing what is compiled, so that there are few programs.
@@ -55,7 +54,7 @@ def soaked(count, seed=0):
     """Runs a small soak; returns its engine and what `soak.soak` returns."""
     config = configured(**CONFIGS["copy_free"], max_waiting=2)
     engine = Engine(SPELLER, config)
-    soak.poison(engine)
+    poison(engine)
     books = np.random.default_rng(seed).integers(0, VOCAB, (4, 200)).tolist()
     return engine, soak.soak(engine, soak.SoakTraffic(seed, books, config), soak.Exactly(), count)
 
@@ -296,7 +295,7 @@ def test_any_workload_of_the_speller_is_right(name):
     def matrix(drawn):
         drafter = None if config.async_stepping or drawn["prompt_lookup"] else foresight(drawn["drafts"])
         engine = Engine(SPELLER, config, drafter=drafter)
-        soak.poison(engine)
+        poison(engine)
         run(engine, drawn, VOCAB, soak.Exactly())
 
     matrix()
@@ -306,11 +305,7 @@ def test_any_workload_of_the_speller_is_right(name):
 def test_any_workload_is_right_by_the_reference(name):
     """Random prompts repeat nothing, but their answers do, so that prompt lookup guesses some of their tokens."""
     path = BYTE_MODEL if name == "bundled" else Path(__file__).parents[1] / "data" / "qwen3_5_text"
-    model = load_model(path, "float32")
-    # One layer of each kind is enough, and quick to compile.
-    layers = slice(2, 4)
-    model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[layers])
-    model.layers = nnx.List(list(model.layers)[layers])
+    model = load_two_layers(path)
     config = configured(**MODEL, async_stepping=name == "bundled")
     judge = soak.ByReference(model)
 
@@ -318,7 +313,7 @@ def test_any_workload_is_right_by_the_reference(name):
     @given(drawn=asks(config, 256, min_budget=10))
     def matrix(drawn):
         engine = Engine(model, config)
-        soak.poison(engine)
+        poison(engine)
         run(engine, drawn, 256, judge)
 
     matrix()

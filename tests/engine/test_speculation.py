@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.test_trace import Listener, replay
+from fakes.engines import load_two_layers
 from fakes.foresight import Foresight, found_in, in_turn
-from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
 from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.engine.trace import read_trace
-from mamba_align_jax.models import load_model
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "qwen3_5_text"
 # One set of sizes, so that each policy is compiled once: windows as wide as blocks, and pools that run out.
@@ -54,11 +53,7 @@ class DeviceForesight(HistoryDrafter):
 
 @pytest.fixture(scope="module")
 def model():
-    """A model with one layer of each kind, which compiles quickly."""
-    model = load_model(CHECKPOINT)
-    model.config = dataclasses.replace(model.config, num_hidden_layers=2, layer_types=model.config.layer_types[2:])
-    model.layers = nnx.List(list(model.layers)[2:])
-    return model
+    return load_two_layers(CHECKPOINT)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes.engines import poison
 from fakes.speller import VOCAB, Speller, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -51,13 +52,6 @@ def run(engine, steps=1000):
 def assert_nothing_is_held(engine):
     engine.cache.check()
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == engine.stats.null_reads == 0
-
-
-def poison(engine):
-    """Fills the pools with NaN, as memory that was never cleared."""
-    state = engine.runner.device_state
-    pool, kv = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.pool, state.kv))
-    engine.runner.device_state = dataclasses.replace(state, pool=pool, kv=kv)
 
 
 def aligned(values):

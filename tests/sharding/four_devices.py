@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes.driver import DATA
+from fakes.engines import poison
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from soak import poison
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.batch import StepBatch
