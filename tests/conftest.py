@@ -46,9 +46,23 @@ EXPECTED_WARNING = "The Pallas Triton backend is deprecated"
 
 # The files that take longest, in this order. A worker that starts one late would run it alone at the end.
 SLOWEST = (
-    *("test_cli.py", "test_engine.py", "test_sharding.py", "test_gated_delta_rule.py", "test_machine.py"),
-    *("test_donation.py", "test_generation.py", "test_reference.py", "test_mamba_models.py", "test_speculation.py"),
-    *("test_gated_delta_rule_prefill.py", "test_ssd.py", "test_causal_conv1d.py", "test_settings.py", "test_readme.py"),
+    *("test_generation.py", "test_reference.py", "test_engine.py", "test_sharding.py", "test_mamba_models.py"),
+    *("test_donation.py", "test_gated_delta_rule.py", "test_machine.py", "test_speculation.py", "test_readme.py"),
+    *(
+        "test_gated_delta_rule_prefill.py",
+        "test_ssd.py",
+        "test_causal_conv1d.py",
+        "test_benchmarks.py",
+        "test_serving.py",
+    ),
+    *(
+        "test_train_byte_model.py",
+        "test_delta_nets.py",
+        "test_mtp.py",
+        "test_soak.py",
+        "test_lowering.py",
+        "test_cli.py",
+    ),
 )
 
 
@@ -98,9 +112,11 @@ def pytest_collection_modifyitems(items):
         # pytest applies the first marker first, and a later filter wins: a test's own filters come after this one.
         item.add_marker(strict, append=False)
         # The item's keywords would not do: the name of a folder is a keyword.
-        if item.get_closest_marker("gpu") and not on_gpu:
-            item.add_marker(no_gpu)
-        if item.get_closest_marker("deep") and not depth.is_full():
+        # Compiled kernels have no deep cases: a GPU runs them all.
+        if item.get_closest_marker("gpu"):
+            if not on_gpu:
+                item.add_marker(no_gpu)
+        elif item.get_closest_marker("deep") and not depth.is_full():
             item.add_marker(no_depth)
 
 

@@ -20,6 +20,7 @@ TINY = str(DATA / "qwen3_5_text")
 QUICK = str(DATA / "mamba")  # compiles faster
 
 
+@pytest.mark.deep
 def test_demo_serves_every_mode_and_caches_in_align_modes(tmp_path, capsys):
     file = tmp_path / "demo.json"
     assert main(["demo", "--model", QUICK, "--json", str(file)]) == 0
@@ -34,6 +35,7 @@ def test_demo_serves_every_mode_and_caches_in_align_modes(tmp_path, capsys):
     assert "align/copy" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_demo_returns_status_1_if_a_token_is_wrong(monkeypatch):
     monkeypatch.setattr(Reference, "tau", lambda self, logits: -1e9)
     assert main(["demo", "--model", QUICK]) == 1

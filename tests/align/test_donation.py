@@ -157,7 +157,8 @@ def pool_copies(compiled, donated):
     [
         *((ROWS, ROWS, "copy_free", 0), (ROWS, 3 * ROWS, "pre_copy", 2)),
         # Both kinds of rows. A batch of one kind calls the same ops.
-        *((2, 128, "pre_copy", 0), (2, 128, "copy_free", 2)),
+        pytest.param(2, 128, "pre_copy", 0, marks=pytest.mark.deep),
+        (2, 128, "copy_free", 2),
     ],
     ids=lambda x: str(x),
 )
@@ -189,7 +190,7 @@ def mamba1_layer(x, pool, layer, rows, implementation):
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
 @pytest.mark.parametrize("layer", [recurrent_layer, kimi_layer, mamba2_layer, mamba1_layer])
-@pytest.mark.parametrize("K", [0, 2])
+@pytest.mark.parametrize("K", [pytest.param(0, marks=pytest.mark.deep), 2])
 def test_donated_layers_copy_no_pool(layer, K, implementation, dtype):
     """Three layers in a row of the ops that the step above does not use. They read and write different blocks."""
 

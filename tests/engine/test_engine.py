@@ -39,7 +39,11 @@ def reference(model):
     return Reference(model)
 
 
-@pytest.fixture(scope="module", params=MODES)
+# A quick run leaves out one mode: test_speculation.py runs its policy.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(mode, marks=[pytest.mark.deep] if mode == "pre_copy" else []) for mode in MODES],
+)
 def mode(request):
     return request.param
 

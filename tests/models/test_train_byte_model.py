@@ -55,6 +55,7 @@ def test_draft_head_is_trained_as_it_is_served(script, tmp_path):
             np.testing.assert_allclose(said[n][1, place], later.logits(out), atol=ATOL, rtol=0)
 
 
+@pytest.mark.deep
 def test_training_the_draft_head_does_not_change_the_model(script, capsys, monkeypatch):
     monkeypatch.setattr(script, "forward", lambda model, tokens: model.embed_tokens(tokens))  # less to compile
     monkeypatch.setattr(script, "DEPTH", 1)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import depth
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,6 +60,7 @@ def test_on_four_devices():
     # XLA on a CPU needs more threads than devices: a triangular solve waits in one thread for others.
     environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "pytest", "-v", "--durations=9", "-p", "no:cacheprovider"]
+    command += ["--depth=full"] if depth.is_full() else []
     # A process that hangs first says where, and then ends: it must not stop the whole suite.
     command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name("four_devices.py"))]
     try:

@@ -1,0 +1,20 @@
+"""Which cases of the model tests leave a quick run: each compiles a model, and the others have the same layers."""
+
+import depth
+import pytest
+
+# Test -> the models of a quick run.
+QUICK = {
+    "test_every_split_of_the_prompt_gives_the_same_logits": ("mamba2", "qwen3_5_text"),
+    "test_every_split_of_a_prompt_matches_the_oracle": ("falcon_mamba",),
+    "test_engine_generates_the_reference_tokens": (
+        *("kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        models = QUICK.get(item.originalname) if item.path.parent.name == "models" else None
+        if models and (depth.case(item, "name") or depth.case(item, "case")) not in models:
+            item.add_marker(pytest.mark.deep)
