@@ -147,6 +147,10 @@ def test_bfloat16_logits_are_close():
 
 
 class Probe(nnx.Module):
+    """A layer without mixers, which records the dtype of its inputs."""
+
+    mixers = ()
+
     def __call__(self, x, step, carry):
         self.taken = str(x.dtype)
         return x, carry
