@@ -290,7 +290,7 @@ def run(engine, drawn, vocab, judge):
 def test_any_workload_of_the_speller_is_right(name):
     config = configured(**CONFIGS[name])
 
-    @settings(max_examples=depth.examples(quick=15, full=40), deadline=None)
+    @settings(max_examples=depth.examples(quick=10, full=40), deadline=None)
     @given(drawn=asks(config, VOCAB))
     def matrix(drawn):
         drafter = None if config.async_stepping or drawn["prompt_lookup"] else foresight(drawn["drafts"])
@@ -309,7 +309,7 @@ def test_any_workload_is_right_by_the_reference(name):
     config = configured(**MODEL, async_stepping=name == "bundled")
     judge = soak.ByReference(model)
 
-    @settings(max_examples=depth.examples(quick=5, full=12), deadline=None)
+    @settings(max_examples=depth.examples(quick=4, full=12), deadline=None)
     @given(drawn=asks(config, 256, min_budget=10))
     def matrix(drawn):
         engine = Engine(model, config)
