@@ -87,6 +87,7 @@ def test_held_out_paragraphs_are_not_in_the_training_text(script, tmp_path):
     assert "def function" in corpus["code"]
 
 
+@pytest.mark.deep
 def test_bundled_draft_head_beats_prompt_lookup_on_prose(script):
     """Counts how often a draft is the model's own choice, after right drafts, on text that neither was trained on."""
     graph, head, rest = nnx.split(load_model(BYTE_MODEL), nnx.PathContains("mtp"), ...)
