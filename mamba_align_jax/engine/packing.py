@@ -9,12 +9,15 @@ from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.state import Additions
 from mamba_align_jax.align.tables import TableUpdates
+from mamba_align_jax.engine.page_tables import Entry, PageUpdates
 from mamba_align_jax.engine.program import Inputs
 from mamba_align_jax.engine.scheduler import Plan, Row
 
 # The smallest sizes that a program is compiled for.
 _MIN_PREFILL_TOKENS = 128
 _MIN_DECODE_ROWS = 4
+# Pages that a prefill row may bring to a step beside those of its chunk: a hit of 2048 tokens in pages of 16.
+_PAGES_PER_PREFILL_ROW = 128
 
 
 class Bucket(NamedTuple):
@@ -89,28 +92,22 @@ def _keep_on_host(array: np.ndarray) -> Any:
 
 
 class Packer:
-    """Packs rows into `Inputs` in host memory. It keeps each slot's page table from step to step.
-
-    Attributes:
-        page_tables: KV pages of each slot. int32 [slots, pages].
-    """
+    """Packs rows into `Inputs` in host memory."""
 
     def __init__(self, spec: AlignConfig, page_size: int, history: int) -> None:
-        """Makes a packer with empty page tables.
+        """Makes a packer.
 
         Args:
             spec: How states are kept.
             page_size: Number of tokens of a KV page.
             history: Number of tokens that the device keeps per slot for a drafter; 0 without a drafter on the device.
         """
-        self._spec, self._history = spec, history
-        self.page_tables = np.zeros((spec.max_num_seqs, -(-spec.max_model_len // page_size)), np.int32)
+        self._spec, self._page_size, self._history = spec, page_size, history
 
-    def pack(self, bucket: Bucket, places: Sequence[Row | None]) -> Inputs:
-        """Packs the row of each place, None being padding, and stores the rows' new pages in the page tables."""
+    def pack(self, bucket: Bucket, places: Sequence[Row | None], early: Sequence[Row] = ()) -> Inputs:
+        """Packs the row of each place, None being padding, without the pages of `early_rows`, which are stored already."""
         rows = [row for row in places if row is not None]
         entering = [row for row in rows if row.enters]
-        self._store_pages(rows)
         return Inputs(
             tokens=_keep_on_host(self._tokens(bucket, rows)),
             entering=_keep_on_host(self._entering_tokens(bucket, entering)),
@@ -123,8 +120,7 @@ class Packer:
                 [row.start for row in entering],
                 _keep_on_host,
             ),
-            # The device may read host memory while the next step is packed, so it gets a copy.
-            page_tables=_keep_on_host(self.page_tables.copy()),
+            pages=self._page_updates(bucket, [row for row in rows if not any(row is other for other in early)]),
             samples=_per_row(places, lambda row: row.samples, False, np.bool_),
             temperature=_per_row(places, lambda row: row.request.params.temperature, 0.0, np.float32),
             top_k=_per_row(places, lambda row: row.request.params.top_k, 0, np.int32),
@@ -132,13 +128,31 @@ class Packer:
             seed=_per_row(places, lambda row: row.request.params.seed, 0, np.int32),
         )
 
-    def _store_pages(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            if row.enters:
-                # A drafter may look at positions after the request's pages, where the slot's last request had some.
-                self.page_tables[row.request.slot] = 0
-            for number, page in row.allocation.pages:
-                self.page_tables[row.request.slot, number] = page
+    def early_rows(self, bucket: Bucket, places: Sequence[Row | None]) -> list[Row]:
+        """Returns the rows whose new pages the step has no room for: they enter on a long hit. Most steps have none."""
+        early, room = [], self._max_page_updates(bucket)
+        for row in places:
+            if row is not None and len(row.allocation.pages) > room:
+                early.append(row)
+            elif row is not None:
+                room -= len(row.allocation.pages)
+        return early
+
+    def _max_page_updates(self, bucket: Bucket) -> int:
+        """The number of page entries that a step has room for: those of decode rows, of chunks, and of short hits."""
+        each = 1 + -(-self._spec.window // self._page_size)
+        chunks = bucket.prefill_tokens // self._page_size + _PAGES_PER_PREFILL_ROW * bucket.prefill_rows
+        return each * bucket.decode_rows + chunks
+
+    def _page_updates(self, bucket: Bucket, rows: Sequence[Row]) -> PageUpdates:
+        return PageUpdates.from_host(
+            self._spec.max_num_seqs,
+            bucket.prefill_rows,
+            self._max_page_updates(bucket),
+            [row.request.slot for row in rows if row.enters],
+            page_entries(rows),
+            _keep_on_host,
+        )
 
     def _tokens(self, bucket: Bucket, rows: Sequence[Row]) -> np.ndarray:
         tokens = np.zeros(bucket.decode_rows * self._spec.window + bucket.prefill_tokens, np.int32)
@@ -174,6 +188,11 @@ class Packer:
         # In one step a row never gets more blocks than it may hold while another step is in flight.
         room = len(places) * groups * self._spec.blocks_per_request(1)
         return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)
+
+
+def page_entries(rows: Sequence[Row]) -> list[Entry]:
+    """Returns the entries of pages that are new in the rows' page tables."""
+    return [(row.request.slot, number, page) for row in rows for number, page in row.allocation.pages]
 
 
 def _per_row(places: Sequence[Row | None], value: Callable[[Row], Any], padding: Any, dtype: type) -> Any:

@@ -18,6 +18,7 @@ from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrat
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
 from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
 from mamba_align_jax.engine.pending import Pending, decode_places, enter, propose, record_sampled, resolve
 from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
 from mamba_align_jax.kv import KVPages, KVSpec
@@ -37,7 +38,7 @@ class Inputs:
         batch: The rows.
         updates: New entries of the block tables.
         additions: The slots of the requests that enter.
-        page_tables: KV pages of each slot. int32 [slots, pages].
+        pages: Changes of the page tables.
         samples: True for rows that sample. bool [rows].
         temperature: float32 [rows].
         top_k: int32 [rows].
@@ -50,7 +51,7 @@ class Inputs:
     batch: StepBatch
     updates: TableUpdates
     additions: Additions
-    page_tables: jax.Array
+    pages: PageUpdates
     samples: jax.Array
     temperature: jax.Array
     top_k: jax.Array
@@ -80,12 +81,22 @@ class StepResult(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """What one step hands to the next: pools, slots, block tables and pending tokens. Every step donates it."""
+    """What one step hands to the next: pools, slots, tables and pending tokens. Every step donates it.
+
+    Attributes:
+        pool: The recurrent states and windows.
+        kv: The keys and values.
+        state: Counts and running columns of the slots.
+        tables: State blocks of each slot.
+        page_tables: KV pages of each slot, in the order of their positions. int32 [slots, pages].
+        pending: Tokens that the device knows before the host does.
+    """
 
     pool: StatePool
     kv: KVPages
     state: AlignState
     tables: BlockTables
+    page_tables: jax.Array
     pending: Pending
 
     @classmethod
@@ -118,6 +129,7 @@ class DeviceState:
                 kv=KVPages.create(kv_spec, kv_pages, page_size),
                 state=AlignState.create(spec),
                 tables=BlockTables.create(spec),
+                page_tables=jnp.zeros((spec.max_num_seqs, -(-spec.max_model_len // page_size)), jnp.int32),
                 pending=Pending.create(spec.max_num_seqs, spec.window, history),
             )
 
@@ -156,7 +168,7 @@ class Graph:
 def device_specs(layout: Layout) -> DeviceState:
     """Returns how the device state lies on a mesh: the pools are split, the bookkeeping is the same on all devices."""
     every: Any = PartitionSpec()
-    return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, pending=every)
+    return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, page_tables=every, pending=every)
 
 
 @functools.partial(
@@ -216,6 +228,7 @@ def _run_step(
     model = graph.model(params)
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
     tables = update_block_tables(device_state.tables, inputs.updates)
+    page_tables = set_pages(device_state.page_tables, inputs.pages)
     state = add_requests(device_state.state, inputs.additions)
     pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
     rows = token_rows(batch.query_start_loc, inputs.tokens.shape[0])
@@ -227,7 +240,7 @@ def _run_step(
         batch,
         indices,
         num_decode_rows=num_decode_rows,
-        page_tables=inputs.page_tables,
+        page_tables=page_tables,
         num_tokens=tokens.shape[0],
         page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
@@ -257,7 +270,8 @@ def _run_step(
         copies=_num_copies(spec, indices.migration) + _num_copies(spec, plan),
         null_reads=indices.num_null_reads(),
     )
-    return result, DeviceState(pool=pool, kv=kv, state=state, tables=tables, pending=pending)
+    after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
+    return result, after
 
 
 def _choose_tokens(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
-from mamba_align_jax.engine.packing import Bucket, Packer, all_buckets
+from mamba_align_jax.engine.packing import Bucket, Packer, all_buckets, page_entries
+from mamba_align_jax.engine.page_tables import store_pages
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
@@ -138,6 +140,7 @@ class StepRunner:
 
     def warm(self, bucket: Bucket) -> None:
         """Runs one program on padding rows, which change nothing, and waits for it."""
+        self._store_pages([])
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows))
 
     def dispatch(self, plan: Plan) -> Dispatched:
@@ -150,10 +153,18 @@ class StepRunner:
         return Dispatched(places, result)
 
     def _run(self, bucket: Bucket, places: Sequence[Row | None]) -> StepResult:
-        inputs = self.packer.pack(bucket, places)
+        early = self.packer.early_rows(bucket, places)
+        if early:
+            self._store_pages(early)
+        inputs = self.packer.pack(bucket, places, early)
         result, self.device_state = run_step(self.params, inputs, self.device_state, **self._static(bucket))
         self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
         return result
+
+    def _store_pages(self, rows: Sequence[Row]) -> None:
+        slots, tables = [row.request.slot for row in rows], self.device_state.page_tables
+        tables = store_pages(tables, slots, page_entries(rows))
+        self.device_state = replace(self.device_state, page_tables=tables)
 
     def read(self, dispatched: Dispatched) -> ReadStep:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""

@@ -89,7 +89,7 @@ def run(engine, requests, fresh):
         state = engine.runner.device_state
         for request in engine.scheduler.running if engine.stats.steps % 3 == 0 else ():
             slot, held = request.slot, engine.cache.kv._requests[request.id].pages
-            row = engine.runner.packer.page_tables[slot]
+            row = np.asarray(state.page_tables[slot])
             assert row.tolist() == held + [0] * (len(row) - len(held)), "a guess would be written to another's page"
             if request.is_prefilling or not state.pending.num_drafts[slot]:
                 continue
