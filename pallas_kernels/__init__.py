@@ -21,6 +21,7 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delt
 from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.rows import TokenRows as TokenRows
 from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan

@@ -56,10 +56,15 @@ def row_sum(tile: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
+def _assembly(asm: str, *args: jax.Array) -> jax.Array:
+    """Applies PTX to float32 arrays of one shape, element by element: $0 is the result, $1, $2, .. are the arguments."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, args[0].dtype)
+    constraints = ",".join(["=f"] + ["f"] * len(args))
+    return plt.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=1, result_shape_dtypes=[shape])[0]
+
+
 def _instruction(name: str, x: jax.Array) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    asm = f"{name} $0, $1;"
-    return plt.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
+    return _assembly(f"{name} $0, $1;", x)
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
@@ -68,6 +73,18 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     libdevice's exp2 takes three more instructions, for denormal results.
     """
     return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
+
+
+def exp2_of_sum(x: jax.Array, factor: float, addend: jax.Array, interpret: bool) -> jax.Array:
+    """Returns 2 ** (x * factor + addend), within 2 units in the last place of the exponential.
+
+    The exponent is one fused multiply-add wherever the function is used. The compiler would otherwise be free to fuse them in
+    one loop and not in another one, whose results must be the same bits.
+    """
+    if interpret:
+        return jnp.exp2(x * factor + addend)
+    factors, addends = jnp.full(x.shape, factor, x.dtype), jnp.broadcast_to(addend, x.shape)
+    return _assembly("fma.rn.f32 $0, $1, $2, $3; ex2.approx.ftz.f32 $0, $0;", x, factors, addends)
 
 
 def silu(x: jax.Array, interpret: bool) -> jax.Array:

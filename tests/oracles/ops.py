@@ -128,3 +128,28 @@ def selective_state_update(x, dt, A, B, C, state, D=None, z=None, dt_bias=None, 
                 outs[t, h, p] = y
         states.append(state)
     return outs, states
+
+
+def paged_attention(q, keys, values, computed, scale=None):
+    """Attends the tokens of one row to all keys up to their own position.
+
+    Args:
+        q: queries [tokens, heads, key_dim].
+        keys: the row's keys from position 0 on [positions, kv_heads, key_dim].
+        values: the row's values [positions, kv_heads, value_dim].
+        computed: the position of the first token.
+        scale: a factor of the scores; key_dim ** -0.5 if None.
+
+    Returns:
+        Outputs [tokens, heads, value_dim].
+    """
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
+    repeats = q.shape[1] // keys.shape[1]
+    out = np.zeros((*q.shape[:2], values.shape[2]))
+    for t in range(len(q)):
+        seen = computed + t + 1
+        for h in range(q.shape[1]):
+            scores = keys[:seen, h // repeats] @ q[t, h] * (q.shape[2] ** -0.5 if scale is None else scale)
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ values[:seen, h // repeats]
+    return out

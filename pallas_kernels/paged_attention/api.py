@@ -1,0 +1,117 @@
+"""The public function of paged_attention: its contract, checks and dispatch.
+
+Token i of row r is at position P = num_computed_tokens[r] + i of its sequence. Position p of row r is place p % page_size of
+page page_table[r, p // page_size]. For one query head q with its key head's keys k and values v:
+
+    out = sum_{p <= P} softmax_p(scale * (q . k_p)) v_p
+
+Sources: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023), for pages;
+Dao, "FlashAttention-2" (2023), for the softmax in one pass; Dao et al., "Flash-Decoding" (2023), for splits of the keys.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.paged_attention import pallas_triton, xla
+from pallas_kernels.paged_attention.config import Config
+
+
+@checked
+def paged_attention(
+    q: Float[Array, "tokens heads key_dim"],
+    keys: Float[Array, "layers pages page_size kv_heads key_dim"],
+    values: Float[Array, "layers pages page_size kv_heads value_dim"] | None,
+    layer: int | Int32[Array, ""],
+    query_start_loc: Int32[Array, " rows_plus_1"],
+    num_computed_tokens: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows pages_per_row"],
+    *,
+    max_query_tokens: int | None = None,
+    value_dim: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attends every token to its row's keys up to its own position.
+
+    The equation is at the top of this file. The keys and values of the rows' own tokens must be in the pages already. What
+    the pages hold after a row's end, NaN included, never reaches a result. Entries of `page_table` after a row's end are not
+    read. Time and traffic follow the lengths of the rows ("xla": the length of the longest row), not the table's width.
+
+    A token's result does not depend on other rows, to the bit, nor on later tokens of its row. With `max_query_tokens` it is
+    the same whether the token came as a decode row or in a verify row. Without, it is the same however the row's tokens were
+    cut into calls. The two kinds of calls agree up to rounding ("xla": to the bit).
+
+    Numerics: scores, softmax and sums are float32. Weights are rounded to q's dtype before they are multiplied with values.
+    float32 products are three products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
+
+    Args:
+        q: Queries of all rows, packed.
+        keys: Keys of all layers and pages.
+        values: Values of all layers and pages. None for latent attention, where a value is the first `value_dim` dims of
+            its key.
+        layer: The layer whose pages are read.
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
+            that entry.
+        num_computed_tokens: Position of each row's first token.
+        page_table: The pages of each row, in the order of their positions.
+        max_query_tokens: A bound on the number of tokens of each row, for decode and verify rows. None stands for prompts,
+            whose rows may have any length.
+        value_dim: The dims of a value, if and only if `values` is None.
+        scale: Positive factor of the scores; key_dim ** -0.5 if None.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernels. None selects the default.
+        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
+
+    Returns:
+        The attended values in q's dtype, which are 0 for tokens after the last row.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a head is so
+            wide that a tile of keys does not fit into a GPU's shared memory.
+    """
+    kv_heads, key_dim = keys.shape[3:]
+    require(
+        q.shape[1] % kv_heads == 0,
+        f"paged_attention: the number of heads of keys must divide q's {q.shape[1]} heads, got {kv_heads}",
+    )
+    require(
+        (values is None) != (value_dim is None),
+        f"paged_attention: value_dim must be given if and only if values is None, got {value_dim}",
+    )
+    require(
+        value_dim is None or 1 <= value_dim <= key_dim,
+        f"paged_attention: value_dim must be from 1 to key_dim = {key_dim}, got {value_dim}",
+    )
+    require(
+        max_query_tokens is None or max_query_tokens >= 1,
+        f"paged_attention: max_query_tokens must be None or at least 1, got {max_query_tokens}",
+    )
+    require(scale is None or scale > 0, f"paged_attention: scale must be None or positive, got {scale}")
+    value_dim = values.shape[4] if values is not None else value_dim
+    if 0 in (q.shape[0], num_computed_tokens.shape[0], page_table.shape[1]):
+        return jnp.zeros((*q.shape[:2], value_dim), q.dtype)
+    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table)
+    options = dict(max_query_tokens=max_query_tokens, value_dim=value_dim, scale=float(scale or key_dim**-0.5))
+    sizes = dict(max_query_tokens=max_query_tokens, value_dim=value_dim, config=config)
+    unsupported = pallas_triton.unsupported(q, keys, is_latent=values is None, **sizes)
+    return _attend(operands, tuple(options.items()), implementation, config, interpret, unsupported)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation", "config", "interpret", "unsupported"))
+def _attend(operands, options, implementation, config, interpret, unsupported):
+    return dispatch(
+        "paged_attention",
+        implementation,
+        operands,
+        xla=functools.partial(xla.paged_attention, **dict(options)),
+        triton=functools.partial(pallas_triton.paged_attention, config=config, interpret=interpret, **dict(options)),
+        unsupported=unsupported,
+    )

@@ -1,0 +1,64 @@
+"""Cuts packed rows into tiles of neighbouring tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from pallas_kernels.rows import TokenRows
+
+
+class Tiles(NamedTuple):
+    """Tiles of packed tokens, each from one row. A tile without tokens has length 0.
+
+    Attributes:
+        row: The tile's row.
+        start: The tile's first packed token.
+        length: The number of the tile's tokens.
+        position: Position of the tile's first token in its sequence.
+    """
+
+    row: Int32[Array, " tiles"]
+    start: Int32[Array, " tiles"]
+    length: Int32[Array, " tiles"]
+    position: Int32[Array, " tiles"]
+
+
+def tiles(
+    query_start_loc: jax.Array,
+    num_computed_tokens: jax.Array,
+    num_tokens: int,
+    tile_tokens: int,
+    max_query_tokens: int | None,
+) -> Tiles:
+    """Cuts each row into tiles of `tile_tokens` tokens, from its first token on; a row's last tile may be shorter.
+
+    Args:
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row. int32 [rows + 1].
+        num_computed_tokens: Position of each row's first token. int32 [rows].
+        num_tokens: Number of packed tokens, padding included.
+        tile_tokens: The most tokens of a tile.
+        max_query_tokens: A bound on the number of tokens of each row, or None.
+    """
+    num_rows = num_computed_tokens.shape[0]
+    row_length = jnp.diff(query_start_loc)
+    if max_query_tokens is not None:
+        tiles_per_row = -(-max_query_tokens // tile_tokens)
+        tile = jnp.arange(num_rows * tiles_per_row, dtype=jnp.int32)
+        row, offset = tile // tiles_per_row, tile % tiles_per_row * tile_tokens
+    else:
+        tile = jnp.arange(num_tokens // tile_tokens + num_rows, dtype=jnp.int32)
+        count = -(-row_length // tile_tokens)
+        end = jnp.cumsum(count, dtype=jnp.int32)
+        row = jnp.searchsorted(end, tile, side="right", method="compare_all").astype(jnp.int32)
+        # A tile after the last row's last one gets an offset after that row's end.
+        row = jnp.minimum(row, num_rows - 1)
+        offset = (tile - (end - count)[row]) * tile_tokens
+    length = jnp.clip(row_length[row] - offset, 0, tile_tokens)
+    return Tiles(row, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset)
+
+
+def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:
+    """Counts the keys that each packed token attends to, 0 for padding tokens. int32 [tokens]."""
+    return jnp.where(rows.valid, num_computed_tokens[rows.row] + rows.offset + 1, 0)
