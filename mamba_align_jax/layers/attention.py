@@ -13,17 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.lax import Precision
 
+import pallas_kernels as ops
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.linear import linear
 from mamba_align_jax.layers.split import Cut, SplitRMSNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows
 from mamba_align_jax.sharding import Part, repeats
-from pallas_kernels.chunks import Span, chunk_of_token, spans
-from pallas_kernels.rows import token_rows
-
-# The most elements of keys, values and scores that are gathered at once: 1 GiB of float32.
-_ELEMENTS = 1 << 28
 
 
 def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
@@ -78,81 +74,53 @@ def attend(
     return out.reshape(n, heads, -1).astype(queries.dtype)
 
 
-def _attend_chunks(
-    queries: jax.Array,
-    rows: Rows,
-    chunks: Span,
-    place: tuple[jax.Array, jax.Array],
-    chunk_size: int,
-    page_table: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array,
-    scale: float | None,
-) -> jax.Array:
-    """Attends packed tokens, which `chunks` cuts into pieces of one row. `place` is each token's chunk and lane."""
-    num_tokens, heads, dim = queries.shape
-    lane = jnp.arange(chunk_size, dtype=jnp.int32)
-
-    def run(chunk: Span) -> jax.Array:
-        pages = page_table[chunk.row]
-        k, v = (pool[layer, pages].reshape(-1, *pool.shape[3:]) for pool in (keys, values))
-        position = jnp.arange(k.shape[0], dtype=jnp.int32)
-        first = rows.num_computed_tokens[chunk.row] + chunk.offset
-        # After the row's end, pages may hold NaN. A weight of 0 would not hide it, because 0 * NaN is NaN.
-        filled = (position < first + chunk.length)[:, None, None]
-        k, v = jnp.where(filled, k, 0), jnp.where(filled, v, 0)
-        token = jnp.minimum(chunk.start + lane, num_tokens - 1)
-        return attend(queries[token], k, v, position <= first + lane[:, None], scale)
-
-    length = page_table.shape[1] * keys.shape[2]
-    each = length * (keys.shape[3] * (dim + values.shape[4]) + heads * chunk_size)
-    batch = max(1, _ELEMENTS // each)
-    number = chunks.row.shape[0]
-    out = jax.vmap(run)(chunks) if number <= batch else jax.lax.map(run, chunks, batch_size=batch)
-    valid = jnp.arange(num_tokens, dtype=jnp.int32) < rows.query_start_loc[-1]
-    return jnp.where(valid[:, None, None], out.at[place].get(mode="clip"), 0)
-
-
 def paged_attention(
     queries: jax.Array,
     at: LayerStep,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     scale: float | None = None,
+    *,
+    value_dim: int | None = None,
 ) -> jax.Array:
-    """Computes causal attention of packed tokens over their rows' pages, in chunks of one row.
-
-    It is plain XLA: full attention is here so that hybrid models run, and it is not tuned.
+    """Computes causal attention of a step's packed tokens over their rows' pages.
 
     Args:
         queries: Queries of the step's packed tokens. [tokens, heads, dim]
         at: The step, with its pages, and the layer's index.
         keys: Pages that already hold the step's own keys. [layers, pages, page_size, kv_heads, dim]
-        values: The same for values. [layers, pages, page_size, kv_heads, value_dim]
+        values: The same for values, [layers, pages, page_size, kv_heads, value_dim]. None in latent attention.
         scale: Factor of the scores; dim ** -0.5 if None.
+        value_dim: In latent attention, the number of a key's first dims that are its value.
 
     Returns:
         [tokens, heads, value_dim], 0 for padding tokens.
     """
-    num_decode_rows, page_table, layer = at.rows.decode.num_rows, at.token_pages.page_table, at.layer
+    num_decode_rows, page_table = at.rows.decode.num_rows, at.token_pages.page_table
+
+    def attend_rows(
+        rows: Rows, queries: jax.Array, page_table: jax.Array, max_query_tokens: int | None
+    ) -> tuple[jax.Array]:
+        out = ops.paged_attention(
+            queries,
+            keys,
+            values,
+            at.layer,
+            rows.query_start_loc,
+            rows.num_computed_tokens,
+            page_table,
+            max_query_tokens=max_query_tokens,
+            value_dim=value_dim,
+            scale=scale,
+            implementation=at.implementation,
+        )
+        return (out,)
 
     def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        # A decode row has one token and a verify row has a few, so each row is one chunk.
-        loc, tokens = rows.query_start_loc, token_rows(rows.query_start_loc, queries.shape[0])
-        row = jnp.arange(rows.num_rows, dtype=jnp.int32)
-        chunks = Span(row=row, start=loc[:-1], length=jnp.diff(loc), offset=jnp.zeros_like(row))
-        place, window = (tokens.row, tokens.offset), rows.write.shape[2]
-        table = page_table[:num_decode_rows]
-        return (_attend_chunks(queries, rows, chunks, place, window, table, keys, values, layer, scale),)
+        return attend_rows(rows, queries, page_table[:num_decode_rows], rows.write.shape[2])
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        chunks = at.chunks
-        assert chunks is not None, "a step with prefill rows has chunks"
-        place = chunk_of_token(chunks, queries.shape[0])
-        table = page_table[num_decode_rows:]
-        cut = spans(chunks, rows.query_start_loc)
-        return (_attend_chunks(queries, rows, cut, place, chunks.chunk_size, table, keys, values, layer, scale),)
+        return attend_rows(rows, queries, page_table[num_decode_rows:], None)
 
     return at.rows.apply(decode, prefill, (queries,), ())[0]
 

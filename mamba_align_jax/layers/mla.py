@@ -129,9 +129,9 @@ class MultiHeadLatentAttention(nnx.Module):
         to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=2)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
         q_latent = jnp.concatenate([product("thd,rhd->thr", q_nope, to_keys), q_rope], axis=2)
-        # The latents are the values, too. The positional dims of the result have no meaning and are dropped.
-        attended = paged_attention(q_latent, at, latents, latents, scale=q.shape[2] ** -0.5)
-        out = product("thr,rhd->thd", attended[:, :, : self.kv_lora_rank], to_values)
+        # A value is the latent without the positional dims.
+        attended = paged_attention(q_latent, at, latents, None, q.shape[2] ** -0.5, value_dim=self.kv_lora_rank)
+        out = product("thr,rhd->thd", attended, to_values)
         if self.g_proj is not None:
             out = out * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32)).astype(x.dtype)[:, :, None]
         return self.o_proj(out.reshape(x.shape[0], -1)), latents, values
