@@ -78,11 +78,11 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 def exp2_of_sum(x: jax.Array, factor: float, addend: jax.Array, interpret: bool) -> jax.Array:
     """Returns 2 ** (x * factor + addend), within 2 units in the last place of the exponential.
 
-    The exponent is one fused multiply-add wherever the function is used. The compiler would otherwise be free to fuse them in
-    one loop and not in another one, whose results must be the same bits.
+    The exponent is one fused multiply-add wherever the function is used. The compiler would otherwise be free to fuse the
+    two in one loop and not in another one, whose results must be the same bits.
     """
-    if interpret:
-        return jnp.exp2(x * factor + addend)
+    if interpret:  # A sum that is multiplied cannot be fused, unlike a product to which something is added.
+        return jnp.exp2((x + addend / factor) * factor)
     factors, addends = jnp.full(x.shape, factor, x.dtype), jnp.broadcast_to(addend, x.shape)
     return _assembly("fma.rn.f32 $0, $1, $2, $3; ex2.approx.ftz.f32 $0, $0;", x, factors, addends)
 

@@ -8,33 +8,34 @@ class Config:
     """How the kernels cut queries and keys. Sizes are powers of two.
 
     The keys of a row are cut into splits of `split` positions, at multiples of it. Share s of a row is its splits s,
-    s + shares, s + 2 shares and so on. A program attends a tile of queries to one share after another. A second kernel merges
-    the shares of each token. Every field but `programs` can change bits, so only `programs` may follow the number of rows.
+    s + shares, s + 2 shares and so on. A program attends a tile of queries to one share after another, and a second kernel
+    merges the shares of each token. Every field but `programs` can change bits, so only `programs` follows the number of
+    rows.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
         block: The number of keys that are multiplied at a time. At least 16; divides `split`.
         split: The number of positions of a split.
         shares: The number of shares of a row.
-        programs: The number of programs that attend the shares of a tile. At most `shares`.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over blocks.
+        programs: The number of programs that attend the shares of a tile, at most `shares`. None is `default_programs`.
     """
 
     queries: int
     block: int
     split: int
     shares: int
-    programs: int
     num_warps: int
     num_stages: int
+    programs: int | None = None
 
 
 def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool) -> Config:
-    """The configuration for decode and verify rows or for prompts, with as many programs as shares.
+    """The configuration for decode and verify rows or for prompts.
 
-    For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). The rest is
-    by reasoning and from compiled code: what fits into shared memory and registers.
+    For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). The rest
+    is by reasoning and from compiled code: what fits into shared memory and registers.
 
     Args:
         dims: Dims of a key and a value together; those of a key alone in latent attention.
@@ -43,21 +44,22 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         is_latent: Whether values are the first dims of the keys.
     """
     row_bytes = dims * itemsize
-    keys = dict(split=4096, shares=4, programs=4) if is_prompt else dict(split=512, shares=32, programs=32)
-    warps = 8 if is_prompt or is_latent else 4
+    split, shares = (4096, 4) if is_prompt else (512, 32)
+    num_warps = 8 if is_prompt or is_latent else 4
     if itemsize == 4:
-        queries, block = (16 if is_latent else 32), (32 if row_bytes <= 1024 else 16)
-        return Config(queries=queries, block=block, num_warps=warps, num_stages=2, **keys)
-    queries = 32 if not is_prompt else 64 if is_latent else 128
-    stages = 3 if row_bytes <= 1024 and not is_prompt else 2
-    return Config(queries=queries, block=64 if row_bytes <= 1024 else 32, num_warps=warps, num_stages=stages, **keys)
+        queries, block, num_stages = 16 if is_latent else 32, 32 if row_bytes <= 1024 else 16, 2
+    else:
+        queries = 32 if not is_prompt else 64 if is_latent else 128
+        block = 64 if row_bytes <= 1024 else 32
+        num_stages = 3 if row_bytes <= 1024 and not is_prompt else 2
+    return Config(queries, block, split, shares, num_warps, num_stages)
 
 
 def default_programs(config: Config, num_tiles: int, *, is_prompt: bool) -> int:
     """The number of programs that attend the shares of each of `num_tiles` tiles.
 
-    It is what fills an H200's 132 cores, but no more, because programs without work take time too. Decode and verify rows
-    have at least four, lest a launch waits for the one long row of many.
+    They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
+    of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
     """
     programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 4
     while programs < config.shares and (programs < least or programs * num_tiles < wanted):

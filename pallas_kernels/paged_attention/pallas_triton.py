@@ -1,6 +1,5 @@
 """paged_attention as Pallas kernels: one attends tiles of queries to shares of their rows' keys, one merges the shares."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -92,7 +91,7 @@ def _load(at, mask):
 
 
 def _attend_kernel(
-    refs, *, tile: _Tile, config: Config, scale: float, value_dim: int, is_prompt: bool, interpret: bool
+    refs, *, tile: _Tile, config: Config, programs: int, scale: float, value_dim: int, is_prompt: bool, interpret: bool
 ):
     key_dim, dtype, is_latent = refs.q.shape[2], refs.q.dtype, refs.values is None
     page_size = refs.keys.shape[2]
@@ -195,11 +194,11 @@ def _attend_kernel(
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], _mask(inside, d)) for d in key_dims
         ]
-        if config.programs == shares:
+        if programs == shares:
             attend(queries, program)
         else:
-            turns = _ceil(used - program, config.programs)
-            each = lambda turn, _: attend(queries, program + turn * config.programs)
+            turns = _ceil(used - program, programs)
+            each = lambda turn, _: attend(queries, program + turn * programs)
             jax.lax.fori_loop(jnp.int32(0), turns, each, None)
 
 
@@ -255,8 +254,7 @@ def paged_attention(
     tile = _tile(heads // kv_heads, used, max_query_tokens)
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens)
     grid = kv_heads * tile.per_group, cut.row.shape[0]
-    if config is None:
-        used = dataclasses.replace(used, programs=default_programs(used, grid[0] * grid[1], is_prompt=is_prompt))
+    programs = used.programs or default_programs(used, grid[0] * grid[1], is_prompt=is_prompt)
 
     array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     shared = array(used.shares, num_tokens, heads)
@@ -265,6 +263,7 @@ def paged_attention(
             _attend_kernel,
             tile=tile,
             config=used,
+            programs=programs,
             scale=scale,
             value_dim=value_dim,
             is_prompt=is_prompt,
@@ -272,7 +271,7 @@ def paged_attention(
         ),
         name="paged_attention",
         # The heads of one tile are neighbours, because the keys of all heads are.
-        grid=(*grid, used.programs),
+        grid=(*grid, programs),
         inputs=dict(q=q, keys=keys, values=values, layer=layer, page_table=page_table) | cut._asdict(),
         outputs=dict(
             out=array(num_tokens, heads, value_dim, dtype=q.dtype),

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_kernels.paged_attention.config import Config
 
 LAYER, LAYERS = 1, 2
 # Splits so short that a few hundred keys fill all shares, some of them twice.
-SMALL = Config(queries=16, block=16, split=32, shares=4, programs=2, num_warps=4, num_stages=2)
+SMALL = Config(queries=16, block=16, split=32, shares=4, num_warps=4, num_stages=2, programs=2)
 SMALL_PROMPT = dataclasses.replace(SMALL, queries=32)
 
 
@@ -50,9 +51,9 @@ class Batch:
         return paged_attention(**self.arguments | options)
 
 
-def make(rng, lengths, computed, dims, dtype=jnp.float32, page_size=16, extra_tokens=3, table_width=None, order=None):
+def make(rng, lengths, computed, dims, dtype=jnp.float32, page_size=16, extra_tokens=3):
     """Pages are NaN wherever no row has a key, and what the table holds after a row's pages are no pages at all."""
-    width = table_width or max(-(-(n + c) // page_size) for n, c in zip(lengths, computed, strict=True)) + 2
+    width = max(-(-(n + c) // page_size) for n, c in zip(lengths, computed, strict=True)) + 2
     ends = [n + c if n else 0 for n, c in zip(lengths, computed, strict=True)]
     pages = [-(-end // page_size) for end in ends]
     total = sum(pages) + 1
@@ -132,3 +133,217 @@ def test_paged_attention_is_the_equation(rng, dims, dtype, page_size, window, im
     out = batch.run(max_query_tokens=window, **options_of(implementation, config))
     assert out.dtype == dtype
     assert_is_attention(batch, out)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_every_length(rng, implementation):
+    """Every length around the edges of pages, blocks, splits and shares, in one verify token and two."""
+    ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161]
+    lengths = [1 + end % 2 for end in ends]
+    batch = make(rng, lengths, [end - n for end, n in zip(ends, lengths, strict=True)], DIMS["one head of 8"])
+    assert_is_attention(batch, batch.run(max_query_tokens=2, **options_of(implementation)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [1, None])
+def test_scale_and_heads_that_one_tile_cannot_hold(rng, window, implementation):
+    batch = make(rng, [1, 1], [40, 3], DIMS["40 heads"])
+    out = batch.run(max_query_tokens=window, scale=0.5, **options_of(implementation))
+    assert_is_attention(batch, out, scale=0.5)
+
+
+def same_bits(one, other):
+    np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+BITS = [
+    *(("4 of 32", jnp.float32, implementation) for implementation in ("xla", "interpret")),
+    ("latent 24 and 8", jnp.bfloat16, "interpret"),
+    *(
+        pytest.param(dims, dtype, "triton", marks=pytest.mark.gpu)
+        for dims in ("4 of 32", "16 of 256", "latent 576")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ),
+]
+
+
+@pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
+@pytest.mark.parametrize("window", [3, None])
+def test_row_does_not_depend_on_other_rows(rng, dims, dtype, implementation, window, optimized_programs):
+    """Alone, beside other rows, and in another bucket with a wider table and other pages."""
+    lengths, computed = [2, 3, 1], [140, 0, 75]
+    batch = make(rng, lengths, computed, DIMS[dims], dtype)
+    options = dict(max_query_tokens=window) | options_of(implementation, SMALL if window else SMALL_PROMPT)
+    together = batch.run(**options)
+    for r in range(3):
+        begin, end = np.asarray(pack(lengths))[r : r + 2]
+        q = batch.arguments["q"]
+        alone = dict(
+            q=jnp.concatenate([q[begin:end], jnp.full((9, *q.shape[1:]), jnp.nan, dtype)]),
+            query_start_loc=pack([end - begin], padding_rows=1),
+            num_computed_tokens=jnp.asarray([computed[r], 0], jnp.int32),
+            page_table=jnp.pad(batch.arguments["page_table"][r : r + 1], ((0, 1), (0, 40)), constant_values=-7),
+        )
+        same_bits(batch.run(**alone, **options)[: end - begin], together[begin:end])
+
+
+@pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
+def test_verify_tokens_have_the_bits_of_decode_rows(rng, dims, dtype, implementation, optimized_programs):
+    """A verify row of eight tokens over the edge of a split and of shares that wrap, and each token as a row of its own."""
+    for computed in (28, 124, 200):
+        batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
+        options = options_of(implementation, dataclasses.replace(SMALL, queries=32))
+        verify = batch.run(max_query_tokens=8, **options)
+        decode = batch.run(
+            query_start_loc=pack([1] * 8),
+            num_computed_tokens=computed + jnp.arange(8, dtype=jnp.int32),
+            page_table=jnp.tile(batch.arguments["page_table"], (8, 1)),
+            max_query_tokens=1,
+            **options,
+        )
+        same_bits(verify, decode)
+
+
+@pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
+def test_prompt_has_the_same_bits_however_it_is_cut(rng, dims, dtype, implementation, optimized_programs):
+    total = 170
+    batch = make(rng, [total], [0], DIMS[dims], dtype, extra_tokens=0)
+    options = options_of(implementation, SMALL_PROMPT)
+    whole = batch.run(**options)
+    for cuts in ([0, 64, total], [0, 1, 7, 50, 129, total]):
+        for begin, end in itertools.pairwise(cuts):
+            q = jnp.pad(batch.arguments["q"][begin:end], ((0, total - (end - begin)), (0, 0), (0, 0)))
+            part = batch.run(
+                q=q, query_start_loc=pack([end - begin]), num_computed_tokens=jnp.asarray([begin], jnp.int32), **options
+            )
+            same_bits(part[: end - begin], whole[begin:end])
+
+
+def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
+    batch = make(rng, [8], [200], DIMS["4 of 32"])
+    same_bits(batch.run(max_query_tokens=8, implementation="xla"), batch.run(implementation="xla"))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("window", [3, None])
+def test_the_number_of_programs_changes_no_bit(rng, window, implementation, optimized_programs):
+    batch = make(rng, [3, 1], [300, 70], DIMS["4 of 32"])
+    run = lambda n: batch.run(
+        max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n), **how(implementation)
+    )
+    for programs in (2, 4):
+        same_bits(run(1), run(programs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [("16 of 256", 16), ("8 of 192", 64), ("latent 576", 16), ("8 of 64", 24)]
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", ["decode", "verify", "prompt"])
+def test_default_configuration_over_long_rows(rng, dims, page_size, dtype, kind):
+    """The kernel's own splits and shares, several times around."""
+    lengths, computed = {
+        "decode": ([1, 1, 0, 1, 1], [17000, 511, 0, 512, 0]),
+        "verify": ([4, 3, 0, 4, 1], [17000, 510, 0, 3000, 0]),
+        "prompt": ([70, 3, 0, 129, 40], [20000, 4094, 0, 0, 4090]),
+    }[kind]
+    batch = make(rng, lengths, computed, DIMS[dims], dtype, page_size)
+    window = None if kind == "prompt" else max(lengths)
+    assert_is_attention(batch, batch.run(max_query_tokens=window, implementation="triton"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", ["4 of 32", "16 of 256", "8 of 192", "latent 576"])
+def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
+    dtype, computed = jnp.bfloat16, 16380
+    batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
+    verify = [batch.run(max_query_tokens=n, implementation="triton") for n in (8, 9)]
+    same_bits(*verify)
+    decode = batch.run(
+        query_start_loc=pack([1] * 8),
+        num_computed_tokens=computed + jnp.arange(8, dtype=jnp.int32),
+        page_table=jnp.tile(batch.arguments["page_table"], (8, 1)),
+        max_query_tokens=1,
+        implementation="triton",
+    )
+    same_bits(verify[0], decode)
+    batch = make(rng, [300], [4000], DIMS[dims], dtype, extra_tokens=0)
+    whole = batch.run(implementation="triton")
+    for begin, end in ((0, 95), (95, 97), (97, 300)):
+        q = jnp.pad(batch.arguments["q"][begin:end], ((0, 300 - (end - begin)), (0, 0), (0, 0)))
+        part = batch.run(
+            q=q,
+            query_start_loc=pack([end - begin]),
+            num_computed_tokens=jnp.asarray([4000 + begin], jnp.int32),
+            implementation="triton",
+        )
+        same_bits(part[: end - begin], whole[begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, None])
+def test_pages_beyond_2_to_the_31_elements(rng, large_pool, window):
+    """8.6 GB of keys: the last page is read, and not the one whose offset is smaller by 2^31."""
+    page_size, dims = 512, Dims(4, 2, 128)
+    pages = 2**31 // (page_size * dims.kv_heads * dims.key_dim) + 4
+    batch = make(rng, [1], [300], dims, jnp.bfloat16, page_size)
+    page = batch.arguments["page_table"][0, 0]
+    grow = lambda pool: jnp.zeros((1, pages, *pool.shape[2:]), pool.dtype).at[0, pages - 1].set(pool[LAYER, page])
+    keys = jax.jit(grow)(batch.arguments["keys"])
+    # Latent attention reads values from the same pool.
+    batch.rows = [(batch.rows[0][0], batch.rows[0][0])]
+    out = batch.run(
+        keys=keys,
+        values=None,
+        value_dim=dims.key_dim,
+        layer=0,
+        page_table=jnp.full((1, 2), pages - 1, jnp.int32),
+        max_query_tokens=window,
+        implementation="triton",
+    )
+    assert_is_attention(batch, out)
+
+
+def test_calls_without_tokens_or_rows(rng):
+    batch = make(rng, [1], [3], DIMS["4 of 32"], extra_tokens=0)
+    assert batch.run(q=batch.arguments["q"][:0]).shape == (0, 4, 32)
+    none = dict(query_start_loc=pack([]), num_computed_tokens=jnp.zeros(0, jnp.int32))
+    out = batch.run(page_table=batch.arguments["page_table"][:0], **none)
+    np.testing.assert_array_equal(out, np.zeros((1, 4, 32), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=jnp.zeros((4, 3, 32))), "number of heads of keys must divide q's 3 heads, got 2"),
+        (dict(value_dim=16), "value_dim must be given if and only if values is None, got 16"),
+        (dict(values=None), "value_dim must be given if and only if values is None, got None"),
+        (dict(values=None, value_dim=33), "value_dim must be from 1 to key_dim = 32, got 33"),
+        (dict(max_query_tokens=0), "max_query_tokens must be None or at least 1, got 0"),
+        (dict(scale=-1.0), "scale must be None or positive, got -1.0"),
+        (dict(page_table=jnp.zeros((2, 3), jnp.int32)), "page_table must be Int32"),
+        (dict(layer=1.5), "layer must be"),
+    ],
+)
+def test_bad_arguments(rng, change, message):
+    batch = make(rng, [1], [3], DIMS["4 of 32"])
+    with pytest.raises(ValueError, match=message):
+        batch.run(**change)
+
+
+def test_heads_that_are_too_wide_run_as_xla():
+    array = lambda *shape: jnp.zeros(shape, jnp.float32)
+    run = lambda **how: paged_attention(
+        array(1, 1, 2048),
+        array(1, 2, 16, 1, 2048),
+        array(1, 2, 16, 1, 2048),
+        0,
+        pack([1]),
+        jnp.zeros(1, jnp.int32),
+        jnp.ones((1, 1), jnp.int32),
+        **how,
+    )
+    with pytest.raises(UnsupportedError, match="keys of 2048 and values of 2048 dims"):
+        run(implementation="triton")
+    assert not np.asarray(run()).any()
