@@ -17,12 +17,13 @@ import pytest
 from flax import nnx
 from oracles import ops as oracles
 
-from benchmarks import kernel_benchmark, kernels, pipeline, plot, precision, prefill, reference, timing, tune
+from benchmarks import attention, kernel_benchmark, kernels, pipeline, plot, precision, prefill, reference, timing, tune
 from benchmarks.kernels import OPS
 from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
 SMALL = {
@@ -434,3 +435,32 @@ def test_tables_have_names_and_machines_are_listed_once():
     assert tables(rows)["kernels"].count("\n") == 1 + len(rows)
     assert machines(rows) == "- NVIDIA H200, driver 580, JAX 0.11.2, at abc, def, 2026-11-20 to 2026-11-22"
     assert machines([row, row | dict(driver="590")]) == "- NVIDIA H200, driver 590, JAX 0.11.2, at abc, 2026-11-20"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("decode", (1, 1), (100, 20), heads=4, kv_heads=2, key_dim=32, page_size=16, max_model_len=128),
+        AttentionCase(
+            "prompt", (70, 5), (10, 3), None, heads=2, kv_heads=1, key_dim=48, value_dim=32, max_model_len=128
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_attention_benchmark_compares_every_path_with_float32(case, monkeypatch):
+    monkeypatch.setattr(attention, "ROTATION_BYTES", 1 << 16)
+    paths = attention.candidates_of(case, tune=False)
+    assert list(paths) == ["triton", "xla", "gather"]
+    paths["triton"] = attention.candidates_of(case, tune=False, interpret=True)["triton"]
+    for row in attention.measure(case, paths, time_it=False):
+        assert 0 < row["rms_error"] < 4e-3
+    # What is timed: calls on one layer after another.
+    setup = attention.prepare(case)
+    assert setup.layers > 1
+    attention.compile_turns(setup, paths["xla"], 3)()
+
+
+def test_attention_benchmark_names_every_configuration_that_it_tries():
+    for case in attention.DECODE_CASES + attention.PROMPT_CASES:
+        paths = attention.candidates_of(case, tune=True)
+        assert len(paths) == 1 + len(attention.tuned(case))

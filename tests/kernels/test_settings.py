@@ -13,6 +13,7 @@ from pallas_kernels import (
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    paged_attention,
     selective_scan,
     selective_state_update,
     ssd,
@@ -38,6 +39,8 @@ def run(draw, implementation):
     chunks = chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
     prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
+    pages = array(1, 6, 4, HEADS, DIM)
+    attention = pages, pages, 0, loc, ints(3, 9), ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
     return (
         state_copy(recurrent, ints(1, 2), ints(3, 4), **how),
         state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
@@ -49,6 +52,8 @@ def run(draw, implementation):
         gated_delta_rule_prefill(*narrow(q, k, v), g, beta, *prefill, **how),
         gated_delta_rule_prefill(q, k, v, -jnp.abs(k), beta, *prefill, **how),
         causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
+        paged_attention(q, *attention, max_query_tokens=5, **how),
+        paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
         selective_scan(v, k, -jnp.abs(recurrent[0, 0]), q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )
 
