@@ -1,7 +1,7 @@
 """Times attention over pages: `python -m benchmarks.attention --json benchmarks/results/FILE.jsonl --commit COMMIT`.
 
 Every case is compared with float32 first, on a sample of its tokens, with NaN in the pages after each row's end. `us` is the
-sum of the durations of the kernels of a call. Beside it are the times of the "xla" implementation and of gathering all pages
+sum of the durations of a call's kernels. Beside it are the times of the "xla" implementation and of gathering all pages
 of every row, which the models did before. `--tune` times several configurations instead, and prints the fastest last.
 """
 
@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ GATHER_BYTES = 8 * 2**30  # of what the old path gathers at most
 LIMIT = 1e-2  # of the relative error
 
 Arguments = dict[str, Any]
+Run = Callable[[Arguments, Any], jax.Array]  # (arguments, layer) -> out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,32 +174,37 @@ def sampled_error(setup: Setup, out: jax.Array) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def compile_turns(setup: Setup, run: Callable[[Arguments, Any], jax.Array], turns: int) -> Callable[[], Any]:
-    """Compiles a loop of `turns` calls, each on the next layer. Returns a function that runs it and waits."""
+def compile_turns(setup: Setup, run: Run) -> Callable[[int], jax.Array]:
+    """Returns a function that runs some calls, each on the next layer, and returns the result of the last one."""
+    case = setup.case
 
-    def loop(arguments):
-        def body(turn, q):
+    def loop(arguments, turns):
+        def body(turn, carry):
+            q, _ = carry
             out = run(arguments | dict(q=q), jax.lax.rem(turn, jnp.int32(setup.layers)))
-            return jax.lax.optimization_barrier((q, out))[0]
+            return jax.lax.optimization_barrier((q, out))
 
-        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(turns), body, arguments["q"])
+        out = jnp.zeros((*arguments["q"].shape[:2], case.out_dim), case.dtype)
+        return jax.lax.fori_loop(jnp.int32(0), turns, body, (arguments["q"], out))[1]
 
-    compiled = jax.jit(loop).lower(setup.arguments).compile()
-    return lambda: jax.block_until_ready(compiled(setup.arguments))
+    compiled = jax.jit(loop).lower(setup.arguments, jnp.int32(1)).compile()
+    return lambda turns: jax.block_until_ready(compiled(setup.arguments, jnp.int32(turns)))
 
 
-def microseconds(launch: Callable[[], Any], turns: int) -> dict[str, float]:
-    """Median microseconds of a call: of all kernels (`us`), and of each kernel of the op."""
-    launch()
+def microseconds(launch: Callable[[int], Any], turns: int) -> dict[str, float]:
+    """Median microseconds of a call: of all kernels, and of the op's two kernels.
+
+    `us` is the op's kernels if there are any. The others are those of the loop, and indices that a model's layers share.
+    """
+    launch(turns)
     rounds = []
     for _ in range(ROUNDS):
-        each = {"us": 0.0, "attend_us": 0.0, "merge_us": 0.0}
-        for name, us in kernel_times(launch):
-            merges = name.startswith("paged_attention_merge")
-            part = "merge_us" if merges else "attend_us" if name.startswith("paged_attention") else None
-            for key in ("us", part):
-                if key:
-                    each[key] += us / turns
+        each = {"us": 0.0, "all_us": 0.0, "attend_us": 0.0, "merge_us": 0.0}
+        for name, us in kernel_times(lambda: launch(turns)):
+            each["all_us"] += us / turns
+            if name.startswith("paged_attention"):
+                each["merge_us" if name.startswith("paged_attention_merge") else "attend_us"] += us / turns
+        each["us"] = each["attend_us"] + each["merge_us"] or each["all_us"]
         rounds.append(each)
     return {key: round(statistics.median(each[key] for each in rounds), 2) for key in rounds[0]}
 
@@ -211,7 +217,6 @@ def tuned(case: Case) -> list[Config]:
                 (64, 32, 4096, 4, 8, 2),
                 (64, 64, 4096, 4, 8, 1),
                 (64, 64, 4096, 4, 8, 2),
-                (128, 32, 4096, 4, 8, 2),
             ]
         else:
             tries = [
@@ -234,29 +239,25 @@ def tuned(case: Case) -> list[Config]:
     ]
 
 
-def measure(case: Case, candidates: dict[str, Callable[[Arguments, Any], jax.Array]], time_it: bool) -> list[Row]:
+def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
     """One row per candidate: its error, and its times if it is right. Programs are compiled side by side."""
     setup = prepare(case)
     turns = max(4, min(16, round(4000 / (setup.bytes / 4e6 + setup.flops / 3e8))))
 
-    def build(run):
-        once = jax.jit(run).lower(setup.arguments, jnp.int32(0)).compile()
-        return once, compile_turns(setup, run, turns) if time_it else None
-
     rows = []
     with ThreadPoolExecutor(8) as pool:
-        built = {name: pool.submit(build, run) for name, run in candidates.items()}
+        built = {name: pool.submit(compile_turns, setup, run) for name, run in candidates.items()}
+        # Compiling XLA's programs may run kernels, which would be counted.
+        wait(built.values())
         for name, future in built.items():
             row: Row = {"case": case.name, "candidate": name}
             rows.append(row)
             try:
-                once, launch = future.result()
-                out = once(setup.arguments, jnp.int32(0))
-                row["rms_error"] = sampled_error(setup, out)
-                del out
+                launch = future.result()
+                row["rms_error"] = sampled_error(setup, launch(1))
                 if not row["rms_error"] <= LIMIT:
                     row["failed"] = f"rms_error is above {LIMIT}"
-                elif launch is not None:
+                elif time_it:
                     row |= microseconds(launch, turns)
                     row |= {"tb_s": round(setup.bytes / row["us"] / 1e6, 3)}
                     row |= {"tflop_s": round(setup.flops / row["us"] / 1e6, 1)}
@@ -271,15 +272,15 @@ def short(config: Config) -> str:
     return text + (f"_g{config.programs}" if config.programs else "")
 
 
-def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Callable[[Arguments, Any], jax.Array]]:
+def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
     """Named functions that compute a case."""
-    run = lambda **how: lambda arguments, layer: call(case, arguments, layer, **how)
-    found = {"triton": run(implementation="triton", **options)}
+    run = lambda **how: functools.partial(call, case, **how)
+    found: dict[str, Run] = {"triton": run(implementation="triton", **options)}
     if tune:
         return found | {short(c): run(implementation="triton", config=c, **options) for c in tuned(case)}
     found["xla"] = run(implementation="xla")
     if gathered_bytes(case) <= GATHER_BYTES:
-        found["gather"] = lambda arguments, layer: gather(case, arguments, layer)
+        found["gather"] = functools.partial(gather, case)
     return found
 
 

@@ -95,13 +95,14 @@ def paged_attention(
         f"paged_attention: max_query_tokens must be None or at least 1, got {max_query_tokens}",
     )
     require(scale is None or scale > 0, f"paged_attention: scale must be None or positive, got {scale}")
-    value_dim = values.shape[4] if values is not None else value_dim
+    dims = values.shape[4] if values is not None else value_dim or 0
     if 0 in (q.shape[0], num_computed_tokens.shape[0], page_table.shape[1]):
-        return jnp.zeros((*q.shape[:2], value_dim), q.dtype)
+        return jnp.zeros((*q.shape[:2], dims), q.dtype)
     operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table)
-    options = dict(max_query_tokens=max_query_tokens, value_dim=value_dim, scale=float(scale or key_dim**-0.5))
-    sizes = dict(max_query_tokens=max_query_tokens, value_dim=value_dim, config=config)
-    unsupported = pallas_triton.unsupported(q, keys, is_latent=values is None, **sizes)
+    options = dict(max_query_tokens=max_query_tokens, value_dim=dims, scale=float(scale or key_dim**-0.5))
+    unsupported = pallas_triton.unsupported(
+        q, keys, is_latent=values is None, max_query_tokens=max_query_tokens, value_dim=dims, config=config
+    )
     return _attend(operands, tuple(options.items()), implementation, config, interpret, unsupported)
 
 

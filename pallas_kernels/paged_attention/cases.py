@@ -1,6 +1,7 @@
 """Named workloads of paged_attention, shared by tests, tuning and benchmarks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Case:
         return self.value_dim or self.key_dim
 
 
-def _decode(name: str, rows: int, keys: int, window: int = 1, **dims: object) -> Case:
-    return Case(name, (window,) * rows, (keys - window,) * rows, window, **dims)  # type: ignore[arg-type]
+def _decode(name: str, rows: int, keys: int, window: int = 1, **dims: Any) -> Case:
+    return Case(name, (window,) * rows, (keys - window,) * rows, window, **dims)
 
 
 def _ragged(rows: int) -> tuple[int, ...]:
@@ -38,7 +39,8 @@ def _ragged(rows: int) -> tuple[int, ...]:
     return tuple(32767 if r % 16 == 5 else 256 + (977 * r) % 4096 for r in range(rows))
 
 
-_MLA: dict[str, int] = dict(heads=32, kv_heads=1, key_dim=576, value_dim=512)
+_MLA: dict[str, Any] = dict(heads=32, kv_heads=1, key_dim=576, value_dim=512)
+_WIDE_MLA: dict[str, Any] = dict(_MLA, heads=128)
 # Qwen3.5-4B's attention: 16 heads over 4 heads of keys of 256. Kimi-Linear's latent attention.
 DECODE_CASES = (
     *(_decode(f"attention decode {rows}x4096", rows, 4096) for rows in (1, 16, 64, 256)),
@@ -65,11 +67,11 @@ ODD_CASES = (
     _decode("attention verify 192", 4, 300, window=8, heads=16, kv_heads=2, key_dim=192, page_size=512),
     _decode("attention verify 256 float32", 4, 700, window=4, dtype="float32", page_size=16),
     _decode("attention decode MLA float32", 4, 700, **_MLA, dtype="float32"),
-    _decode("attention decode MLA of 128 heads", 4, 700, **_MLA | dict(heads=128)),
+    _decode("attention decode MLA of 128 heads", 4, 700, **_WIDE_MLA),
     Case("attention prompt 96", (100, 3), (10, 0), None, heads=6, kv_heads=2, key_dim=96, page_size=24),
     Case("attention prompt 128 float16", (100, 3), (10, 0), None, heads=8, kv_heads=1, key_dim=128, dtype="float16"),
     Case("attention prompt 256 float32", (100, 3), (10, 0), None, dtype="float32"),
     Case("attention prompt MLA float32", (100, 3), (10, 0), None, **_MLA, dtype="float32"),
-    Case("attention prompt MLA of 128 heads", (100, 3), (10, 0), None, **_MLA | dict(heads=128)),
+    Case("attention prompt MLA of 128 heads", (100, 3), (10, 0), None, **_WIDE_MLA),
 )
 CASES = DECODE_CASES + PROMPT_CASES + ODD_CASES

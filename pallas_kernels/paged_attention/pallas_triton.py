@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
+from pallas_kernels.paged_attention._tiles import keys_of_tokens, tiles
 from pallas_kernels.paged_attention.config import Config, default_config, default_programs
-from pallas_kernels.paged_attention.tiles import keys_of_tokens, tiles
 from pallas_kernels.rows import token_rows
 
 _LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
@@ -154,10 +154,9 @@ def _attend_kernel(
 
             # Scores of keys that do not exist are replaced below. A weight of 0 does not hide a value that is NaN.
             keys = [take(refs.keys, d, is_masked and is_latent and i < len(value_dims)) for i, d in enumerate(key_dims)]
-            scores = None
-            for q, k in zip(queries, keys, strict=True):
-                product = dot(q, k, contract=(1, 1), interpret=interpret)
-                scores = product if scores is None else scores + product
+            scores = dot(queries[0], keys[0], contract=(1, 1), interpret=interpret)
+            for q, k in zip(queries[1:], keys[1:], strict=True):
+                scores = scores + dot(q, k, contract=(1, 1), interpret=interpret)
             if is_masked:
                 seen = exists[None, :] & (position[None, :] <= position_of[:, None])
                 scores = jnp.where(seen, scores, -jnp.inf)
@@ -256,8 +255,8 @@ def paged_attention(
     grid = kv_heads * tile.per_group, cut.row.shape[0]
     programs = used.programs or default_programs(used, grid[0] * grid[1], is_prompt=is_prompt)
 
-    array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
-    shared = array(used.shares, num_tokens, heads)
+    of_shares = (used.shares, num_tokens, heads)
+    array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     attended = pt.call(
         functools.partial(
             _attend_kernel,
@@ -274,10 +273,10 @@ def paged_attention(
         grid=(*grid, programs),
         inputs=dict(q=q, keys=keys, values=values, layer=layer, page_table=page_table) | cut._asdict(),
         outputs=dict(
-            out=array(num_tokens, heads, value_dim, dtype=q.dtype),
-            sums=array(*shared.shape, value_dim),
-            tops=shared,
-            totals=shared,
+            out=array((num_tokens, heads, value_dim), q.dtype),
+            sums=array((*of_shares, value_dim)),
+            tops=array(of_shares),
+            totals=array(of_shares),
         ),
         updates={},
         num_warps=used.num_warps,

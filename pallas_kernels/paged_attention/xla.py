@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.tiles import tiles
+from pallas_kernels.paged_attention._tiles import tiles
 from pallas_kernels.rows import token_rows
 
 _TILE = 8  # tokens; the same for all kinds of rows, so that their bits are the same

@@ -246,7 +246,7 @@ def test_default_configuration_over_long_rows(rng, dims, page_size, dtype, kind)
     lengths, computed = {
         "decode": ([1, 1, 0, 1, 1], [17000, 511, 0, 512, 0]),
         "verify": ([4, 3, 0, 4, 1], [17000, 510, 0, 3000, 0]),
-        "prompt": ([70, 3, 0, 129, 40], [20000, 4094, 0, 0, 4090]),
+        "prompt": ([9, 3, 0, 66, 33], [20000, 4094, 0, 0, 4080]),
     }[kind]
     batch = make(rng, lengths, computed, DIMS[dims], dtype, page_size)
     window = None if kind == "prompt" else max(lengths)
