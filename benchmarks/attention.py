@@ -240,11 +240,12 @@ def tuned(case: Case) -> list[Config]:
 
 
 def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
-    """One row per candidate: its error, and its times if it is right. Programs are compiled side by side."""
+    """One row per candidate: its error, whether its bits are the first one's, and its times if it is right."""
     setup = prepare(case)
     turns = max(4, min(16, round(4000 / (setup.bytes / 4e6 + setup.flops / 3e8))))
 
-    rows = []
+    rows: list[Row] = []
+    first = None
     with ThreadPoolExecutor(8) as pool:
         built = {name: pool.submit(compile_turns, setup, run) for name, run in candidates.items()}
         # Compiling XLA's programs may run kernels, which would be counted.
@@ -254,7 +255,10 @@ def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
             rows.append(row)
             try:
                 launch = future.result()
-                row["rms_error"] = sampled_error(setup, launch(1))
+                out = launch(1)
+                first = out if first is None else first
+                row["rms_error"] = sampled_error(setup, out)
+                row["same_bits"] = bool(jnp.array_equal(out, first))
                 if not row["rms_error"] <= LIMIT:
                     row["failed"] = f"rms_error is above {LIMIT}"
                 elif time_it:

@@ -22,9 +22,10 @@ def read_rows(file: Path) -> list[Row]:
 def newest(rows: Iterable[Row]) -> list[Row]:
     """Returns the newest row of each case, in the order in which the cases first appear.
 
-    The share of crossing rows and the number of devices are part of a case, if a row has them.
+    The share of crossing rows, the number of devices and the candidate are part of a case, if a row has them.
     """
-    return list({(row["case"], row.get("crossing"), row.get("devices")): row for row in rows}.values())
+    of_case = lambda row: (row["case"], *map(row.get, ("crossing", "devices", "candidate")))
+    return list({of_case(row): row for row in rows}.values())
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -184,6 +185,25 @@ def sequence_table(rows: list[Row]) -> str:
     return markdown([name.replace("_", " ") for name in names], ([str(row[name]) for name in names] for row in rows))
 
 
+def model_table(rows: list[Row]) -> str:
+    """Tabulates whole models beside their floors: the engine's own step, or the time to a prompt's first token."""
+
+    def line(row: Row) -> tuple[str, ...]:
+        us = 1e3 * row["ttft_ms"] if "ttft_ms" in row else row["step_us"]
+        busy, kernels = (f"{row[name]:.0f}" if name in row else "-" for name in ("busy_us", "kernels"))
+        floor, ratio = f"{row['floor_us'] / 1e3:.2f} ms", f"{us / row['floor_us']:.2f}"
+        return row["case"], f"{us / 1e3:.2f} ms", floor, ratio, busy, kernels
+
+    return markdown(("case", "time", "floor", "ratio", "kernels run, us", "kernels"), map(line, rows))
+
+
+def attention_table(rows: list[Row]) -> str:
+    """Tabulates paged attention in microseconds, each implementation in a column, and the Triton kernels' bandwidth."""
+    rate = {row["case"]: f"{row['tb_s']:.2f}" for row in rows if row["candidate"] == "triton"}
+    kept = [row | {"TB/s of triton": rate.get(row["case"], "-")} for row in rows if "us" in row]
+    return pivot(kept, ("case", "TB/s of triton"), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -197,6 +217,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "devices": ("engine_us", device_table),
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
+    "models": ("floor_us", model_table),
+    "attention": ("candidate", attention_table),
 }
 
 

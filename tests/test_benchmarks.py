@@ -17,7 +17,19 @@ import pytest
 from flax import nnx
 from oracles import ops as oracles
 
-from benchmarks import attention, kernel_benchmark, kernels, pipeline, plot, precision, prefill, reference, timing, tune
+from benchmarks import (
+    attention,
+    kernel_benchmark,
+    kernels,
+    model,
+    pipeline,
+    plot,
+    precision,
+    prefill,
+    reference,
+    timing,
+    tune,
+)
 from benchmarks.kernels import OPS
 from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
@@ -465,3 +477,30 @@ def test_attention_benchmark_names_every_configuration_that_it_tries():
     for case in attention.DECODE_CASES + attention.PROMPT_CASES:
         paths = attention.candidates_of(case, tune=True)
         assert len(paths) == 1 + len(attention.tuned(case))
+
+
+def test_the_floor_of_a_model_counts_every_matrix():
+    config = model.MODELS["qwen3.5-4b"]
+    shapes = nnx.state(nnx.eval_shape(lambda: models.qwen3_5.Model(config, nnx.Rngs(0))))
+    kernels = [leaf.size for place, leaf in nnx.to_flat_state(shapes) if place[-1] == "kernel"]
+    assert sum(inputs * outputs for inputs, outputs in model.products(config)) == sum(kernels)
+    floor = functools.partial(model.floor_us, config, copy_rate=4e6)
+    # One row reads all weights, its keys and values and its states; twice the rows read the weights once.
+    row_bytes = 4096 * 8 * 2 * 4 * 256 * 2 + 2 * 24 * 32 * 128 * 128 * 4
+    one, two = (floor(model.Case("decode", rows, 4096)) for rows in (1, 2))
+    np.testing.assert_allclose(one, (2 * (sum(kernels) + config.hidden_size * config.vocab_size) + row_bytes) / 4e6)
+    np.testing.assert_allclose(two - one, row_bytes / 4e6)
+    # A long prompt is bound by arithmetic, and its attention grows with the square of its length.
+    attention_us = 2 * 8 * 16 * 256 * 4096**2 / model.FLOPS_PER_US
+    prompt, twice = (floor(model.Case("prompt", 1, context)) for context in (4096, 8192))
+    head = max(2 * config.hidden_size * config.vocab_size / 4e6, 0)
+    np.testing.assert_allclose(twice - head, 2 * (prompt - head) + 2 * attention_us)
+
+
+@pytest.mark.deep
+def test_rows_of_models_are_complete(tmp_path):
+    sizes = ["--max-model-len=1100", "--max-num-seqs=2", "--max-num-batched-tokens=128"]
+    (row,) = model.main(["--model=tiny", "--case=prompt 512", f"--json={tmp_path / 'rows.jsonl'}", *sizes])
+    assert row["ratio"] == 1e3 * row["ttft_ms"] / row["floor_us"] > 1
+    assert [*read_rows(tmp_path / "rows.jsonl")] == [json.loads(json.dumps(row))]
+    assert "prompt 512" in tables([row])["models"]

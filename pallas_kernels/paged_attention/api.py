@@ -44,9 +44,10 @@ def paged_attention(
     the pages hold after a row's end, NaN included, never reaches a result. Entries of `page_table` after a row's end are not
     read. Time and traffic follow the lengths of the rows ("xla": the length of the longest row), not the table's width.
 
-    A token's result does not depend on other rows, to the bit, nor on later tokens of its row. With `max_query_tokens` it is
-    the same whether the token came as a decode row or in a verify row. Without, it is the same however the row's tokens were
-    cut into calls. The two kinds of calls agree up to rounding ("xla": to the bit).
+    A token's result does not depend on other rows, to the bit, nor on later tokens of its row, as long as those are finite.
+    With `max_query_tokens`, it has the same bits whether the token came as a decode row or in a verify row. Without, it has
+    the same bits however the row's tokens were cut into calls. The two kinds of calls agree up to rounding ("xla": to the
+    bit).
 
     Numerics: scores, softmax and sums are float32. Weights are rounded to q's dtype before they are multiplied with values.
     float32 products are three products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
