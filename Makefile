@@ -16,14 +16,12 @@ demo: $(VENV)/ready
 	$(BIN)/python -m mamba_align_jax demo $(DEMO_ARGS)
 
 # A worker runs whole files, which share programs, and the slowest files come first (tests/conftest.py).
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-
 test: $(VENV)/ready
-	$(PYTEST) $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TEST_ARGS)
 
 # Also the long searches and the full products of cases, which `make test` leaves out.
-test-all: $(VENV)/ready
-	$(PYTEST) --depth=full $(TEST_ARGS)
+test-all:
+	$(MAKE) test TEST_ARGS="--depth=full $(TEST_ARGS)"
 
 mutants: $(VENV)/ready
 	$(BIN)/python tests/mutants.py
