@@ -355,6 +355,7 @@ def test_precision_measures_every_architecture():
         assert model.state_groups()
 
 
+@pytest.mark.deep
 def test_precision_sees_only_rounding_and_names_ops_without_a_kernel(tmp_path, monkeypatch, capsys):
     """Errors have the size of rounding. Decode steps continue from the states of the prompts."""
     monkeypatch.setitem(precision.MODELS, "mamba2", dict(num_heads=2, head_dim=16, n_groups=1, state_size=256))

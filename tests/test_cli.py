@@ -41,6 +41,7 @@ def test_demo_returns_status_1_if_a_token_is_wrong(monkeypatch):
     assert main(["demo", "--model", QUICK]) == 1
 
 
+@pytest.mark.deep
 def test_generate_prints_the_prompt_and_its_continuation(capsys):
     assert main(["generate", "--prompt", "def ", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith("def ")

@@ -23,6 +23,7 @@ def run(*arguments):
     ).stdout
 
 
+@pytest.mark.deep
 def test_the_engine_in_ten_lines():
     out = run("-c", blocks("README.md")[0])
     first, *others = (
@@ -41,6 +42,7 @@ def test_the_quickstart():
     assert "hit_requests=1" in stats
 
 
+@pytest.mark.deep
 def test_the_foreign_step_is_the_example_and_the_example_runs():
     """It imports neither the engine nor flax."""
     example = ROOT / "examples" / "foreign_step.py"

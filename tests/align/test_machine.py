@@ -7,6 +7,7 @@ import depth
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from fakes.server import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -180,5 +181,6 @@ class KernelMachine(Machine):
         return self.past[tokens]
 
 
+@pytest.mark.deep
 def test_kernels_agree_with_the_replay_in_tokens():
     run(KernelMachine, depth.examples(quick=5, full=12), steps=depth.examples(quick=80, full=200))

@@ -76,7 +76,7 @@ def reference(model):
     return Reference(model)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.deep), True], ids=["sync", "async"])
 def make(request, model):
     return lambda: Engine(model, EngineConfig(async_stepping=request.param, **SIZES))
 

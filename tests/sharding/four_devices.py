@@ -166,7 +166,7 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
 
 
-@pytest.mark.parametrize("name", ["mamba2", "kimi_linear"])
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("kimi_linear", marks=pytest.mark.deep)])
 def test_arrays_without_elements_are_not_used(mesh, name):
     """A model without attention has no keys, and latent attention no values. XLA in JAX 0.11 crashes over empty arrays."""
     config = EngineConfig(max_num_seqs=2, max_model_len=64, num_state_blocks=8, num_kv_pages=8)
@@ -247,7 +247,7 @@ def prompt(spec, model, tokens):
     return functools.partial(run, nnx.split(model)[0])
 
 
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("latent", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_every_kind_of_layer_does_what_one_device_does(mesh, latent):
     model, tokens = (
         randomised(functools.partial(zoo, latent)),
