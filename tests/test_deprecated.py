@@ -182,7 +182,7 @@ def close(ours, theirs):
     "make",
     [
         lambda: GatedDeltaNet(8, 1, 1, 4, 4, 4, 1e-6, "float32", nnx.Rngs(0)),
-        lambda: Mamba1Mixer(8, 8, 4, 2, 4, "float32", nnx.Rngs(0)),
+        pytest.param(lambda: Mamba1Mixer(8, 8, 4, 2, 4, "float32", nnx.Rngs(0)), marks=pytest.mark.deep),
     ],
 )
 def test_recurrent_layers_take_the_arguments_that_they_had(make):

@@ -210,6 +210,7 @@ def finite(value):
     return all(map(finite, value)) if isinstance(value, list) else isinstance(value, str) or math.isfinite(value)
 
 
+@pytest.mark.deep
 def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, capsys, monkeypatch):
     # An installed wheel has no `benchmarks`.
     monkeypatch.setitem(sys.modules, "benchmarks", None)

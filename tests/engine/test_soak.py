@@ -301,7 +301,8 @@ def test_any_workload_of_the_speller_is_right(name):
     matrix()
 
 
-@pytest.mark.parametrize("name", [pytest.param("bundled", marks=pytest.mark.deep), "tiny"])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["bundled", "tiny"])
 def test_any_workload_is_right_by_the_reference(name):
     """Random prompts repeat nothing, but their answers do, so that prompt lookup guesses some of their tokens."""
     path = BYTE_MODEL if name == "bundled" else Path(__file__).parents[1] / "data" / "qwen3_5_text"

@@ -318,7 +318,9 @@ def test_every_prefill_config_computes_the_same_bits(rng):
         np.testing.assert_array_equal(pool_[LAYER, 6], after[LAYER, 6])
 
 
-@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=GPU)])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("interpret", marks=pytest.mark.deep), pytest.param("triton", marks=GPU)]
+)
 def test_two_pieces_of_decayed_keys_are_nearly_float32(rng, implementation):
     dims, n = DIMS["grouped"], 70
     inputs, pool = make_prefill(rng, [n], dims, jnp.bfloat16, kda=True)
