@@ -61,7 +61,7 @@ def reference(model):
     return Reference(model)
 
 
-@pytest.fixture(scope="module", params=["copy_free", "pre_copy"])
+@pytest.fixture(scope="module", params=["copy_free", pytest.param("pre_copy", marks=pytest.mark.deep)])
 def make(request, model):
     """Makes engines of one policy."""
     return lambda drafter=None: Engine(model, EngineConfig(policy=request.param, **SIZES), drafter=drafter)
