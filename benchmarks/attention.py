@@ -105,7 +105,7 @@ def call(case: Case, arguments: Arguments, layer: Any, **options: Any) -> jax.Ar
 
 
 def gather(case: Case, arguments: Arguments, layer: Any) -> jax.Array:
-    """What the models ran before: all pages of each row at once, for 64 tokens of a prompt at a time."""
+    """Attends as the models did before: it gathers all pages of a row, for 64 tokens of a prompt at a time."""
     table, keys, values = (arguments[name] for name in ("page_table", "keys", "values"))
     width = -(-max(n + c for n, c in zip(case.lengths, case.computed, strict=True)) // case.page_size)
     step = case.window or 64

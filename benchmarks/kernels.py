@@ -7,7 +7,6 @@ float64 and the span, which is the wall-clock time from the start of a turn to t
 """
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import peers, prefill, update
 from benchmarks.kernel_benchmark import KernelBenchmark
 from benchmarks.timing import copy_bandwidth, span_per_turn, time_per_turn
-from mamba_align_jax.load.rows import environment
+from mamba_align_jax.load.rows import append, environment
 
 OPS = update.OPS | prefill.OPS
 TURNS = 24
@@ -211,9 +210,7 @@ def main() -> None:
             if "other_peers" in row:
                 line += "; also " + ", ".join(f"{name} {us:.2f} us" for name, us in row["other_peers"].items())
             print(line, flush=True)
-            if options.json:
-                with open(options.json, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+            append(options.json, row)
 
 
 if __name__ == "__main__":

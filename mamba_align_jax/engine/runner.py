@@ -162,7 +162,7 @@ class StepRunner:
         return result
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
-        slots, tables = [row.request.slot for row in rows], self.device_state.page_tables
+        slots, tables = [row.request.slot for row in rows if row.enters], self.device_state.page_tables
         tables = store_pages(tables, slots, page_entries(rows))
         self.device_state = replace(self.device_state, page_tables=tables)
 
