@@ -32,7 +32,9 @@ import optax
 from flax import nnx
 
 from mamba_align_jax.data import BYTE_MODEL
-from mamba_align_jax.layers.attention import attend
+from mamba_align_jax.layers.attention import Attention, attend
+from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.residual import total
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows, RowSplit
 from mamba_align_jax.models import load_model, qwen3_5
@@ -120,6 +122,31 @@ def prepare(stdlib: Path) -> dict[str, np.ndarray]:
     return {"docs": join(docs), "code": join(code), "validation": join(validation), "heldout": join(heldout)}
 
 
+def _graph(config: qwen3_5.Config) -> nnx.GraphDef:
+    """Returns the graph of a model whose products can be differentiated, which those of the kernels cannot."""
+    model = nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0)))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            module.implementation = "xla"
+    return nnx.split(model)[0]
+
+
+def _logits(model: CausalLM, hidden: jax.Array) -> jax.Array:
+    """Computes float32 logits [..., vocab] of hidden states [..., hidden]."""
+    weight = model.embed_tokens.embedding[...] if model.lm_head is None else model.lm_head.weight[...]
+    return jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
+
+
+def _output(mixer: Attention, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Computes `Attention.output` of sequences, [sequences, length, hidden]."""
+    return jax.vmap(lambda x, gate: total(mixer.output(x, gate), x.dtype))(attended, gate)
+
+
+def _feed_forward(layer: qwen3_5.Layer, x: jax.Array) -> jax.Array:
+    """Computes a layer's feed-forward part of [sequences, length, hidden]."""
+    return jax.vmap(lambda y: total(layer.mlp(y), y.dtype))(layer.post_attention_layernorm(x))
+
+
 def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
     """Computes the hidden states, float [sequences, length, hidden], of tokens, int [sequences, length].
 
@@ -144,15 +171,15 @@ def forward(model: qwen3_5.Model, tokens: jax.Array) -> jax.Array:
             conv, recurrent = (
                 jnp.zeros((1, 2, *state.block_shape(0)), state.dtype) for state in mixer.states(model.dtype, "float32")
             )
-            run = lambda y, mixer=mixer, conv=conv, recurrent=recurrent: mixer(y, at, conv, recurrent)[0]
+            run = lambda y, mixer=mixer, pools=(conv, recurrent): total(mixer(y, at, *pools)[0], y.dtype)
             out = jax.vmap(jax.checkpoint(run))(normed)
         else:
             mixer = layer.self_attn
             q, k, v, gate = jax.vmap(mixer.project, (0, None))(normed, positions)
             attended = jax.vmap(attend, (0, 0, 0, None))(q, k, v, positions[:, None] >= positions)
-            out = jax.vmap(mixer.output)(attended, gate)
+            out = _output(mixer, attended, gate)
         x = x + out
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x + _feed_forward(layer, x)
     return model.norm(x)
 
 
@@ -183,10 +210,10 @@ def head_logits(model: qwen3_5.Model, hidden: jax.Array, tokens: jax.Array, dept
         masks.append(positions[:, None] == positions if n else positions[:, None] >= positions)
         every = (jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1), jnp.concatenate(masks, axis=1))
         attended = jax.vmap(jax.checkpoint(attend), (0, 0, 0, None))(q, *every)
-        x = x + jax.vmap(mixer.output)(attended, gate)
-        x = x + decoder.mlp(decoder.post_attention_layernorm(x))
+        x = x + _output(mixer, attended, gate)
+        x = x + _feed_forward(decoder, x)
         hidden = head.norm(x)
-        logits.append(model.logits(hidden))
+        logits.append(_logits(model, hidden))
     return logits
 
 
@@ -198,7 +225,7 @@ def served(params: nnx.State) -> nnx.State:
 def bits(graph: nnx.GraphDef, params: nnx.State, fixed: None, tokens: jax.Array) -> jax.Array:
     """Returns the mean bits per byte of predicting each byte from the bytes before it."""
     model = nnx.merge(graph, served(params))
-    logits = model.logits(forward(model, tokens[:, :-1]))
+    logits = _logits(model, forward(model, tokens[:, :-1]))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])) / math.log(2)
 
 
@@ -207,7 +234,7 @@ def head_and_model_logits(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.Sta
     model = nnx.merge(graph, served(params), fixed)
     hidden = forward(model, tokens)
     of_head, length = head_logits(model, hidden, tokens, DEPTH), tokens.shape[1] - DEPTH
-    return of_head, [model.logits(hidden[:, n : n + length]) for n in range(1, DEPTH + 1)]
+    return of_head, [_logits(model, hidden[:, n : n + length]) for n in range(1, DEPTH + 1)]
 
 
 def head_bits(graph: nnx.GraphDef, params: nnx.State, fixed: nnx.State, tokens: jax.Array) -> jax.Array:
@@ -301,7 +328,7 @@ def descend(
 
 def train(corpus: dict[str, np.ndarray], config: qwen3_5.Config, options: argparse.Namespace) -> qwen3_5.Model:
     """Trains a model from random weights and returns it in bfloat16."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
+    graph = _graph(config)
     exact = dataclasses.replace(config, dtype="float32")
     params = nnx.state(qwen3_5.Model(exact, nnx.Rngs(0)), nnx.Param)
     objective = functools.partial(bits, graph)
@@ -317,7 +344,7 @@ def train_head(corpus: dict[str, np.ndarray], model: CausalLM, options: argparse
     head = qwen3_5.draft_head(dataclasses.replace(config, dtype="float32"), nnx.Rngs(0))
     params = nnx.State({"mtp": nnx.state(head, nnx.Param)})
     fixed = served(nnx.split_state(nnx.state(model, nnx.Param), nnx.PathContains("mtp"), ...)[1])
-    graph, _ = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
+    graph = _graph(config)
     chosen = descend(functools.partial(head_bits, graph), params, fixed, corpus, options.mtp_minutes, options)
     measure = functools.partial(jax.jit(functools.partial(agreement, graph)), chosen, fixed)
     for name in ("validation", "heldout"):

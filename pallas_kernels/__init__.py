@@ -1,4 +1,4 @@
-"""Ops over pools of recurrent states: Pallas GPU kernels (Triton lowering), each with a twin in plain XLA.
+"""Ops of recurrent models over pools of states and pages: Pallas GPU kernels (Triton), each with an XLA twin.
 
 The ops keep no state of their own. They know blocks, rows and tokens, but no requests and no models.
 """
@@ -21,7 +21,10 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delt
 from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.linear import linear as linear
+from pallas_kernels.linear import linear_sums as linear_sums
 from pallas_kernels.paged_attention import paged_attention as paged_attention
+from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rows import TokenRows as TokenRows
 from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan

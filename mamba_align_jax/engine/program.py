@@ -171,10 +171,16 @@ def device_specs(layout: Layout) -> DeviceState:
     return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, page_tables=every, pending=every)
 
 
+# A kernel that updates a pool in place counts twice in XLA's estimate of memory, once as its input and once as its output.
+# XLA would compute most products of a step twice, to bring an estimate down that is a multiple of what the step takes.
+_COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("graph", "spec", "drafter", "num_decode_rows", "draws", "layout"),
     donate_argnames=("device_state",),
+    compiler_options=_COMPILER_OPTIONS,
 )
 def run_step(
     params: list[jax.Array],

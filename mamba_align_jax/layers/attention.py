@@ -15,7 +15,7 @@ from jax.lax import Precision
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut, SplitRMSNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows
@@ -174,10 +174,9 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
         self.gated, self.norm_whole, self.scale = gated, norm_whole, scale
-        self.q_proj = linear(hidden_size, (1 + gated) * heads * head_dim, dtype, rngs, bias=bias)
-        self.k_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs, bias=bias)
-        self.v_proj = linear(hidden_size, kv_heads * head_dim, dtype, rngs, bias=bias)
-        self.o_proj = linear(heads * head_dim, hidden_size, dtype, rngs, bias=bias)
+        sizes = ((1 + gated) * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.qkv_proj = Linear(hidden_size, sizes, dtype, rngs, bias=bias)
+        self.o_proj = Linear(heads * head_dim, hidden_size, dtype, rngs, bias=bias)
         sizes = (heads * head_dim, kv_heads * head_dim) if norm_whole else (head_dim, head_dim)
         self.q_norm: Any
         self.k_norm: Any
@@ -200,7 +199,8 @@ class Attention(nnx.Module):
         def heads(y: jax.Array, number: int) -> jax.Array:
             return y.reshape(tokens, number, -1)
 
-        q, gate = self.q_proj(x), None
+        q, k, v = self.qkv_proj(x)
+        gate = None
         if self.gated:
             q, gate = (y.reshape(tokens, -1) for y in jnp.split(heads(q, self.heads), 2, axis=-1))
 
@@ -212,13 +212,17 @@ class Attention(nnx.Module):
                 y = norm(y)
             return rotary(y, positions, self.rotary_dim, self.rope_theta) if self.rotary_dim else y
 
-        k, v = finish(self.k_proj(x), self.kv_heads, self.k_norm), heads(self.v_proj(x), self.kv_heads)
+        k, v = finish(k, self.kv_heads, self.k_norm), heads(v, self.kv_heads)
         return finish(q, self.heads, self.q_norm), k, v, gate
 
     def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
-        """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them to [tokens, hidden]."""
+        """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
+
+        Returns:
+            Sums [shares, tokens, hidden]: see `Linear.sums`.
+        """
         attended = attended.reshape(attended.shape[0], -1)
-        return self.o_proj(attended if gate is None else attended * jax.nn.sigmoid(gate))
+        return self.o_proj.sums(attended if gate is None else attended * jax.nn.sigmoid(gate))
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[()]:
         """Returns (), because attention keeps keys and values in pages instead of states in blocks."""
@@ -238,9 +242,7 @@ class Attention(nnx.Module):
         """Keeps one device's heads: see `SplitMixer`."""
         copies = repeats(self.kv_heads, cut.size)
         q, kv = Part(self.heads, self.head_dim), Part(self.kv_heads, self.head_dim, copies)
-        cut.out(self.q_proj, Part(self.heads, (1 + self.gated) * self.head_dim))
-        cut.out(self.k_proj, kv)
-        cut.out(self.v_proj, kv)
+        cut.out(self.qkv_proj, Part(self.heads, (1 + self.gated) * self.head_dim), kv, kv)
         cut.into(self.o_proj, q)
         if self.norm_whole and self.q_norm is not None:
             cut.put(self.q_norm.weight, 0, [q])

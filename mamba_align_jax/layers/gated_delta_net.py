@@ -10,7 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
-from mamba_align_jax.layers.linear import ConvTaps, linear
+from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -63,15 +63,12 @@ class GatedDeltaNet(nnx.Module):
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         keys, values = key_heads * key_dim, value_heads * value_dim
-        self.in_proj_qkv = linear(hidden_size, 2 * keys + values, dtype, rngs)
-        self.in_proj_z = linear(hidden_size, values, dtype, rngs)
-        self.in_proj_b = linear(hidden_size, value_heads, dtype, rngs)
-        self.in_proj_a = linear(hidden_size, value_heads, dtype, rngs)
+        self.in_proj_qkvzba = Linear(hidden_size, (2 * keys + values, values, value_heads, value_heads), dtype, rngs)
         self.conv1d = ConvTaps(width, 2 * keys + values, dtype, rngs)
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (value_heads,), jnp.float32, 1.0, 16.0)))
         self.dt_bias = nnx.Param(jnp.ones(value_heads, jnp.float32))
         self.norm = GatedRMSNorm(value_dim, epsilon)
-        self.out_proj = linear(values, hidden_size, dtype, rngs)
+        self.out_proj = Linear(values, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
@@ -83,10 +80,11 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
+        qkv, z, b, a = self.in_proj_qkvzba(x)
         out, conv, recurrent = convolved_delta_rule(
-            self.in_proj_qkv(x),
-            a=self.in_proj_a(x),
-            b=self.in_proj_b(x),
+            qkv,
+            a=a,
+            b=b,
             conv_weight=self.conv1d.weight[...],
             A_log=self.A_log[...],
             dt_bias=self.dt_bias[...],
@@ -95,19 +93,16 @@ class GatedDeltaNet(nnx.Module):
             recurrent=recurrent,
             allow_neg_eigval=self.allow_neg_eigval,
         )
-        z = self.in_proj_z(x).reshape(out.shape)
-        return self.out_proj(self.norm(out, z).reshape(x.shape[0], -1)), conv, recurrent
+        normed = self.norm(out, z.reshape(out.shape)).reshape(x.shape[0], -1)
+        return self.out_proj.sums(normed), conv, recurrent
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""
         copies = repeats(self.key_heads, cut.size)
         key, value = Part(self.key_heads, self.key_dim, copies), Part(self.value_heads, self.value_dim)
         head = Part(self.value_heads, 1)
-        cut.out(self.in_proj_qkv, key, key, value)
+        cut.out(self.in_proj_qkvzba, (key, key, value), value, head, head)
         cut.put(self.conv1d.weight, 1, (key, key, value))
-        cut.out(self.in_proj_z, value)
-        cut.out(self.in_proj_b, head)
-        cut.out(self.in_proj_a, head)
         cut.put(self.A_log, 0, [head])
         cut.put(self.dt_bias, 0, [head])
         cut.into(self.out_proj, value)

@@ -10,7 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
-from mamba_align_jax.layers.linear import ConvTaps, linear
+from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -66,23 +66,16 @@ class KimiDeltaAttention(nnx.Module):
         """
         self.heads, self.head_dim, self.lower_bound = heads, head_dim, lower_bound
         channels = heads * head_dim
-        self.in_proj_qkv = linear(hidden_size, 3 * channels, dtype, rngs)
-        if f_rank is None:
-            self.f_proj = linear(hidden_size, channels, dtype, rngs)
-        else:
-            self.f_a_proj = linear(hidden_size, f_rank, dtype, rngs)
-            self.f_b_proj = linear(f_rank, channels, dtype, rngs)
-        if g_rank is None:
-            self.g_proj = linear(hidden_size, channels, dtype, rngs)
-        else:
-            self.g_a_proj = linear(hidden_size, g_rank, dtype, rngs)
-            self.g_b_proj = linear(g_rank, channels, dtype, rngs)
-        self.b_proj = linear(hidden_size, heads, dtype, rngs)
+        self.in_proj_qkvbfg = Linear(
+            hidden_size, (3 * channels, heads, f_rank or channels, g_rank or channels), dtype, rngs
+        )
+        self.f_b_proj = None if f_rank is None else Linear(f_rank, channels, dtype, rngs)
+        self.g_b_proj = None if g_rank is None else Linear(g_rank, channels, dtype, rngs)
         self.conv1d = ConvTaps(width, 3 * channels, dtype, rngs)
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
         self.dt_bias = nnx.Param(jnp.ones(channels, jnp.float32))
         self.o_norm = GatedRMSNorm(head_dim, epsilon, jax.nn.sigmoid)
-        self.o_proj = linear(channels, hidden_size, dtype, rngs)
+        self.o_proj = Linear(channels, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
@@ -98,11 +91,11 @@ class KimiDeltaAttention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
 
-        f = self.f_proj(x) if hasattr(self, "f_proj") else self.f_b_proj(self.f_a_proj(x))
+        qkv, b, f, g = self.in_proj_qkvbfg(x)
         out, conv, recurrent = convolved_delta_rule(
-            self.in_proj_qkv(x),
-            a=heads(f),
-            b=self.b_proj(x),
+            qkv,
+            a=heads(f if self.f_b_proj is None else self.f_b_proj(f)),
+            b=b,
             conv_weight=self.conv1d.weight[...],
             A_log=self.A_log[...],
             dt_bias=heads(self.dt_bias[...]),
@@ -111,18 +104,21 @@ class KimiDeltaAttention(nnx.Module):
             recurrent=recurrent,
             lower_bound=self.lower_bound,
         )
-        z = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
-        return self.o_proj(self.o_norm(out, heads(z)).reshape(x.shape[0], -1)), conv, recurrent
+        z = heads(g if self.g_b_proj is None else self.g_b_proj(g))
+        return self.o_proj.sums(self.o_norm(out, z).reshape(x.shape[0], -1)), conv, recurrent
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""
         head, one = Part(self.heads, self.head_dim), Part(self.heads, 1)
-        cut.out(self.in_proj_qkv, head, head, head)
+        f_size, g_size = self.in_proj_qkvbfg.parts[2:]
+        # Every device computes the whole low-rank inputs of a second product.
+        f = head if self.f_b_proj is None else Part(1, f_size, cut.size)
+        g = head if self.g_b_proj is None else Part(1, g_size, cut.size)
+        cut.out(self.in_proj_qkvbfg, (head, head, head), one, f, g)
         cut.put(self.conv1d.weight, 1, (head, head, head))
-        for name in ("f_proj", "f_b_proj", "g_proj", "g_b_proj"):
-            if hasattr(self, name):
-                cut.out(getattr(self, name), head)
-        cut.out(self.b_proj, one)
+        for product in (self.f_b_proj, self.g_b_proj):
+            if product is not None:
+                cut.out(product, head)
         cut.put(self.A_log, 0, [one])
         cut.put(self.dt_bias, 0, [head])
         cut.into(self.o_proj, head)

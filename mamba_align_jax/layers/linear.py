@@ -1,9 +1,14 @@
 """The dense product of all layers, which is exact in float32 models, and the taps of their convolutions."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.lax import Precision
+
+import pallas_kernels as ops
 
 
 def precision(dtype: str) -> Precision:
@@ -11,25 +16,75 @@ def precision(dtype: str) -> Precision:
     return Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else Precision.DEFAULT
 
 
-def linear(in_features: int, out_features: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False) -> nnx.Linear:
-    """Makes the product x @ kernel, plus a bias if `bias`, with random weights.
+class Linear(nnx.Module):
+    """Computes x weight^T + bias, cut into parts.
 
-    Args:
-        in_features: Channels of the inputs.
-        out_features: Channels of the outputs.
-        dtype: Dtype of weights and outputs.
-        rngs: Random numbers for the weights.
-        bias: Whether there is a bias.
+    Projections of the same inputs are parts of one product, because a large product reads its weights faster than several
+    small ones, and launches fewer kernels.
+
+    Attributes:
+        weight: The weights as files hold them, those of all parts one below the other. [out, in]
+        bias: [out], or None.
+        parts: The outputs of each part.
+        axis: The mesh axis over which the inputs are split; None if they are not split.
+        implementation: Implementation of the op; None chooses by platform.
     """
-    return nnx.Linear(
-        in_features,
-        out_features,
-        use_bias=bias,
-        dtype=dtype,
-        param_dtype=dtype,
-        precision=precision(dtype),
-        rngs=rngs,
-    )
+
+    def __init__(
+        self, in_features: int, out_features: int | Sequence[int], dtype: str, rngs: nnx.Rngs, *, bias: bool = False
+    ) -> None:
+        """Makes a product with random weights.
+
+        Args:
+            in_features: Channels of the inputs.
+            out_features: Channels of the outputs, or those of each part.
+            dtype: Dtype of weights and outputs.
+            rngs: Random numbers for the weights.
+            bias: Whether there is a bias.
+        """
+        self._is_whole = isinstance(out_features, int)
+        self.parts: tuple[int, ...] = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        out = sum(self.parts)
+        weight = jax.random.normal(rngs.params(), (out, in_features), jnp.float32) * in_features**-0.5
+        self.weight = nnx.Param(weight.astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(out, dtype)) if bias else None
+        self.axis: str | None = None
+        self.implementation: ops.Implementation | None = None
+
+    def __call__(self, x: jax.Array) -> Any:
+        """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given."""
+        rows = self._rows(x)
+        split = self.axis is not None
+        outs = (self.sums(rows)[0].astype(rows.dtype),) if split else self._product(rows, parts=self.parts)
+        outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
+        return outs[0] if self._is_whole else outs
+
+    def gated(self, x: jax.Array) -> jax.Array:
+        """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts."""
+        (out,) = self._product(self._rows(x), is_gated=True)
+        return out
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """Computes the product of [tokens, in] as float32 sums [shares, tokens, out], whose total over the shares it is.
+
+        If the inputs are split over devices, there is one share, the same bits on all of them.
+        """
+        rows, weight = self._rows(x), self.weight[...]
+        if self.axis is None and self.bias is None:
+            return ops.linear_sums(rows, weight, implementation=self.implementation)
+        (total,) = ops.linear(rows, weight, out_dtype="float32", implementation=self.implementation)
+        if self.axis is not None:
+            total = jax.lax.psum(total, self.axis)
+        if self.bias is not None:
+            total = total + self.bias[...].astype(jnp.float32)
+        return total[None]
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        return x.reshape(-1, x.shape[-1]).astype(self.weight.dtype)
+
+    def _product(self, rows: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        bias = None if self.bias is None else self.bias[...]
+        return ops.linear(rows, self.weight[...], bias, implementation=self.implementation, **options)
 
 
 class ConvTaps(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
@@ -61,19 +61,18 @@ class Mamba1Mixer(nnx.Module):
             norm: Makes a norm from its number of channels, for the low-rank step sizes, B and C (Falcon-Mamba, Jamba).
                 With None they have no norms.
         """
-        self.state_dim, self.dt_rank = state_dim, dt_rank
-        self.in_proj = linear(hidden_size, 2 * inner_size, dtype, rngs, bias=proj_bias)
+        self.in_proj = Linear(hidden_size, (inner_size, inner_size), dtype, rngs, bias=proj_bias)
         self.conv1d = CausalConv1d(width, inner_size, dtype, rngs, bias=conv_bias)
-        self.x_proj = linear(inner_size, dt_rank + 2 * state_dim, dtype, rngs)
+        self.x_proj = Linear(inner_size, (dt_rank, state_dim, state_dim), dtype, rngs)
         sizes = dt_rank, state_dim, state_dim
         self.dt_layernorm, self.b_layernorm, self.c_layernorm = map(norm, sizes) if norm else (None, None, None)
-        self.dt_proj = linear(dt_rank, inner_size, dtype, rngs)
+        self.dt_proj = Linear(dt_rank, inner_size, dtype, rngs)
         # The bias is not part of `dt_proj`, because the kernels add it in float32.
         self.dt_proj_bias = nnx.Param(jnp.zeros(inner_size, jnp.float32))
         rates = jnp.broadcast_to(jnp.arange(1, state_dim + 1, dtype=jnp.float32), (inner_size, state_dim))
         self.A_log = nnx.Param(jnp.log(rates))
         self.D = nnx.Param(jnp.ones(inner_size, jnp.float32))
-        self.out_proj = linear(inner_size, hidden_size, dtype, rngs, bias=proj_bias)
+        self.out_proj = Linear(inner_size, hidden_size, dtype, rngs, bias=proj_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
@@ -83,11 +82,10 @@ class Mamba1Mixer(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
-        x, z = jnp.split(self.in_proj(x), 2, axis=1)
+        x, z = self.in_proj(x)
         x, conv = self.conv1d(x, at, conv)
-        parts = jnp.split(self.x_proj(x), [self.dt_rank, self.dt_rank + self.state_dim], axis=1)
         norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
-        dt, B, C = (part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True))
+        dt, B, C = (part if norm is None else norm(part) for part, norm in zip(self.x_proj(x), norms, strict=True))
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))[None]
         D, dt_bias = self.D[...][None], self.dt_proj_bias[...][None]
 
@@ -104,7 +102,7 @@ class Mamba1Mixer(nnx.Module):
 
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
-        return self.out_proj(out[:, 0]), conv, recurrent
+        return self.out_proj.sums(out[:, 0]), conv, recurrent
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's channels: see `SplitMixer`."""

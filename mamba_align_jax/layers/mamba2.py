@@ -11,7 +11,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
 from mamba_align_jax.layers.split import Cut, SplitGroupNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -73,16 +73,15 @@ class Mamba2Mixer(nnx.Module):
         """
         inner, of_groups = heads * head_dim, groups * state_dim
         self.heads, self.head_dim, self.state_dim, self.groups = heads, head_dim, state_dim, groups
-        self.sizes = (inner, inner, of_groups, of_groups, heads)
         self.multipliers = multipliers
-        self.in_proj = linear(hidden_size, sum(self.sizes), dtype, rngs, bias=in_bias)
+        self.in_proj = Linear(hidden_size, (inner, inner + 2 * of_groups, heads), dtype, rngs, bias=in_bias)
         self.conv1d = CausalConv1d(width, inner + 2 * of_groups, dtype, rngs, bias=conv_bias)
         rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)
         self.A_log = nnx.Param(jnp.log(rates))
         self.D = nnx.Param(jnp.ones(heads, jnp.float32))
         self.dt_bias = nnx.Param(jnp.ones(heads, jnp.float32))
         self.norm = GatedGroupNorm(inner, groups, epsilon, norm_before_gate=norm_before_gate) if norm else None
-        self.out_proj = linear(inner, hidden_size, dtype, rngs, bias=out_bias)
+        self.out_proj = Linear(inner, hidden_size, dtype, rngs, bias=out_bias)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
@@ -93,13 +92,14 @@ class Mamba2Mixer(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
-        projected = self.in_proj(x)
+        z, xBC, dt = self.in_proj(x)
+        inner, of_groups = z.shape[1], self.groups * self.state_dim
         if self.multipliers is not None:
-            projected = projected * jnp.asarray(np.repeat(self.multipliers, self.sizes), projected.dtype)
-        inner = self.sizes[0]
-        z, xBC, dt = jnp.split(projected, [inner, projected.shape[1] - self.heads], axis=1)
+            of_z, *of_xBC, of_dt = self.multipliers
+            factors = np.repeat(of_xBC, (inner, of_groups, of_groups))
+            z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype), dt * of_dt
         xBC, conv = self.conv1d(xBC, at, conv)
-        inputs, B, C = jnp.split(xBC, [inner, inner + self.sizes[2]], axis=1)
+        inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
@@ -121,14 +121,14 @@ class Mamba2Mixer(nnx.Module):
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
         out = out.reshape(z.shape)
         out = (out * jax.nn.silu(z)) if self.norm is None else self.norm(out, z)
-        return self.out_proj(out), conv, recurrent
+        return self.out_proj.sums(out), conv, recurrent
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""
         copies = repeats(self.groups, cut.size)
         inner, head = Part(self.heads, self.head_dim), Part(self.heads, 1)
         group = Part(self.groups, self.state_dim, copies)
-        cut.out(self.in_proj, inner, inner, group, group, head)
+        cut.out(self.in_proj, inner, (inner, group, group), head)
         cut.put(self.conv1d.weight, 1, (inner, group, group))
         if self.conv1d.bias is not None:
             cut.put(self.conv1d.bias, 0, (inner, group, group))
@@ -137,8 +137,6 @@ class Mamba2Mixer(nnx.Module):
         cut.into(self.out_proj, inner)
         self.heads //= cut.size
         self.groups = self.groups * copies // cut.size
-        z, x, B, C, dt = (size // cut.size for size in self.sizes)
-        self.sizes = z, x, B * copies, C * copies, dt
         if self.norm is not None:
             cut.put(self.norm.weight, 0, [inner])
             self.norm.groups = self.groups

@@ -45,7 +45,8 @@ class Mixer(Protocol):
             *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
 
         Returns:
-            The outputs [tokens, hidden], finite for padding tokens too, followed by the updated pools.
+            The outputs [tokens, hidden], or float32 sums [shares, tokens, hidden] whose total over the shares they are (see
+            `Linear.sums`), finite for padding tokens too, followed by the updated pools.
         """
         ...
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.attention import paged_attention, rotary
-from mamba_align_jax.layers.linear import linear, precision
+from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -78,16 +78,16 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_lora_rank, self.rope_theta = kv_lora_rank, rope_theta
         queries = heads * (nope_dim + rope_dim)
         if q_lora_rank is None:
-            self.q_proj = linear(hidden_size, queries, dtype, rngs)
+            self.q_proj = Linear(hidden_size, queries, dtype, rngs)
         else:
-            self.q_a_proj = linear(hidden_size, q_lora_rank, dtype, rngs)
+            self.q_a_proj = Linear(hidden_size, q_lora_rank, dtype, rngs)
             self.q_a_layernorm = RMSNorm(q_lora_rank, _EPSILON)
-            self.q_b_proj = linear(q_lora_rank, queries, dtype, rngs)
-        self.kv_a_proj_with_mqa = linear(hidden_size, kv_lora_rank + rope_dim, dtype, rngs)
+            self.q_b_proj = Linear(q_lora_rank, queries, dtype, rngs)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, kv_lora_rank + rope_dim, dtype, rngs)
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, _EPSILON)
-        self.kv_b_proj = linear(kv_lora_rank, heads * (nope_dim + value_dim), dtype, rngs)
-        self.g_proj = linear(hidden_size, heads, dtype, rngs) if gated else None
-        self.o_proj = linear(heads * value_dim, hidden_size, dtype, rngs)
+        self.kv_b_proj = Linear(kv_lora_rank, heads * (nope_dim + value_dim), dtype, rngs)
+        self.g_proj = Linear(hidden_size, heads, dtype, rngs) if gated else None
+        self.o_proj = Linear(heads * value_dim, hidden_size, dtype, rngs)
 
     @property
     def kv_dims(self) -> tuple[int, int, int]:
@@ -125,16 +125,16 @@ class MultiHeadLatentAttention(nnx.Module):
         q, latent = self.project(x, at.token_pages.positions)
         latents = at.token_pages.put(latents, at.layer, latent[:, None])
         product = functools.partial(jnp.einsum, precision=precision(x.dtype.name))
-        kv_b = self.kv_b_proj.kernel[...].reshape(self.kv_lora_rank, self.heads, -1)
-        to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=2)
+        kv_b = self.kv_b_proj.weight[...].reshape(self.heads, -1, self.kv_lora_rank)
+        to_keys, to_values = jnp.split(kv_b, [self.nope_dim], axis=1)
         q_nope, q_rope = jnp.split(q, [self.nope_dim], axis=2)
-        q_latent = jnp.concatenate([product("thd,rhd->thr", q_nope, to_keys), q_rope], axis=2)
+        q_latent = jnp.concatenate([product("thd,hdr->thr", q_nope, to_keys), q_rope], axis=2)
         # A value is the latent without the positional dims.
         attended = paged_attention(q_latent, at, latents, None, q.shape[2] ** -0.5, value_dim=self.kv_lora_rank)
-        out = product("thr,rhd->thd", attended, to_values)
+        out = product("thr,hdr->thd", attended, to_values)
         if self.g_proj is not None:
             out = out * jax.nn.sigmoid(self.g_proj(x).astype(jnp.float32)).astype(x.dtype)[:, :, None]
-        return self.o_proj(out.reshape(x.shape[0], -1)), latents, values
+        return self.o_proj.sums(out.reshape(x.shape[0], -1)), latents, values
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

@@ -6,7 +6,7 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 import jax
 from flax import nnx
 
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import Part
 
@@ -23,17 +23,15 @@ class GatedMLP(nnx.Module):
             dtype: Dtype of weights and products.
             rngs: Random numbers for the weights.
         """
-        self.gate_proj = linear(hidden_size, intermediate_size, dtype, rngs)
-        self.up_proj = linear(hidden_size, intermediate_size, dtype, rngs)
-        self.down_proj = linear(intermediate_size, hidden_size, dtype, rngs)
+        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
+        return self.down_proj.sums(self.gate_up_proj.gated(x))
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's share of the intermediate channels: see `SplitMixer.split`."""
-        width = Part(self.down_proj.kernel.shape[0], 1)
-        cut.out(self.gate_proj, width)
-        cut.out(self.up_proj, width)
+        width = Part(self.down_proj.weight.shape[1], 1)
+        cut.out(self.gate_up_proj, width, width)
         cut.into(self.down_proj, width)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.linear import linear, precision
+import pallas_kernels as ops
+from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import AXIS, Part
 
@@ -203,15 +205,16 @@ class SharedExpertMoE(nnx.Module):
             renormalise: Whether the chosen experts' weights are scaled to the sum 1.
         """
         self.top_k, self.renormalise = top_k, renormalise
-        self.gate = linear(hidden_size, experts, dtype, rngs)
+        self.gate = Linear(hidden_size, experts, dtype, rngs)
         self.experts = Experts(experts, hidden_size, size, dtype, rngs)
         self.shared_expert = GatedMLP(hidden_size, shared_size, dtype, rngs)
-        self.shared_expert_gate = linear(hidden_size, 1, dtype, rngs)
+        self.shared_expert_gate = Linear(hidden_size, 1, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Takes [tokens, hidden] to [tokens, hidden]."""
         chosen, weights = softmax_router(self.gate(x), self.top_k, renormalise=self.renormalise)
-        return self.experts(x, chosen, weights) + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        shared = total(self.shared_expert(x), x.dtype)
+        return self.experts(x, chosen, weights) + jax.nn.sigmoid(self.shared_expert_gate(x)) * shared
 
 
 class SigmoidGate(nnx.Module):
@@ -241,14 +244,14 @@ class SigmoidGate(nnx.Module):
             renormalise: See `sigmoid_router`.
             scale: See `sigmoid_router`.
         """
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (hidden_size, experts)) * hidden_size**-0.5)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (experts, hidden_size)) * hidden_size**-0.5)
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
         self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
         self.renormalise, self.scale = renormalise, scale
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Chooses the experts of tokens [tokens, hidden]. Returns them and their weights, each [tokens, top_k]."""
-        logits = jnp.matmul(x.astype(jnp.float32), self.kernel[...], precision=precision("float32"))
+        (logits,) = ops.linear(x.astype(jnp.float32), self.weight[...])
         return sigmoid_router(
             logits,
             self.e_score_correction_bias[...],
@@ -269,4 +272,4 @@ class SharedExpertsMoE(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Takes [tokens, hidden] to [tokens, hidden]."""
-        return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+        return self.experts(x, *self.gate(x)) + total(self.shared_experts(x), x.dtype)

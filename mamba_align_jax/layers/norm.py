@@ -4,10 +4,13 @@ Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from pallas_kernels import add_rms_norm
 
 
 def rms(x: jax.Array, epsilon: float) -> jax.Array:
@@ -33,6 +36,23 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis."""
         return (rms(x, self.epsilon) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+    def after(
+        self, x: jax.Array, addend: jax.Array, *, scale: float = 1.0, dtype: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds and normalises in one pass: see `pallas_kernels.add_rms_norm`.
+
+        Args:
+            x: [tokens, channels]
+            addend: What is added, in shares. [shares, tokens, channels]
+            scale: Factor of the addend.
+            dtype: Dtype of the normed values; None is that of `x`.
+
+        Returns:
+            The sum in the dtype of `x`, and the normed sum, each [tokens, channels].
+        """
+        options = dict(epsilon=self.epsilon, offset=self.offset, scale=scale, out_dtype=dtype)
+        return add_rms_norm(x, addend, self.weight[...], **options)
 
 
 class GatedRMSNorm(nnx.Module):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
 from mamba_align_jax.sharding import AXIS, Part, columns, devices
-
-
-def summed_product(
-    x: jax.Array, kernel: jax.Array, dimensions: Any, *, precision: Any = None, out_sharding: Any = None
-) -> jax.Array:
-    """Multiplies when the summed axis is split over the devices. All devices get the same bits.
-
-    The sum over the devices is float32 and is rounded once. The function has the arguments of `jax.lax.dot_general`, so
-    that it can be the `dot_general` of an `nnx.Linear`.
-    """
-    del out_sharding
-    partial = jax.lax.dot_general(x, kernel, dimensions, precision=precision, preferred_element_type=jnp.float32)
-    return jax.lax.psum(partial, AXIS).astype(x.dtype)
 
 
 class SplitEmbed(nnx.Module):
@@ -111,13 +98,23 @@ class Cut:
         variable.set_value(jax.device_put(array, NamedSharding(self.mesh, spec)))
         self.placed.add(id(variable))
 
-    def out(self, linear: nnx.Linear, *parts: Part) -> None:
-        """Splits a product's outputs, which are `parts` side by side. Its bias is split, too."""
-        self.put(linear.kernel, 1, parts)
-        if linear.bias is not None:
-            self.put(linear.bias, 0, parts)
+    def out(self, linear: Linear, *parts: Part | tuple[Part, ...]) -> None:
+        """Splits a product's outputs and its bias.
 
-    def into(self, linear: nnx.Linear, part: Part) -> None:
+        Args:
+            linear: The product.
+            *parts: For each of the product's parts its heads, or what lies side by side in it.
+        """
+        of_each = [part if isinstance(part[0], Part) else (part,) for part in parts]
+        flat = [part for each in of_each for part in each]
+        self.put(linear.weight, 0, flat)
+        if linear.bias is not None:
+            self.put(linear.bias, 0, flat)
+        linear.parts = tuple(
+            sum(part.heads * part.dim * part.repeats for part in each) // self.size for each in of_each
+        )
+
+    def into(self, linear: Linear, part: Part) -> None:
         """Splits a product's inputs. Its outputs are then summed over the devices, and the bias is added once."""
-        self.put(linear.kernel, 0, [part])
-        linear.dot_general = summed_product
+        self.put(linear.weight, 1, [part])
+        linear.axis = AXIS

@@ -5,19 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
-from mamba_align_jax.layers.linear import linear, precision
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.split import Cut, SplitEmbed
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.sharding import AXIS
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Carry:
         """Runs the next mixer of its kind on packed tokens [tokens, hidden].
 
         Returns:
-            The mixer's outputs [tokens, hidden], and the carry for the next mixer.
+            The mixer's outputs, as `Residual.add` takes them, and the carry for the next mixer.
         """
         number, passed = self.passed.count(mixer.kind), (*self.passed, mixer.kind)
         if mixer.kind == ATTENTION:
@@ -64,17 +65,17 @@ class Layer(Protocol):
         """The layer's mixers, in the order in which it runs them; () if it has none."""
         ...
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
         """Runs a step's packed tokens.
 
         Args:
-            x: The residual stream, decode and verify rows first. [tokens, hidden]
+            x: The residual stream, decode and verify rows first.
             step: The step's inputs.
             carry: The pools. The layer runs each of its mixers by `carry.mix`, which returns the carry for the next
                 mixer.
 
         Returns:
-            The new residual stream [tokens, hidden], and the carry after the layer's last mixer.
+            The new residual stream, and the carry after the layer's last mixer.
         """
         ...
 
@@ -90,7 +91,7 @@ class CausalLM(nnx.Module):
         self,
         config: ModelConfig,
         layers: Sequence[Layer],
-        norm: nnx.Module,
+        norm: RMSNorm,
         rngs: nnx.Rngs,
         *,
         embedding_scale: float = 1.0,
@@ -117,7 +118,7 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List(layers)
         self.norm = norm
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, config.dtype, rngs)
         self.embedding_scale, self.logits_scale = embedding_scale, logits_scale
         self.residual_dtype = residual_dtype or config.dtype
         self.mtp = mtp
@@ -166,7 +167,7 @@ class CausalLM(nnx.Module):
         cut.put(self.embed_tokens.embedding, 0)
         self.embed_tokens = SplitEmbed(self.embed_tokens)
         if self.lm_head is not None:
-            cut.put(self.lm_head.kernel, 1)
+            cut.put(self.lm_head.weight, 0)
         self.vocab_axis = AXIS
 
     def __call__(
@@ -193,9 +194,11 @@ class CausalLM(nnx.Module):
         x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
         carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation)
+        stream = Residual(x)
         for layer in self.layers:
-            x, carry = layer(x, step, carry)
-        return self.norm(x).astype(self.dtype), carry.pool, carry.kv
+            stream, carry = layer(stream, step, carry)
+        normed, _ = stream.normed(self.norm, self.dtype)
+        return normed, carry.pool, carry.kv
 
     def draft(
         self, hidden: jax.Array, next_tokens: jax.Array, step: StepInputs, kv: KVPages
@@ -229,8 +232,8 @@ class CausalLM(nnx.Module):
         They are not rounded to the model's dtype, because in bfloat16 the logits of different tokens would become
         equal.
         """
-        weight = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        product = jnp.matmul(hidden, weight, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+        weight = self.embed_tokens.embedding[...] if self.lm_head is None else self.lm_head.weight[...]
+        (product,) = linear(hidden.astype(weight.dtype), weight, out_dtype="float32")
         if self.vocab_axis is not None:
             product = jax.lax.all_gather(product, self.vocab_axis, axis=1, tiled=True)
         return product * self.logits_scale

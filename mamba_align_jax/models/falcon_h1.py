@@ -11,6 +11,7 @@ from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
@@ -70,7 +71,7 @@ class Config(ModelConfig):
 
 
 class FeedForward(GatedMLP):
-    """Computes b * down(silu(a * gate(x)) * up(x)), where [a, b] are the configuration's `mlp_multipliers`."""
+    """Computes down(silu(a * gate(x)) * up(x)). The layer multiplies it by b; [a, b] are `mlp_multipliers`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         """Makes a layer with random weights."""
@@ -78,9 +79,9 @@ class FeedForward(GatedMLP):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        gated = jax.nn.silu(self.gate_proj(x) * self.gate_multiplier) * self.up_proj(x)
-        return self.down_proj(gated) * self.down_multiplier
+        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden], without the factor b: see `Linear.sums`."""
+        gate, up = self.gate_up_proj(x)
+        return self.down_proj.sums(jax.nn.silu(gate * self.gate_multiplier) * up)
 
 
 class Layer(nnx.Module):
@@ -128,13 +129,15 @@ class Layer(nnx.Module):
         """The layer's two mixers, in the order in which they run."""
         return (self.mamba, self.self_attn)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
-        c, normed = self.config, self.input_layernorm(x)
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        c = self.config
+        normed, x = x.normed(self.input_layernorm)
         mamba, carry = carry.mix(self.mamba, normed * c.ssm_in_multiplier, step)
         attended, carry = carry.mix(self.self_attn, normed * c.attention_in_multiplier, step)
-        x = x + mamba * c.ssm_out_multiplier + attended * c.attention_out_multiplier
-        return x + self.feed_forward(self.pre_ff_layernorm(x)), carry
+        x = x.add(mamba, c.ssm_out_multiplier).add(attended, c.attention_out_multiplier)
+        normed, x = x.normed(self.pre_ff_layernorm)
+        return x.add(self.feed_forward(normed), self.feed_forward.down_multiplier), carry
 
 
 class Model(CausalLM):

@@ -7,16 +7,17 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, softmax_router
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.weights import Source, mapped, named, product, tensor
+from mamba_align_jax.models.weights import Source, mapped, named, tensor
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -76,7 +77,7 @@ class MoE(nnx.Module):
         """Makes a layer with random weights."""
         c = config
         self.top_k = c.num_experts_per_tok
-        self.router = linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
+        self.router = Linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
         self.experts = Experts(c.num_local_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -129,16 +130,16 @@ class Layer(nnx.Module):
         """The layer's one mixer."""
         return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
-        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
-        x = x + out * self.residual_multiplier
-        normed = self.post_attention_layernorm(x)
+        normed, x = x.normed(self.input_layernorm)
+        out, carry = carry.mix(mixer, normed, step)
+        normed, x = x.add(out, self.residual_multiplier).normed(self.post_attention_layernorm)
         out = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
-            out = out + self.block_sparse_moe(normed)
-        return x + out * self.residual_multiplier, carry
+            out = total(out, normed.dtype) + self.block_sparse_moe(normed)
+        return x.add(out, self.residual_multiplier), carry
 
 
 class Model(CausalLM):
@@ -157,18 +158,16 @@ def sources(place: str, config: Config) -> list[Source]:
     if not place.startswith("layers."):
         return [named(place if place.startswith("lm_head") else f"model.{place}")]
     _, number, name = place.split(".", 2)
-    layer, size = f"model.layers.{number}", config.shared_intermediate_size
-    both = product(f"{layer}.shared_mlp.input_linear.weight")
+    layer = f"model.layers.{number}"
 
     def of_experts(part: str) -> Source:
         weight = tensor(f"{layer}.block_sparse_moe.{part}_linear.weight")
         return mapped(weight, lambda array: array.transpose(0, 2, 1))
 
     published = {
-        "shared_mlp.gate_proj.kernel": mapped(both, lambda kernel: kernel[:, :size]),
-        "shared_mlp.up_proj.kernel": mapped(both, lambda kernel: kernel[:, size:]),
-        "shared_mlp.down_proj.kernel": product(f"{layer}.shared_mlp.output_linear.weight"),
-        "block_sparse_moe.router.kernel": product(f"{layer}.block_sparse_moe.router.layer.weight"),
+        "shared_mlp.gate_up_proj.weight": tensor(f"{layer}.shared_mlp.input_linear.weight"),
+        "shared_mlp.down_proj.weight": tensor(f"{layer}.shared_mlp.output_linear.weight"),
+        "block_sparse_moe.router.weight": tensor(f"{layer}.block_sparse_moe.router.layer.weight"),
         "block_sparse_moe.experts.up": of_experts("input"),
         "block_sparse_moe.experts.down": of_experts("output"),
     }

@@ -12,12 +12,13 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, softmax_router
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
@@ -81,7 +82,7 @@ class MoE(nnx.Module):
         """Makes a layer with random weights."""
         c = config
         self.top_k = c.num_experts_per_tok
-        self.router = linear(c.hidden_size, c.num_experts, c.dtype, rngs)
+        self.router = Linear(c.hidden_size, c.num_experts, c.dtype, rngs)
         self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -124,12 +125,13 @@ class Layer(nnx.Module):
         """The layer's one mixer."""
         return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
-        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
-        x = x + out
-        return x + self.feed_forward(self.pre_ff_layernorm(x)), carry
+        normed, x = x.normed(self.input_layernorm)
+        out, carry = carry.mix(mixer, normed, step)
+        normed, x = x.add(out).normed(self.pre_ff_layernorm)
+        return x.add(self.feed_forward(normed)), carry
 
 
 class Model(CausalLM):

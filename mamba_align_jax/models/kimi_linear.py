@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
@@ -17,10 +16,11 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, SharedExpertsMoE, SigmoidGate
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.weights import Source, experts, joined, mapped, named, product, taps, tensor
+from mamba_align_jax.models.weights import Source, experts, joined, mapped, named, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -185,11 +185,12 @@ class Layer(nnx.Module):
         """The layer's one mixer."""
         return (self.self_attn,)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
-        out, carry = carry.mix(self.self_attn, self.input_layernorm(x), step)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), carry
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        normed, x = x.normed(self.input_layernorm)
+        out, carry = carry.mix(self.self_attn, normed, step)
+        normed, x = x.add(out).normed(self.post_attention_layernorm)
+        return x.add(self.mlp(normed)), carry
 
 
 class Model(CausalLM):
@@ -215,8 +216,10 @@ def transformers_sources(place: str, config: Config) -> list[Source]:
     mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
     if ".experts." in place:
         return experts(place, config.num_experts)
-    if place.endswith(".in_proj_qkv.kernel"):
-        return [joined([product(f"{mixer}.{part}_proj.weight") for part in "qkv"])]
+    if place.endswith(".in_proj_qkvbfg.weight"):
+        rank = "_a" if config.low_rank_gates else ""
+        names = ("q", "k", "v", "b", f"f{rank}", f"g{rank}")
+        return [joined([tensor(f"{mixer}.{name}_proj.weight") for name in names], axis=0)]
     if place.endswith(".conv1d.weight"):
         return [joined([taps(f"{mixer}.{part}_conv1d.weight") for part in "qkv"])]
     if place.endswith(".A_log"):  # Its shape is [heads] or [1, 1, heads, 1].

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.registry import MIXERS
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
@@ -63,14 +63,14 @@ class Layer(nnx.Module):
         """The layer's one mixer; () if it has a feed-forward layer instead."""
         return (self.mixer,) if isinstance(self.mixer, MIXERS) else ()
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
-        normed = self.norm(x).astype(self.dtype)
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        normed, x = x.normed(self.norm, self.dtype)
         if self.mixers:
             out, carry = carry.mix(self.mixers[0], normed, step)
         else:
             out = self.mixer(normed)
-        return x + out.astype(x.dtype), carry
+        return x.add(out), carry
 
 
 class Backbone(CausalLM):

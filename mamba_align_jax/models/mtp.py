@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
 
@@ -39,7 +40,7 @@ class MTPHead(nnx.Module):
             rngs: Random numbers for the weights.
         """
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
-        self.fc = linear(2 * config.hidden_size, config.hidden_size, config.dtype, rngs)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, config.dtype, rngs)
         self.layers = nnx.List([layer])
         self.norm = norm()
 
@@ -61,5 +62,6 @@ class MTPHead(nnx.Module):
         Returns:
             Hidden states [tokens, hidden] for the model's `logits`, and the carry after the head.
         """
-        x, carry = self.layers[0](self.join(embedded, hidden), step, carry)
-        return self.norm(x), carry
+        stream, carry = self.layers[0](Residual(self.join(embedded, hidden)), step, carry)
+        normed, _ = stream.normed(self.norm)
+        return normed, carry

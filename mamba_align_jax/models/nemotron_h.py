@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
-from mamba_align_jax.layers.linear import linear
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.moe import Experts, SigmoidGate
+from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba
 from mamba_align_jax.models.config import ModelConfig, require
@@ -80,16 +81,16 @@ class MLP(nnx.Module):
 
     def __init__(self, hidden_size: int, size: int, bias: bool, dtype: str, rngs: nnx.Rngs) -> None:
         """Makes a layer with random weights and `size` intermediate channels. With `bias` its products have biases."""
-        self.up_proj = linear(hidden_size, size, dtype, rngs, bias=bias)
-        self.down_proj = linear(size, hidden_size, dtype, rngs, bias=bias)
+        self.up_proj = Linear(hidden_size, size, dtype, rngs, bias=bias)
+        self.down_proj = Linear(size, hidden_size, dtype, rngs, bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        return self.down_proj(relu2(self.up_proj(x)))
+        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
+        return self.down_proj.sums(relu2(self.up_proj(x)))
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's share of the intermediate channels: see `SplitMixer.split`."""
-        width = Part(self.down_proj.kernel.shape[0], 1)
+        width = Part(self.down_proj.weight.shape[1], 1)
         cut.out(self.up_proj, width)
         cut.into(self.down_proj, width)
 
@@ -122,8 +123,8 @@ class MoE(nnx.Module):
         self.experts = Experts(*sizes, c.dtype, rngs, activation=relu2, gated=False)
         self.shared_experts = MLP(c.hidden_size, c.moe_shared_expert_intermediate_size, c.mlp_bias, c.dtype, rngs)
         if latent is not None:
-            self.fc1_latent_proj = linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
-            self.fc2_latent_proj = linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
+            self.fc1_latent_proj = Linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
+            self.fc2_latent_proj = Linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Takes [tokens, hidden] to [tokens, hidden]."""
@@ -132,7 +133,7 @@ class MoE(nnx.Module):
             routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), chosen, weights))
         else:
             routed = self.experts(x, chosen, weights)
-        return routed + self.shared_experts(x)
+        return routed + total(self.shared_experts(x), x.dtype)
 
 
 def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:

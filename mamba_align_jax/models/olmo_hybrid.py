@@ -4,7 +4,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
@@ -12,10 +11,11 @@ from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, joined, named, product, taps
+from mamba_align_jax.models.weights import Source, joined, named, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # Epsilon of the delta nets' output norm. It does not depend on rms_norm_eps.
@@ -108,15 +108,18 @@ class Layer(nnx.Module):
         """The layer's one mixer."""
         return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
         if hasattr(self, "linear_attn"):
-            out, carry = carry.mix(self.linear_attn, self.input_layernorm(x), step)
-            x = x + out
-            return x + self.mlp(self.post_attention_layernorm(x)), carry
-        out, carry = carry.mix(self.self_attn, x, step)
-        x = x + self.post_attention_layernorm(out)
-        return x + self.post_feedforward_layernorm(self.mlp(x)), carry
+            normed, x = x.normed(self.input_layernorm)
+            out, carry = carry.mix(self.linear_attn, normed, step)
+            normed, x = x.add(out).normed(self.post_attention_layernorm)
+            return x.add(self.mlp(normed)), carry
+        value = x.settled()
+        out, carry = carry.mix(self.self_attn, value, step)
+        value = value + self.post_attention_layernorm(total(out, value.dtype))
+        out = total(self.mlp(value), value.dtype)
+        return Residual(value).add(self.post_feedforward_layernorm(out)), carry
 
 
 class Model(CausalLM):
@@ -128,7 +131,7 @@ class Model(CausalLM):
         super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
 
 
-_RENAMED = {"in_proj_a": "a_proj", "in_proj_b": "b_proj", "in_proj_z": "g_proj", "norm": "o_norm", "out_proj": "o_proj"}
+_RENAMED = {"norm": "o_norm", "out_proj": "o_proj"}
 # Names in the released model's files. The module tree has the names of transformers.
 _RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
@@ -142,8 +145,8 @@ def sources(place: str, config: Config) -> list[Source]:
     mixer, _, leaf = place.partition(".linear_attn.")
     if leaf == "conv1d.weight":
         return [joined([taps(f"{mixer}.linear_attn.{part}_conv1d.weight") for part in "qkv"]), named(place)]
-    if leaf == "in_proj_qkv.kernel":
-        return [joined([product(f"{mixer}.linear_attn.{part}_proj.weight") for part in "qkv"])]
+    if leaf == "in_proj_qkvzba.weight":
+        return [joined([tensor(f"{mixer}.linear_attn.{part}_proj.weight") for part in "qkvgba"], axis=0)]
     *path, module, last = place.split(".")
     if leaf:
         return [named(".".join([*path, _RENAMED.get(module, module), last]))]

@@ -4,7 +4,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
@@ -13,6 +12,7 @@ from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
@@ -136,12 +136,13 @@ class Layer(nnx.Module):
         """The layer's one mixer."""
         return (self.linear_attn if hasattr(self, "linear_attn") else self.self_attn,)
 
-    def __call__(self, x: jax.Array, step: StepInputs, carry: Carry) -> tuple[jax.Array, Carry]:
-        """Runs packed tokens [tokens, hidden]: see `causal_lm.Layer`."""
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
         (mixer,) = self.mixers
-        out, carry = carry.mix(mixer, self.input_layernorm(x), step)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), carry
+        normed, x = x.normed(self.input_layernorm)
+        out, carry = carry.mix(mixer, normed, step)
+        normed, x = x.add(out).normed(self.post_attention_layernorm)
+        return x.add(self.mlp(normed)), carry
 
 
 class Model(CausalLM):

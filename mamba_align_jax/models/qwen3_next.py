@@ -7,7 +7,7 @@ import numpy as np
 
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.models.qwen3_5 import Model as Model
-from mamba_align_jax.models.weights import Source, mapped, product
+from mamba_align_jax.models.weights import Source, joined, mapped, tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +30,15 @@ def sources(place: str, config: Config) -> list[Source]:
     # In in_proj_qkvz each key head has its queries, keys, values and gates side by side. In in_proj_ba it has its betas
     # and decays side by side.
     keys, ratio = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
-    part = leaf.removesuffix(".kernel")
-    if part in ("qkv", "z"):
-        sizes = {"q": keys, "k": keys, "v": ratio * config.linear_value_head_dim}
-        sizes["z"], name = sizes["v"], "in_proj_qkvz"
-    else:
-        sizes, name = {"b": ratio, "a": ratio}, "in_proj_ba"
-    ends = dict(zip(sizes, np.cumsum(list(sizes.values())), strict=True))
+    values = ratio * config.linear_value_head_dim
 
-    def take(weight: np.ndarray) -> np.ndarray:
-        heads = weight.reshape(weight.shape[0], config.linear_num_key_heads, -1)
-        cut = [heads[:, :, ends[p] - sizes[p] : ends[p]].reshape(weight.shape[0], -1) for p in part]
-        return np.concatenate(cut, axis=1)
+    def of_each_part(weight: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        heads = weight.reshape(config.linear_num_key_heads, sum(sizes), weight.shape[1])
+        cut = np.split(heads, np.cumsum(sizes)[:-1], axis=1)
+        return np.concatenate([part.reshape(-1, weight.shape[1]) for part in cut])
 
-    return [mapped(product(f"model.{mixer}.{name}.weight"), take)]
+    qkvz = mapped(
+        tensor(f"model.{mixer}.in_proj_qkvz.weight"), lambda weight: of_each_part(weight, (keys, keys, values, values))
+    )
+    ba = mapped(tensor(f"model.{mixer}.in_proj_ba.weight"), lambda weight: of_each_part(weight, (ratio, ratio)))
+    return [joined([qkvz, ba], axis=0)]

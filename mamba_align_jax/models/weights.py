@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mamba_align_jax._deprecated import renamed_keywords
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
 
@@ -54,33 +55,48 @@ class Source:
     Attributes:
         names: Names of the tensors. Several parameters may be made from the same tensor.
         make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time.
-        split: Makes the tensor from the parameter, if the parameter is made from a tensor of its own; else None.
+        split: Makes the tensors from the parameter and the sizes of its parts along the first axis, if no other parameter is
+            made from them; else None.
     """
 
     names: tuple[str, ...]
     make: Callable[[Iterator[np.ndarray]], np.ndarray] = next
-    split: Callable[[np.ndarray], np.ndarray] | None = None
+    split: Callable[[np.ndarray, Sequence[int]], list[np.ndarray]] | None = None
+
+
+# Products of the same inputs that a model computes as one, by the name of the joined one: see `Linear`.
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvzba": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
 
 
 def tensor(name: str) -> Source:
     """Takes a tensor as it is."""
-    return Source((name,), next, lambda array: array)
+    return Source((name,), next, lambda array, _: [array])
 
 
 def product(name: str) -> Source:
     """Transposes the weight of a dense product, which files hold as [out, in]."""
-    return Source((name,), lambda parts: next(parts).T, np.transpose)
+    return Source((name,), lambda parts: next(parts).T, lambda array, _: [array.T])
 
 
 def taps(name: str) -> Source:
     """Takes a convolution's taps, which files hold as [channels, 1, width], to [width, channels]."""
-    return Source((name,), lambda parts: next(parts)[:, 0].T, lambda array: array.T[:, None])
+    return Source((name,), lambda parts: next(parts)[:, 0].T, lambda array, _: [array.T[:, None]])
 
 
-def joined(sources: Sequence[Source]) -> Source:
-    """Concatenates parameters along the last axis."""
+def joined(sources: Sequence[Source], axis: int = -1) -> Source:
+    """Concatenates parameters along an axis."""
     names = tuple(name for source in sources for name in source.names)
-    return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=-1))
+    return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=axis))
+
+
+def parts(names: Sequence[str]) -> Source:
+    """Concatenates tensors along the first axis: the parts of a `Linear`."""
+    both = joined([tensor(name) for name in names], axis=0)
+    return Source(both.names, both.make, lambda array, sizes: np.split(array, np.cumsum(sizes)[:-1]))
 
 
 def stacked(sources: Sequence[Source]) -> Source:
@@ -104,11 +120,12 @@ def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Sour
 
 
 def named(place: str) -> Source:
-    """Takes the tensor whose name is the parameter's place, with `weight` for `kernel` and `embedding`."""
-    if place.endswith(".kernel"):
-        return product(place.removesuffix("kernel") + "weight")
+    """Takes the tensors whose name is the parameter's place, with `weight` for `embedding`, or its parts' places."""
     if place.endswith(".embedding"):
         return tensor(place.removesuffix("embedding") + "weight")
+    *path, module, leaf = place.split(".")
+    if module in _JOINED:
+        return parts([".".join([*path, part, leaf]) for part in _JOINED[module]])
     return taps(place) if place.endswith("conv1d.weight") else tensor(place)
 
 
@@ -153,17 +170,26 @@ def has_draft_head(path: str | Path) -> bool:
         return any(name.startswith(_HEAD_PREFIX) for name in _open(Path(path), stack))
 
 
-def _read(source: Source, slices: dict[str, Any], variable: Any) -> jax.Array:
+def _sizes(model: CausalLM) -> dict[Any, tuple[int, ...]]:
+    """Returns the sizes of the parts of each product, by the path of its module."""
+    return {path: module.parts for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
+
+
+def _read(source: Source, slices: dict[str, Any], variable: Any, sizes: Sequence[int] | None) -> jax.Array:
+    """Makes a parameter. `sizes` are those of its parts along the first axis; None if it is no product."""
+    got = [list(slices[name].get_shape()) for name in source.names]
+    if source.split:
+        empty = np.empty(variable.shape, np.bool_)
+        wanted = [list(part.shape) for part in source.split(empty, sizes or variable.shape[:1])]
+        for name, shape, found in zip(source.names, wanted, got, strict=True):
+            if shape != found:
+                raise ValueError(f"tensor {name!r} must have shape {shape}, got {found}")
     try:
         array = source.make(slices[name][:] for name in source.names)
     except (ValueError, IndexError):  # The tensors' shapes do not fit together.
         array = None
     if array is not None and array.shape == variable.shape:
         return jnp.asarray(array, variable.dtype)
-    got = [list(slices[name].get_shape()) for name in source.names]
-    if source.split:
-        wanted = list(source.split(np.empty(variable.shape, np.bool_)).shape)
-        raise ValueError(f"tensor {source.names[0]!r} must have shape {wanted}, got {got[0]}")
     raise ValueError(
         f"tensors {source.names[0]!r} to {source.names[-1]!r} must make an array of shape {list(variable.shape)}, "
         f"got {got}"
@@ -193,7 +219,9 @@ def read_weights(
     Raises:
         ValueError: a tensor is missing, unknown or has a wrong shape, or a file is missing. It is named.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0))))
+    model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
+    sizes = _sizes(model)
+    graph, state = nnx.split(model)
     variables = dict(nnx.to_flat_state(state))
     with contextlib.ExitStack() as stack:
         slices = _open(Path(path), stack)
@@ -219,7 +247,8 @@ def read_weights(
             raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
         loaded = []
         for place, source in found.items():
-            loaded.append((place, variables[place].replace(_read(source, slices, variables[place]))))
+            value = _read(source, slices, variables[place], sizes.get(place[:-1]))
+            loaded.append((place, variables[place].replace(value)))
             progress(len(loaded), len(found))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
@@ -233,19 +262,21 @@ def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) ->
         path: The directory. It is created if it does not exist.
 
     Raises:
-        ValueError: a parameter of the model is not made from a tensor of its own.
+        ValueError: a parameter of the model is not made from tensors of its own.
     """
     path = Path(path)
-    tensors = {}
+    sizes, tensors = _sizes(model), {}
     for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(map(str, place))
         source = architecture.sources(name, model.config)[0]
         if source.split is None:
             raise ValueError(
-                f"save_weights: every parameter must have a tensor of its own, but {name!r} of "
+                f"save_weights: every parameter must have tensors of its own, but {name!r} of "
                 f"{model.config.model_type!r} has none"
             )
-        tensors[source.names[0]] = np.ascontiguousarray(source.split(np.asarray(jax.device_get(variable[...]))))
+        array = np.asarray(jax.device_get(variable[...]))
+        arrays = source.split(array, sizes.get(place[:-1], array.shape[:1]))
+        tensors |= {tensor: np.ascontiguousarray(part) for tensor, part in zip(source.names, arrays, strict=True)}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n")
     save_file(tensors, path / "model.safetensors", metadata={"format": "np"})

@@ -12,12 +12,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 from benchmarks import pipeline
 from pallas_kernels import (
+    add_rms_norm,
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    linear,
+    linear_sums,
     paged_attention,
     selective_scan,
     selective_state_update,
@@ -26,7 +29,9 @@ from pallas_kernels import (
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
+from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.ssd import cases as ssd_cases
@@ -163,7 +168,21 @@ def lower_selective_scan(device, case, layers=30, blocks=512, implementation="tr
     return lower(device, run, pool, array(jnp.int32), inputs, fixed | dict(z=x if case.gated else None), *indices)
 
 
-# For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097
+def lower_linear(device, case, implementation="triton", outputs=None):
+    x, weight = array(case.dtype, case.tokens, case.inputs), array(case.dtype, outputs or case.outputs, case.inputs)
+    op = linear_sums if case.is_summed else functools.partial(linear, is_gated=case.is_gated, out_dtype=case.out_dtype)
+    return lower(device, lambda x, weight: op(x, weight, implementation=implementation), x, weight, donated=())
+
+
+def lower_add_rms_norm(device, case, implementation="triton"):
+    x, addend = (
+        array(case.dtype, case.tokens, case.channels),
+        array(jnp.float32, case.shares, case.tokens, case.channels),
+    )
+    run = lambda *arguments: add_rms_norm(*arguments, epsilon=1e-6, implementation=implementation)
+    return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
+
+
 def lower_paged_attention(device, case, layers=8, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
     pool = array(case.dtype, layers, blocks, case.page_size, case.kv_heads, case.key_dim)
@@ -174,7 +193,7 @@ def lower_paged_attention(device, case, layers=8, blocks=512, implementation="tr
     return lower(device, run, q, pool, values, array(jnp.int32), rows(n + 1), rows(n), table, donated=())
 
 
-# blocks.
+# For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097 blocks.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
     "causal_conv1d_update": (lower_conv, causal_conv1d_cases.UPDATE_CASES, causal_conv1d_cases.UPDATE_CASES[0]),
@@ -202,13 +221,21 @@ OPS = {
     "ssd": (lower_ssd, ssd_cases.CASES, ssd_cases.CASES[0]),
     "selective_scan": (lower_selective_scan, selective_scan_cases.CASES, selective_scan_cases.CASES[0]),
 }
+# Ops without pools.
+DENSE = {
+    "linear": (lower_linear, linear_cases.CASES, linear_cases.CASES[0]),
+    "add_rms_norm": (lower_add_rms_norm, rms_norm_cases.CASES, rms_norm_cases.CASES[0]),
+}
+EVERY = OPS | DENSE
 
 
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in OPS for case in OPS[op][1]], ids=lambda x: x if isinstance(x, str) else x.name
+    ("op", "case"),
+    [(op, case) for op in EVERY for case in EVERY[op][1]],
+    ids=lambda x: x if isinstance(x, str) else x.name,
 )
 def test_every_case_lowers_for_h200(op, case):
-    assert "__gpu$xla.gpu.triton" in OPS[op][0]("NVIDIA H200", case)
+    assert "__gpu$xla.gpu.triton" in EVERY[op][0]("NVIDIA H200", case)
 
 
 def test_a_whole_step_lowers_with_the_expected_number_of_launches():
@@ -240,15 +267,15 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
 
 
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY)
 def test_one_case_of_each_op_lowers_for_other_gpus(op, device):
-    run, _, case = OPS[op]
+    run, _, case = EVERY[op]
     assert "__gpu$xla.gpu.triton" in run(device, case)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY)
 def test_the_default_is_triton_on_cuda(op):
-    run, _, case = OPS[op]
+    run, _, case = EVERY[op]
     assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case, implementation=None)
 
 
@@ -271,3 +298,14 @@ def test_pools_of_more_than_2_to_the_31_elements_have_64_bit_offsets(op, monkeyp
     few, many = (500, 4097 * 24) if op.startswith("causal_conv1d") else (33, 4097)
     assert "xi64>" not in triton_ir(few)
     assert "xi64>" in triton_ir(many)
+
+
+def test_weights_of_more_than_2_to_the_31_elements_have_64_bit_offsets(monkeypatch, capsys):
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, debug=True))
+
+    def triton_ir(outputs):
+        lower_linear("NVIDIA H200", linear_cases.CASES[0], outputs=outputs)
+        return capsys.readouterr().out.partition("The Triton module")[2]
+
+    assert "xi64>" not in triton_ir(800000)
+    assert "xi64>" in triton_ir(840000)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    add_rms_norm,
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
@@ -13,6 +14,8 @@ from pallas_kernels import (
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    linear,
+    linear_sums,
     paged_attention,
     selective_scan,
     selective_state_update,
@@ -54,6 +57,10 @@ def run(draw, implementation):
         causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
         paged_attention(q, *attention, max_query_tokens=5, **how),
         paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
+        linear(a, b, a[:, 0], parts=(2, 4), **how),
+        linear(*narrow(a, b), is_gated=True, **how),
+        linear_sums(a, b, **how),
+        add_rms_norm(a, b[None], A_log, epsilon=1e-6, **how),
         selective_scan(v, k, -jnp.abs(recurrent[0, 0]), q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )
 

@@ -44,7 +44,7 @@ def test_mixer_of_the_page_runs_rows_of_all_kinds(page, rng):
 
     into, rate, onto = (
         np.asarray(value, float)
-        for value in (layer.in_proj.kernel[...], jnp.exp(layer.log_rate[...]), layer.out_proj.kernel[...])
+        for value in (layer.in_proj.weight[...].T, jnp.exp(layer.log_rate[...]), layer.out_proj.weight[...].T)
     )
     written = set()
     for row, begin, end in zip(steps.ROWS, loc, loc[1:], strict=False):

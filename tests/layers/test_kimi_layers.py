@@ -10,6 +10,7 @@ from oracles.layers import kimi_delta_attention, multi_head_latent_attention
 
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
+from mamba_align_jax.layers.residual import total
 
 HIDDEN, LAYERS, LAYER = 24, 2, 1
 ATOL = 2e-5
@@ -30,13 +31,16 @@ def tensors(module):
     out = {}
     for place, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         value, name = np.asarray(variable[...], np.float64), ".".join(place)
-        if name == "in_proj_qkv.kernel":
-            out |= {f"{n}_proj.weight": part.T for n, part in zip("qkv", np.split(value, 3, 1), strict=True)}
+        if name == "in_proj_qkvbfg.weight":
+            channels, rank = HEADS * DIM, "_a" if module.f_b_proj is not None else ""
+            ends = np.cumsum([channels, channels, channels, HEADS, module.in_proj_qkvbfg.parts[2]])
+            names = "q", "k", "v", "b", f"f{rank}", f"g{rank}"
+            out |= {f"{n}_proj.weight": part for n, part in zip(names, np.split(value, ends), strict=True)}
         elif name == "conv1d.weight":
             parts = np.split(value.T[:, None], 3)
             out |= {f"{n}_conv1d.weight": part for n, part in zip("qkv", parts, strict=True)}
         else:
-            out[name.replace("kernel", "weight")] = value.T if name.endswith("kernel") else value
+            out[name] = value
     return out
 
 
@@ -69,7 +73,8 @@ def test_kimi_delta_attention_matches_the_oracle(variant, rng):
 
     @jax.jit
     def run(x, conv, recurrent):
-        return layer(x, step.layer(LAYER), conv, recurrent)
+        out, *pools = layer(x, step.layer(LAYER), conv, recurrent)
+        return total(out, x.dtype), *pools
 
     out, conv_after, recurrent_after = map(np.asarray, run(x, conv, recurrent))
     weights, written = tensors(layer), set()
@@ -107,7 +112,8 @@ def test_multi_head_latent_attention_matches_the_oracle(variant, rng):
         for place in places(row, 0, row.computed):
             pages[place] = rng.normal(size=RANK + ROPE)
     run = jax.jit(lambda x, pages: layer(x, step.layer(LAYER), pages, pages[..., :0])[:2])
-    out, after = map(np.asarray, run(x, pages))
+    out, after = run(x, pages)
+    out, after = np.asarray(total(out, x.dtype)), np.asarray(after)
     weights, written = tensors(layer), np.zeros(pages.shape[:3], bool)
     for row, at in real_rows(loc):
         wanted, history = multi_head_latent_attention(

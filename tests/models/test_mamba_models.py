@@ -152,7 +152,7 @@ class Probe(nnx.Module):
     mixers = ()
 
     def __call__(self, x, step, carry):
-        self.taken = str(x.dtype)
+        self.taken = str(x.settled().dtype)
         return x, carry
 
 

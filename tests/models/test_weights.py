@@ -129,7 +129,7 @@ def test_published_names_load(model, write):
 def test_draft_head_is_loaded_if_there_is_one(tmp_path, write):
     named, head = {"mtp_num_hidden_layers": 1}, head_tensors(json.loads((CHECKPOINT / "config.json").read_text()))
     model = load_model(write(named, head))
-    assert np.array_equal(model.mtp.fc.kernel[...], head["mtp.fc.weight"].T)
+    assert np.array_equal(model.mtp.fc.weight[...], head["mtp.fc.weight"])
     save_weights(model, qwen3_5, tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(np.array_equal(saved[name], value) for name, value in head.items())
@@ -184,7 +184,7 @@ def test_weights_have_the_dtype_that_was_asked_for(tensors, write, stored, asked
     model = load_model(write({"dtype": stored}, change), dtype=asked)
     assert model.dtype == got
     assert model.embed_tokens.embedding[...].dtype == got
-    assert model.layers[0].linear_attn.in_proj_qkv.kernel[...].dtype == got
+    assert model.layers[0].linear_attn.in_proj_qkvzba.weight[...].dtype == got
     rounded = tensors[EMBEDDING].astype(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(np.asarray(model.embed_tokens.embedding[...], np.float32), rounded)
     # Vectors are used in float32 arithmetic only.

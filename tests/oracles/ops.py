@@ -153,3 +153,23 @@ def paged_attention(q, keys, values, computed, scale=None):
             weights = np.exp(scores - scores.max())
             out[t, h] = weights / weights.sum() @ values[:seen, h // repeats]
     return out
+
+
+def linear(x, weight, bias=None, is_gated=False):
+    """Computes x weight^T + bias, and silu(gate) * up of its halves if it is gated. [tokens, outputs]"""
+    out = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    if bias is not None:
+        out = out + np.asarray(bias, np.float64)
+    if is_gated:
+        gate, up = np.split(out, 2, axis=1)
+        out = gate / (1 + np.exp(-gate)) * up
+    return out
+
+
+def add_rms_norm(x, addend, weight, epsilon, offset=0.0, scale=1.0):
+    """Computes x + scale * (sum of addend over its first axis), and its root-mean-square norm. Two [tokens, channels]."""
+    x, addend, weight = (np.asarray(array, np.float64) for array in (x, addend, weight))
+    total, normed = x + scale * addend.sum(axis=0), np.zeros(x.shape)
+    for t, token in enumerate(total):
+        normed[t] = token / np.sqrt(np.mean(token**2) + epsilon) * (offset + weight)
+    return total, normed

@@ -1,0 +1,111 @@
+"""The public functions of linear: their contract, checks and dispatch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.linear import pallas_triton, xla
+from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
+
+
+@checked
+def linear(
+    x: Float[Array, "tokens inputs"],
+    weight: Float[Array, "outputs inputs"],
+    bias: Float[Array, " outputs"] | None = None,
+    *,
+    is_gated: bool = False,
+    parts: tuple[int, ...] | None = None,
+    out_dtype: str | None = None,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens _"], ...]:
+    """Multiplies every token by weights: y = x weight^T + bias, cut into parts.
+
+    With `is_gated`, the first half of y is a gate: the result is silu(gate) * up, where up is the second half.
+
+    In a decode step the time of a product is that of reading its weights. The kernel reads them once, in tiles that keep
+    a GPU's memory busy. A call with more than `MAX_TOKENS` tokens runs XLA's product unless `implementation` is "triton".
+
+    A token's result does not depend on other tokens, to the bit, as long as the number of tokens stays the same.
+
+    Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
+    `MAX_TOKENS` tokens have x's dtype, "xla" rounds products to it before bias and gate. float32 products are three products of tf32 in "triton" and Precision.HIGHEST in
+    "xla". There is no derivative.
+
+    Args:
+        x: Inputs.
+        weight: Weights, as files of Hugging Face hold them. They have x's dtype.
+        bias: Added to y.
+        is_gated: Whether the result is silu(gate) * up.
+        parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
+        out_dtype: Dtype of the results; None is x's.
+        implementation: "xla" or "triton". None selects Triton for at most `MAX_TOKENS` tokens when the program is lowered
+            for CUDA, and XLA otherwise.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        One array [tokens, size] for each of `parts`.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+    """
+    outputs = weight.shape[0]
+    require(x.dtype == weight.dtype, f"linear: weight must have x's dtype {x.dtype}, got {weight.dtype}")
+    require(not is_gated or outputs % 2 == 0, f"linear: gated weights must have an even number of rows, got {outputs}")
+    width = outputs // 2 if is_gated else outputs
+    parts = (width,) if parts is None else tuple(parts)
+    require(sum(parts) == width, f"linear: the sum of parts must be {width}, got {parts}")
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if x.shape[0] == 0:
+        return tuple(jnp.zeros((0, size), dtype) for size in parts)
+    options = dict(is_gated=is_gated, parts=parts, out_dtype=dtype)
+    return _run("linear", (x, weight, bias), tuple(options.items()), implementation, config, interpret)
+
+
+@checked
+def linear_sums(
+    x: Float[Array, "tokens inputs"],
+    weight: Float[Array, "outputs inputs"],
+    *,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "shares tokens outputs"]:
+    """Multiplies every token by weights, and returns float32 sums whose total over the shares is x weight^T.
+
+    A product with few outputs keeps a GPU busy only if several programs divide the inputs of each output among them. What
+    reads the product, such as `add_rms_norm`, adds their sums on the way, and no kernel is launched for it. How many shares
+    there are depends on shapes and `config` only, and how the product is divided among them on the implementation: "xla"
+    puts all of it into the first share.
+
+    See `linear` for the arguments, numerics and errors.
+    """
+    require(x.dtype == weight.dtype, f"linear_sums: weight must have x's dtype {x.dtype}, got {weight.dtype}")
+    if x.shape[0] == 0:
+        return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
+    shares = 1
+    if implementation is not None or x.shape[0] <= MAX_TOKENS:
+        shares = (config or default_config(x, weight)).shares
+    return _run("linear_sums", (x, weight), (("shares", shares),), implementation, config, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "options", "implementation", "config", "interpret"))
+def _run(op, operands, options, implementation, config, interpret):
+    if implementation is None and operands[0].shape[0] > MAX_TOKENS:
+        implementation = "xla"
+    return dispatch(
+        op,
+        implementation,
+        operands,
+        xla=functools.partial(getattr(xla, op), **dict(options)),
+        triton=functools.partial(getattr(pallas_triton, op), config=config, interpret=interpret, **dict(options)),
+        unsupported=pallas_triton.unsupported(operands[0]),
+    )

@@ -1,0 +1,132 @@
+"""linear as a Pallas kernel: each program multiplies a tile of tokens by the weights of some outputs."""
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import dot
+from pallas_kernels.linear import xla
+from pallas_kernels.linear.config import Config, default_config
+
+
+def unsupported(x: jax.Array) -> str | None:
+    """Returns why the kernel cannot run these arguments, or None if it can."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"x must be float32, bfloat16 or float16, got {x.dtype}"
+    return None
+
+
+def _kernel(refs, *, config: Config, parts: Sequence[int], is_gated: bool, interpret: bool):
+    """Writes `refs.sums` if there is such an output, and else the outputs `refs.part0`, `refs.part1`, .."""
+    (num_tokens, num_inputs), num_outputs = refs.x.shape, refs.weight.shape[0]
+    width = num_outputs // (1 + is_gated)
+    # The programs of one tile of weights are neighbours, so that all but the first find it in the L2.
+    token, token_exists = pt.lanes(pt.program_id(0), config.tokens, num_tokens)
+    output, output_exists = pt.lanes(pt.program_id(1), config.outputs, width)
+    share = pt.program_id(2)
+    rows = [half * width + output for half in range(1 + is_gated)]
+    lane, _ = pt.lanes(0, config.inputs, config.inputs)
+
+    def advance(block, sums):
+        index = block * config.inputs + lane
+        exists = None if num_inputs % config.inputs == 0 else index < num_inputs
+
+        def take(ref, row, row_exists):
+            mask = row_exists[:, None] if exists is None else row_exists[:, None] & exists[None, :]
+            return pt.load(ref.at[row[:, None], index[None, :]], mask=mask, other=0.0)
+
+        x = take(refs.x, token, token_exists)
+        weights = [take(refs.weight, row, output_exists) for row in rows]
+        return [
+            total + dot(x, weight, contract=(1, 1), interpret=interpret)
+            for total, weight in zip(sums, weights, strict=True)
+        ]
+
+    blocks = -(-num_inputs // config.inputs)
+    per_share = -(-blocks // config.shares)
+    first = share * per_share
+    sums = [jnp.zeros((config.tokens, config.outputs), jnp.float32) for _ in rows]
+    sums = jax.lax.fori_loop(first, jnp.minimum(first + per_share, blocks), advance, sums)
+    exists = token_exists[:, None] & output_exists[None, :]
+    if hasattr(refs, "sums"):
+        for row, total in zip(rows, sums, strict=True):
+            pt.store(refs.sums.at[share, token[:, None], row[None, :]], total, mask=exists)
+        return
+    if refs.bias is not None:
+        biases = [pt.load(refs.bias.at[row], mask=output_exists, other=0.0).astype(jnp.float32) for row in rows]
+        sums = [total + bias[None, :] for total, bias in zip(sums, biases, strict=True)]
+    out = pt.silu(sums[0], interpret) * sums[1] if is_gated else sums[0]
+    begin = 0
+    for number, size in enumerate(parts):
+        ref, place = getattr(refs, f"part{number}"), output - begin
+        inside = exists & ((place >= 0) & (place < size))[None, :]
+        pt.store(ref.at[token[:, None], place[None, :]], out.astype(ref.dtype), mask=inside)
+        begin += size
+
+
+def _launch(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    config: Config,
+    is_gated: bool,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """Launches the kernel. `outputs` are the parts, or sums."""
+    tiles = -(-x.shape[0] // config.tokens), -(-weight.shape[0] // (1 + is_gated) // config.outputs)
+    parts = [output.shape[1] for output in outputs.values()]
+    return pt.call(
+        functools.partial(_kernel, config=config, parts=parts, is_gated=is_gated, interpret=interpret),
+        name="linear",
+        grid=(*tiles, config.shares),
+        inputs=dict(x=x, weight=weight, bias=bias),
+        outputs=outputs,
+        updates={},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+
+
+def _sums(x: jax.Array, weight: jax.Array, config: Config, *, is_gated: bool, interpret: bool) -> jax.Array:
+    sums = jax.ShapeDtypeStruct((config.shares, x.shape[0], weight.shape[0]), jnp.float32)
+    return _launch(x, weight, None, {"sums": sums}, config=config, is_gated=is_gated, interpret=interpret)["sums"]
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    is_gated: bool,
+    parts: tuple[int, ...],
+    out_dtype: jnp.dtype,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """See api.py."""
+    config = config or default_config(x, weight, is_gated=is_gated)
+    if config.shares > 1:
+        sums = _sums(x, weight, config, is_gated=is_gated, interpret=interpret)
+        total = functools.reduce(operator.add, [sums[share] for share in range(config.shares)])
+        return xla.finish(total, bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
+    outputs = {
+        f"part{number}": jax.ShapeDtypeStruct((x.shape[0], size), out_dtype) for number, size in enumerate(parts)
+    }
+    results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=interpret)
+    return tuple(results.values())
+
+
+def linear_sums(
+    x: jax.Array, weight: jax.Array, *, shares: int, config: Config | None = None, interpret: bool = False
+) -> jax.Array:
+    """See api.py. `shares` is that of the configuration."""
+    config = config or default_config(x, weight)
+    assert config.shares == shares, (config, shares)
+    return _sums(x, weight, config, is_gated=False, interpret=interpret)

@@ -1,0 +1,63 @@
+"""linear in plain jax.numpy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+
+from pallas_kernels import _math
+from pallas_kernels.linear.config import MAX_TOKENS
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    is_gated: bool,
+    parts: tuple[int, ...],
+    out_dtype: jnp.dtype,
+) -> tuple[jax.Array, ...]:
+    """See api.py."""
+    # The products of many tokens are rounded at once: cuBLAS does it, and float32 ones would take long to write.
+    rounded = x.shape[0] > MAX_TOKENS and jnp.dtype(out_dtype) == x.dtype
+    total = _product(x, weight, x.dtype if rounded else jnp.float32)
+    return finish(total.astype(jnp.float32), bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
+
+
+def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int) -> jax.Array:
+    """See api.py."""
+    total = _product(x, weight, jnp.float32)[None]
+    return total if shares == 1 else jnp.pad(total, ((0, shares - 1), (0, 0), (0, 0)))
+
+
+def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    # XLA would else fuse what computes x into its product, which then is slower than cuBLAS.
+    x = jax.lax.optimization_barrier(x)
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=Precision.HIGHEST if x.dtype == jnp.float32 else Precision.DEFAULT,
+        preferred_element_type=dtype,
+    )
+
+
+def finish(
+    total: jax.Array,
+    bias: jax.Array | None,
+    *,
+    is_gated: bool,
+    parts: tuple[int, ...],
+    out_dtype: jnp.dtype,
+) -> tuple[jax.Array, ...]:
+    """Takes a product, float32 [tokens, outputs], to the op's results."""
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    if is_gated:
+        gate, up = jnp.split(total, 2, axis=1)
+        total = _math.silu(gate) * up
+    total = total.astype(out_dtype)
+    ends = list(itertools.accumulate(parts))
+    return tuple(total[:, end - size : end] for end, size in zip(ends, parts, strict=True))

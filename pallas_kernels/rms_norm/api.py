@@ -1,0 +1,81 @@
+"""The public function of add_rms_norm: its contract, checks and dispatch.
+
+Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.rms_norm import pallas_triton, xla
+from pallas_kernels.rms_norm.config import Config
+
+
+@checked
+def add_rms_norm(
+    x: Float[Array, "tokens channels"],
+    addend: Float[Array, "shares tokens channels"],
+    weight: Float[Array, " channels"],
+    *,
+    epsilon: float,
+    offset: float = 0.0,
+    scale: float = 1.0,
+    out_dtype: str | None = None,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "tokens channels"]]:
+    """Adds a layer's outputs to the residual stream and normalises the sum.
+
+    The results are::
+
+        total = x + scale * sum of addend over its shares
+        normed = total / sqrt(mean(total^2) + epsilon) * (offset + weight)
+
+    A token's result does not depend on other tokens, to the bit.
+
+    Numerics: both lines are computed in float32. The total is rounded to x's dtype before it is normalised. There is no
+    derivative.
+
+    Args:
+        x: The residual stream.
+        addend: What is added, in shares: see `linear_sums`.
+        weight: Weights of the norm.
+        epsilon: Added to the mean square.
+        offset: Added to the weights.
+        scale: Factor of the addend.
+        out_dtype: Dtype of the normed values; None is x's.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        The total in x's dtype, and the normed values.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a token has too
+            many channels.
+    """
+    require(addend.shape[0] >= 1, "add_rms_norm: addend must have at least one share, got none")
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if x.size == 0:
+        return x, x.astype(dtype)
+    options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
+    return _run((x, addend, weight), tuple(options.items()), implementation, config, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "implementation", "config", "interpret"))
+def _run(operands, options, implementation, config, interpret):
+    return dispatch(
+        "add_rms_norm",
+        implementation,
+        operands,
+        xla=functools.partial(xla.add_rms_norm, **dict(options)),
+        triton=functools.partial(pallas_triton.add_rms_norm, config=config, interpret=interpret, **dict(options)),
+        unsupported=pallas_triton.unsupported(operands[0]),
+    )

@@ -1,0 +1,21 @@
+"""Named cases of add_rms_norm, which tests and benchmarks share."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its tokens, channels and shares."""
+
+    name: str
+    tokens: int
+    channels: int
+    shares: int
+    dtype: str = "bfloat16"
+
+
+CASES = (
+    *(Case(f"add_rms_norm {tokens}", tokens, 2560, 4) for tokens in (1, 16, 64)),
+    Case("add_rms_norm 2048", 2048, 2560, 1),
+    Case("add_rms_norm odd 5", 5, 1000, 3, dtype="float32"),
+)

@@ -1,0 +1,22 @@
+"""Launch configuration of add_rms_norm's kernel."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched. A program takes one token.
+
+    Attributes:
+        num_warps: Warps of a program.
+    """
+
+    num_warps: int
+
+
+def default_config(num_channels: int) -> Config:
+    """Returns the configuration for tokens of `num_channels` channels: a thread has about 20 of them.
+
+    For 2560 channels it is the fastest on an H200 with JAX 0.11.2.
+    """
+    return Config(num_warps=min(16, 1 << max(num_channels // 512, 1).bit_length() - 1))

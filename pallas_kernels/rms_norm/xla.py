@@ -1,0 +1,25 @@
+"""add_rms_norm in plain jax.numpy."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+
+def add_rms_norm(
+    x: jax.Array,
+    addend: jax.Array,
+    weight: jax.Array,
+    *,
+    epsilon: float,
+    offset: float,
+    scale: float,
+    out_dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """See api.py."""
+    total = functools.reduce(operator.add, [addend[share].astype(jnp.float32) for share in range(addend.shape[0])])
+    total = (x.astype(jnp.float32) + scale * total).astype(x.dtype)
+    y = total.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return total, (y * (offset + weight.astype(jnp.float32))).astype(out_dtype)
