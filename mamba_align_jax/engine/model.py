@@ -41,6 +41,10 @@ class ServedModel(Protocol):
         """Returns the logits, float32 [n, vocab], of hidden states [n, hidden]."""
         ...
 
+    def most_likely(self, hidden: jax.Array) -> jax.Array:
+        """Returns the first token with the largest logit, int32 [n], of hidden states [n, hidden]."""
+        ...
+
 
 class DraftingModel(ServedModel, Protocol):
     """A model with a draft head."""

@@ -20,7 +20,7 @@ from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, Sa
 from mamba_align_jax.engine.model import ServedModel
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
 from mamba_align_jax.engine.pending import Pending, decode_places, enter, propose, record_sampled, resolve
-from mamba_align_jax.engine.sampling import count_sampled, most_likely, sample
+from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import Layout
@@ -301,12 +301,12 @@ def _choose_tokens(
     last = jnp.maximum(inputs.batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
     place = jnp.concatenate([verify.reshape(-1), last])
     row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), window), jnp.arange(num_decode_rows, num_rows)])
-    logits = model.logits(hidden[place])
     if draws:
+        logits = model.logits(hidden[place])
         options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
         chosen = sample(logits, *options, positions[place] + 1)
     else:
-        chosen = most_likely(logits)
+        chosen = model.most_likely(hidden[place])
     verified, rest = jnp.split(chosen, [verify.size])
     return verified.reshape(verify.shape), rest
 

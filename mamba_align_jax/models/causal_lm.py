@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.align.config import GroupSpec
@@ -232,8 +233,26 @@ class CausalLM(nnx.Module):
         They are not rounded to the model's dtype, because in bfloat16 the logits of different tokens would become
         equal.
         """
+        own = self._own_logits(hidden)
+        return own if self.vocab_axis is None else jax.lax.all_gather(own, self.vocab_axis, axis=1, tiled=True)
+
+    def most_likely(self, hidden: jax.Array) -> jax.Array:
+        """Returns the most likely token, int32 [n], after hidden states [n, hidden]: the first of several.
+
+        Of a vocabulary that is split over devices, each device sends only its own most likely token.
+        """
+        own = self._own_logits(hidden)
+        token = jnp.argmax(own, axis=-1).astype(jnp.int32)
+        if self.vocab_axis is None:
+            return token
+        largest = jnp.take_along_axis(own, token[:, None], axis=1)[:, 0]
+        token = token + jax.lax.axis_index(self.vocab_axis).astype(jnp.int32) * own.shape[1]
+        largest, token = (jax.lax.all_gather(x, self.vocab_axis) for x in (largest, token))
+        device = jnp.argmax(largest, axis=0)
+        return jnp.take_along_axis(token, device[None], axis=0)[0]
+
+    def _own_logits(self, hidden: jax.Array) -> jax.Array:
+        """Computes the logits of this device's share of the vocabulary: see `logits`."""
         weight = self.embed_tokens.embedding[...] if self.lm_head is None else self.lm_head.weight[...]
         (product,) = linear(hidden.astype(weight.dtype), weight, out_dtype="float32")
-        if self.vocab_axis is not None:
-            product = jax.lax.all_gather(product, self.vocab_axis, axis=1, tiled=True)
         return product * self.logits_scale

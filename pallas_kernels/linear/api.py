@@ -35,8 +35,8 @@ def linear(
     A token's result does not depend on other tokens, to the bit, as long as the number of tokens stays the same.
 
     Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
-    `MAX_TOKENS` tokens have x's dtype, "xla" rounds products to it before bias and gate. float32 products are three products of tf32 in "triton" and Precision.HIGHEST in
-    "xla". There is no derivative.
+    `MAX_TOKENS` tokens have x's dtype, "xla" rounds products to it before bias and gate. float32 products are three
+    products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
 
     Args:
         x: Inputs.

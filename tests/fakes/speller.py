@@ -126,3 +126,6 @@ class Speller(nnx.Module):
 
     def logits(self, hidden):
         return -((jnp.arange(VOCAB, dtype=jnp.float32) - hidden % VOCAB) ** 2)
+
+    def most_likely(self, hidden):
+        return jnp.argmax(self.logits(hidden), axis=1).astype(jnp.int32)

@@ -186,6 +186,27 @@ def test_draft_head_is_placed_as_the_layers_are(model, mesh):
     assert placed.mtp.fc.weight[...].sharding.spec == EVERY
 
 
+def test_most_likely_token_of_a_split_vocabulary_is_the_first_of_several(model, mesh):
+    """Tokens 21 and 37 of different devices always tie, and all tokens tie after hidden states of 0."""
+    _, state = nnx.split(model)
+    weight = state.lm_head.weight
+    weight.set_value(weight[...].at[37].set(weight[21]).at[21].multiply(3).at[37].multiply(3))
+    tied = nnx.merge(nnx.graphdef(model), state)
+    placed, layout = shard_model(tied, mesh)
+    graph, params = nnx.split(placed)
+    hidden = np.random.default_rng(0).normal(size=(200, 32)).astype(np.float32)
+    hidden[7] = 0
+    hidden = jnp.asarray(hidden)
+    specs = jax.tree.unflatten(jax.tree.structure(params), layout.params), EVERY
+    run = layout.run(lambda params, hidden: nnx.merge(graph, params).most_likely(hidden), specs, EVERY)
+    found, wanted = np.asarray(jax.jit(run)(params, hidden)), np.argmax(tied.logits(hidden), axis=1)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(tied.most_likely(hidden), wanted)
+    assert found[7] == 0
+    assert 21 in found
+    assert 37 not in found
+
+
 def test_even_split_of_a_window_is_wrong(model, mesh, monkeypatch):
     """An even split of [q | k | v] would give a device channels of other heads. The parts prevent that."""
     monkeypatch.setattr(

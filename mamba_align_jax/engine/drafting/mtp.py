@@ -51,7 +51,7 @@ def draft_with_head(
         if n:
             inputs = single_token_inputs(page_table, position + n, alive, page_size=page_size, num_pages=num_pages)
             out, kv = model.draft(out, drafts[-1], inputs, kv)
-        drafts.append(jnp.argmax(model.logits(out), axis=-1).astype(jnp.int32))
+        drafts.append(model.most_likely(out))
     return jnp.stack(drafts, axis=1), kv
 
 
