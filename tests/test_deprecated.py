@@ -211,4 +211,4 @@ def test_old_fields_of_step_inputs():
         ("num_decode_tokens", 2),
     ):
         with pytest.warns(DeprecationWarning, match=f"StepInputs.{old} is now StepInputs"):
-            assert getattr(step, old) is new or getattr(step, old) == new
+            assert np.array_equal(getattr(step, old), new) or getattr(step, old) is new

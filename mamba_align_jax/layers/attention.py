@@ -96,11 +96,9 @@ def paged_attention(
     Returns:
         [tokens, heads, value_dim], 0 for padding tokens.
     """
-    num_decode_rows, page_table = at.rows.decode.num_rows, at.token_pages.page_table
+    num_decode_rows, pages = at.rows.decode.num_rows, at.token_pages
 
-    def attend_rows(
-        rows: Rows, queries: jax.Array, page_table: jax.Array, max_query_tokens: int | None
-    ) -> tuple[jax.Array]:
+    def attend_rows(rows: Rows, queries: jax.Array, slots: jax.Array, max_query_tokens: int | None) -> tuple[jax.Array]:
         out = ops.paged_attention(
             queries,
             keys,
@@ -108,7 +106,8 @@ def paged_attention(
             at.layer,
             rows.query_start_loc,
             rows.num_computed_tokens,
-            page_table,
+            pages.page_tables,
+            slots=slots,
             max_query_tokens=max_query_tokens,
             value_dim=value_dim,
             scale=scale,
@@ -117,10 +116,10 @@ def paged_attention(
         return (out,)
 
     def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, queries, page_table[:num_decode_rows], rows.write.shape[2])
+        return attend_rows(rows, queries, pages.slots[:num_decode_rows], rows.write.shape[2])
 
     def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, queries, page_table[num_decode_rows:], None)
+        return attend_rows(rows, queries, pages.slots[num_decode_rows:], None)
 
     return at.rows.apply(decode, prefill, (queries,), ())[0]
 

@@ -22,13 +22,20 @@ class TokenPages:
         kv_page: Page that takes each token's key and value. It is out of range for padding tokens, which are dropped.
             int32 [tokens]
         kv_offset: Index of each token in its page. int32 [tokens]
-        page_table: Pages of each row, in the order of their positions. int32 [rows, pages]
+        page_tables: Pages of each slot, in the order of their positions. int32 [slots, pages]
+        slots: The slot of each row, 0 for padding rows. int32 [rows]
     """
 
     positions: jax.Array
     kv_page: jax.Array
     kv_offset: jax.Array
-    page_table: jax.Array
+    page_tables: jax.Array
+    slots: jax.Array
+
+    @property
+    def page_table(self) -> jax.Array:
+        """Pages of each row, int32 [rows, pages]: a copy, which grows with the longest sequence that a slot can hold."""
+        return self.page_tables[self.slots]
 
     def put(self, pool: jax.Array, layer: jax.Array, values: jax.Array) -> jax.Array:
         """Writes each token's key, or its value, to its page.

@@ -79,19 +79,26 @@ def step_inputs(
     """
     rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens)
     tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens, token_rows)
-    page_table = page_tables[jnp.maximum(batch.idx_mapping, 0)]
-    page = page_table[tokens.row, tokens.position // page_size]
+    slots = jnp.maximum(batch.idx_mapping, 0)
+    page = page_tables[slots[tokens.row], tokens.position // page_size]
     pages = TokenPages(
         positions=tokens.position,
         kv_page=jnp.where(tokens.valid, page, num_pages),
         kv_offset=tokens.position % page_size,
-        page_table=page_table,
+        page_tables=page_tables,
+        slots=slots,
     )
     return StepInputs(rows=rows, chunks=rows.chunks(num_tokens), pages=pages)
 
 
 def single_token_inputs(
-    page_table: jax.Array, position: jax.Array, alive: jax.Array, *, page_size: int, num_pages: int
+    page_table: jax.Array,
+    position: jax.Array,
+    alive: jax.Array,
+    *,
+    page_size: int,
+    num_pages: int,
+    slots: jax.Array | None = None,
 ) -> StepInputs:
     """Computes the inputs of a step with one token per row, for attention layers only. No state is read or written.
 
@@ -100,15 +107,17 @@ def single_token_inputs(
 
     Args:
         page_table: Pages of each row, in the order of their positions; 0 where the row has none yet. int32
-            [rows, pages]
+            [rows, pages]. With `slots`, the pages of each slot, int32 [slots, pages].
         position: Position of each row's token. int32 [rows]
         alive: Whether a row's key is written. The outputs of the other rows have no meaning. bool [rows]
         page_size: Number of tokens of a page. Static.
         num_pages: Number of pages of the pool. Static.
+        slots: The slot of each row, or None. int32 [rows]
     """
     count, number = position.shape[0], position // page_size
     row = jnp.arange(count, dtype=jnp.int32)
-    page = page_table.at[row, number].get(mode="fill", fill_value=num_pages)
+    slots = row if slots is None else slots
+    page = page_table.at[slots, number].get(mode="fill", fill_value=num_pages)
     no_block = jnp.zeros((1, count), jnp.int32)
     decode = Rows(
         query_start_loc=jnp.arange(count + 1, dtype=jnp.int32),
@@ -124,6 +133,7 @@ def single_token_inputs(
         positions=position,
         kv_page=jnp.where(alive, page, num_pages),
         kv_offset=position % page_size,
-        page_table=page_table,
+        page_tables=page_table,
+        slots=slots,
     )
     return StepInputs(rows=rows, chunks=None, pages=pages)

@@ -13,13 +13,13 @@ class Tiles(NamedTuple):
     """Tiles of packed tokens, each from one row. A tile without tokens has length 0.
 
     Attributes:
-        row: The tile's row.
+        table: The row of the page table that has the pages of the tile's row.
         start: The tile's first packed token.
         length: The number of the tile's tokens.
         position: Position of the tile's first token in its sequence.
     """
 
-    row: Int32[Array, " tiles"]
+    table: Int32[Array, " tiles"]
     start: Int32[Array, " tiles"]
     length: Int32[Array, " tiles"]
     position: Int32[Array, " tiles"]
@@ -31,6 +31,7 @@ def tiles(
     num_tokens: int,
     tile_tokens: int,
     max_query_tokens: int | None,
+    slots: jax.Array | None = None,
 ) -> Tiles:
     """Cuts each row into tiles of `tile_tokens` tokens, from its first token on; a row's last tile may be shorter.
 
@@ -40,6 +41,7 @@ def tiles(
         num_tokens: Number of packed tokens, padding included.
         tile_tokens: The most tokens of a tile.
         max_query_tokens: A bound on the number of tokens of each row, or None.
+        slots: The row of the page table that has each row's pages; None if they are in the same order. int32 [rows].
     """
     num_rows = num_computed_tokens.shape[0]
     row_length = jnp.diff(query_start_loc)
@@ -56,7 +58,8 @@ def tiles(
         row = jnp.minimum(row, num_rows - 1)
         offset = (tile - (end - count)[row]) * tile_tokens
     length = jnp.clip(row_length[row] - offset, 0, tile_tokens)
-    return Tiles(row, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset)
+    table = row if slots is None else slots[row]
+    return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset)
 
 
 def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The public function of paged_attention: its contract, checks and dispatch.
 
 Token i of row r is at position P = num_computed_tokens[r] + i of its sequence. Position p of row r is place p % page_size of
-page page_table[r, p // page_size]. For one query head q with its key head's keys k and values v:
+page page_table[r, p // page_size], or of page page_table[slots[r], p // page_size] if `slots` is given. For one query head q
+with its key head's keys k and values v:
 
     out = sum_{p <= P} softmax_p(scale * (q . k_p)) v_p
 
@@ -29,8 +30,9 @@ def paged_attention(
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     num_computed_tokens: Int32[Array, " rows"],
-    page_table: Int32[Array, "rows pages_per_row"],
+    page_table: Int32[Array, "tables pages_per_row"],
     *,
+    slots: Int32[Array, " rows"] | None = None,
     max_query_tokens: int | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -61,7 +63,9 @@ def paged_attention(
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
         num_computed_tokens: Position of each row's first token.
-        page_table: The pages of each row, in the order of their positions.
+        page_table: The pages of each row, in the order of their positions; with `slots`, the pages of each slot.
+        slots: The row of `page_table` that each row's pages are in. A row without tokens may have any slot. None if
+            `page_table` has a row for each row.
         max_query_tokens: A bound on the number of tokens of each row, for decode and verify rows. None stands for prompts,
             whose rows may have any length.
         value_dim: The dims of a value, if and only if `values` is None.
@@ -84,6 +88,11 @@ def paged_attention(
         f"paged_attention: the number of heads of keys must divide q's {q.shape[1]} heads, got {kv_heads}",
     )
     require(
+        slots is not None or page_table.shape[0] == num_computed_tokens.shape[0],
+        f"paged_attention: page_table must have {num_computed_tokens.shape[0]} rows if slots is None, "
+        f"got {page_table.shape[0]}",
+    )
+    require(
         (values is None) != (value_dim is None),
         f"paged_attention: value_dim must be given if and only if values is None, got {value_dim}",
     )
@@ -97,9 +106,9 @@ def paged_attention(
     )
     require(scale is None or scale > 0, f"paged_attention: scale must be None or positive, got {scale}")
     dims = values.shape[4] if values is not None else value_dim or 0
-    if 0 in (q.shape[0], num_computed_tokens.shape[0], page_table.shape[1]):
+    if 0 in (q.shape[0], num_computed_tokens.shape[0], *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)
-    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table)
+    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table, slots)
     options = dict(max_query_tokens=max_query_tokens, value_dim=dims, scale=float(scale or key_dim**-0.5))
     unsupported = pallas_triton.unsupported(
         q, keys, is_latent=values is None, max_query_tokens=max_query_tokens, value_dim=dims, config=config

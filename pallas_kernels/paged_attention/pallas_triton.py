@@ -99,7 +99,7 @@ def _attend_kernel(
     head_tile, number, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     # The last tiles of a prompt see the most keys. They go first.
     number = pt.num_programs(1) - 1 - number if is_prompt else number
-    row, start, length, first = refs.row[number], refs.start[number], refs.length[number], refs.position[number]
+    table, start, length, first = refs.table[number], refs.start[number], refs.length[number], refs.position[number]
     layer = refs.layer[...]
     end = first + length
     used = jnp.minimum(_ceil(end, split), shares)  # shares that have keys
@@ -119,7 +119,7 @@ def _attend_kernel(
     def page_of(begin):
         """The page of the block at position `begin`, or of each of its keys. Only pages that the row has are looked up."""
         position = jnp.minimum(begin if one_page else begin + lane, end - 1)
-        at = refs.page_table.at[row, jax.lax.div(position, jnp.int32(page_size))]
+        at = refs.page_table.at[table, jax.lax.div(position, jnp.int32(page_size))]
         return pt.load(at)
 
     def attend(queries, share):
@@ -239,6 +239,7 @@ def paged_attention(
     query_start_loc,
     num_computed_tokens,
     page_table,
+    slots,
     *,
     max_query_tokens: int | None,
     value_dim: int,
@@ -251,8 +252,8 @@ def paged_attention(
     kv_heads, is_prompt = keys.shape[3], max_query_tokens is None
     used = config or _default_config(q, max_query_tokens, value_dim, values is None)
     tile = _tile(heads // kv_heads, used, max_query_tokens)
-    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens)
-    grid = kv_heads * tile.per_group, cut.row.shape[0]
+    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
+    grid = kv_heads * tile.per_group, cut.table.shape[0]
     programs = used.programs or default_programs(used, grid[0] * grid[1], is_prompt=is_prompt)
 
     of_shares = (used.shares, num_tokens, heads)

@@ -20,6 +20,7 @@ def paged_attention(
     query_start_loc,
     num_computed_tokens,
     page_table,
+    slots,
     *,
     max_query_tokens: int | None,
     value_dim: int,
@@ -28,7 +29,7 @@ def paged_attention(
     """See api.py."""
     num_tokens, heads, key_dim = q.shape
     page_size, kv_heads = keys.shape[2:4]
-    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, _TILE, max_query_tokens)
+    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, _TILE, max_query_tokens, slots)
     lane = jnp.arange(_TILE, dtype=jnp.int32)
     packed = jnp.minimum(cut.start[:, None] + lane, num_tokens - 1)
     token_position = cut.position[:, None] + lane
@@ -46,7 +47,7 @@ def paged_attention(
         exists = position < end[:, None]
         # A tile that has ended reads the page of its last position again, and NULL_PAGE has no part in any row.
         place = jnp.minimum(position, jnp.maximum(end[:, None] - 1, 0))
-        page = page_table.at[cut.row[:, None], place // page_size].get(mode="clip")
+        page = page_table.at[cut.table[:, None], place // page_size].get(mode="clip")
         take = lambda pool: pool.at[layer, page, place % page_size].get(mode="clip").astype(q.dtype)
         k = take(keys)
         v = k[..., :value_dim] if values is None else take(values)
@@ -61,7 +62,7 @@ def paged_attention(
         out = out * decay[..., None] + product("xhgtl,xlhd->xhgtd", weights.astype(q.dtype), v)
         return block + 1, new_top, total, out
 
-    shape = (cut.row.shape[0], kv_heads, heads // kv_heads, _TILE)
+    shape = (cut.table.shape[0], kv_heads, heads // kv_heads, _TILE)
     # The lowest score is finite, so that a block that a token does not see leaves its sums as they are.
     carry = jnp.int32(0), jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, value_dim))
     carry = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float32), carry)

@@ -186,11 +186,12 @@ def lower_add_rms_norm(device, case, implementation="triton"):
 def lower_paged_attention(device, case, layers=8, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
     pool = array(case.dtype, layers, blocks, case.page_size, case.kv_heads, case.key_dim)
-    q, table = array(case.dtype, tokens, case.heads, case.key_dim), array(jnp.int32, n, 64)
+    # The engine's call: the table has the pages of all slots.
+    q, table = array(case.dtype, tokens, case.heads, case.key_dim), array(jnp.int32, 2 * n, 64)
     options = dict(max_query_tokens=case.window, value_dim=case.value_dim, implementation=implementation)
-    run = lambda q, *rest: paged_attention(q, *rest, **options)
+    run = lambda q, *rest: paged_attention(q, *rest[:-1], slots=rest[-1], **options)
     values = None if case.value_dim else pool
-    return lower(device, run, q, pool, values, array(jnp.int32), rows(n + 1), rows(n), table, donated=())
+    return lower(device, run, q, pool, values, array(jnp.int32), rows(n + 1), rows(n), table, rows(n), donated=())
 
 
 # For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097 blocks.

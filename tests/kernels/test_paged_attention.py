@@ -189,6 +189,19 @@ def test_row_does_not_depend_on_other_rows(rng, dims, dtype, implementation, win
 
 
 @pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
+@pytest.mark.parametrize("window", [3, None])
+def test_slots_say_where_the_pages_of_each_row_are(rng, dims, dtype, implementation, window, optimized_programs):
+    """The table has more slots than there are rows, in another order, and an empty row has no slot."""
+    batch = make(rng, [2, 0, 3, 1], [140, 0, 0, 75], DIMS[dims], dtype)
+    options = dict(max_query_tokens=window) | options_of(implementation, SMALL if window else SMALL_PROMPT)
+    slots, table = np.array([5, -1, 0, 3], np.int32), np.asarray(batch.arguments["page_table"])
+    tables = np.full((7, table.shape[1]), 2**31 - 1, np.int32)
+    tables[slots[slots >= 0]] = table[slots >= 0]
+    got = batch.run(page_table=jnp.asarray(tables), slots=jnp.asarray(slots), **options)
+    same_bits(got, batch.run(**options))
+
+
+@pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
 def test_verify_tokens_have_the_bits_of_decode_rows(rng, dims, dtype, implementation, optimized_programs):
     """A verify row of eight tokens over the edge of a split and of shares that wrap, and each token as a row of its own."""
     for computed in (28, 124, 200):
@@ -323,7 +336,9 @@ def test_calls_without_tokens_or_rows(rng):
         (dict(values=None, value_dim=33), "value_dim must be from 1 to key_dim = 32, got 33"),
         (dict(max_query_tokens=0), "max_query_tokens must be None or at least 1, got 0"),
         (dict(scale=-1.0), "scale must be None or positive, got -1.0"),
-        (dict(page_table=jnp.zeros((2, 3), jnp.int32)), "page_table must be Int32"),
+        (dict(page_table=jnp.zeros((1, 3), jnp.float32)), "page_table must be Int32"),
+        (dict(page_table=jnp.zeros((2, 3), jnp.int32)), "page_table must have 1 rows if slots is None, got 2"),
+        (dict(slots=jnp.zeros(2, jnp.int32)), "must be Int32"),
         (dict(layer=1.5), "layer must be"),
     ],
 )

@@ -46,10 +46,12 @@ def draft_with_head(
     last = jnp.clip(last, 0, out.shape[0] - 1)
     out, position = out[last], step.pages.positions[last]
     _, num_pages, page_size = kv.keys.shape[:3]
-    page_table, drafts = step.pages.page_table, []
+    pages, drafts = step.pages, []
     for n in range(max_drafts):
         if n:
-            inputs = single_token_inputs(page_table, position + n, alive, page_size=page_size, num_pages=num_pages)
+            inputs = single_token_inputs(
+                pages.page_tables, position + n, alive, page_size=page_size, num_pages=num_pages, slots=pages.slots
+            )
             out, kv = model.draft(out, drafts[-1], inputs, kv)
         drafts.append(model.most_likely(out))
     return jnp.stack(drafts, axis=1), kv
