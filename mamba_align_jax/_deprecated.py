@@ -122,7 +122,7 @@ def renamed_keywords(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def wrapper(*arguments: Any, **keywords: Any) -> T:
-            if names.keys() & keywords.keys():
+            if not keywords.keys().isdisjoint(names):
                 keywords = _with_new_keywords(function.__qualname__, names, keywords)
             return function(*arguments, **keywords)
 

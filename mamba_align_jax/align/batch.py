@@ -68,41 +68,65 @@ class StepBatch:
             raise ValueError(f"StepBatch: bucket must be at least {rows} rows, got {bucket}")
         if rows and query_start_loc[0] != 0:
             raise ValueError(f"StepBatch: query_start_loc must start at 0, got {query_start_loc[0]}")
-        seen: dict[int, int] = {}
-        for row, (slot, start, end, drafts) in enumerate(
-            zip(idx_mapping, query_start_loc[:-1], query_start_loc[1:], num_drafts, strict=True)
-        ):
-            problem = None
-            if not -1 <= slot < spec.max_num_seqs:
-                problem = f"idx_mapping must be in [-1, {spec.max_num_seqs}), got {slot}"
-            elif slot >= 0 and slot in seen:
-                problem = f"idx_mapping repeats slot {slot} of row {seen[slot]}"
-            elif end < start:
-                problem = f"query_start_loc must not decrease, got {start} then {end}"
-            elif slot < 0 and end > start:
-                problem = f"a padding row must have no tokens, got {end - start}"
-            elif not -1 <= drafts <= spec.num_speculative_tokens:
-                problem = f"num_drafts must be in [-1, {spec.num_speculative_tokens}], got {drafts}"
-            elif drafts >= 0 and end - start not in (0, 1 + drafts):
-                problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {end - start}"
-            elif end - start > spec.max_model_len:
-                problem = f"must have at most max_model_len = {spec.max_model_len} tokens, got {end - start}"
-            if problem:
-                raise ValueError(f"StepBatch: row {row}: {problem}")
-            if slot >= 0:
-                seen[slot] = row
+        arrays = [np.asarray(values, np.int64) for values in (idx_mapping, query_start_loc, num_drafts)]
+        if rows and not _is_right(spec, *arrays):
+            _raise_for_row(spec, idx_mapping, query_start_loc, num_drafts)
 
-        def pad(values: Sequence[int], fill: int) -> jax.Array:
-            return put(np.concatenate([values, np.full(bucket - rows, fill)]).astype(np.int32))
+        def pad(values: np.ndarray, length: int, fill: int) -> jax.Array:
+            padded = np.full(length, fill, np.int32)
+            padded[: len(values)] = values
+            return put(padded)
 
         end = query_start_loc[-1] if len(query_start_loc) else 0
         return cls(
-            idx_mapping=pad(idx_mapping, -1),
-            query_start_loc=pad(query_start_loc, end),
-            num_drafts=pad(num_drafts, -1),
+            idx_mapping=pad(arrays[0], bucket, -1),
+            query_start_loc=pad(arrays[1], bucket + 1, end),
+            num_drafts=pad(arrays[2], bucket, -1),
         )
 
     @property
     def num_tokens(self) -> jax.Array:
         """The number of tokens in each row, drafts included. int32 [rows]."""
         return jnp.diff(self.query_start_loc)
+
+
+def _is_right(spec: AlignConfig, slots: np.ndarray, starts: np.ndarray, num_drafts: np.ndarray) -> bool:
+    """Whether all rows are right. It takes all rows at once, because `from_host` is called in every step."""
+    lengths, used = np.diff(starts), slots[slots >= 0]
+    return bool(
+        np.all((slots >= -1) & (slots < spec.max_num_seqs))
+        and np.max(np.bincount(used), initial=0) <= 1
+        and np.all((lengths >= 0) & (lengths <= spec.max_model_len))
+        and np.all((slots >= 0) | (lengths == 0))
+        and np.all((num_drafts >= -1) & (num_drafts <= spec.num_speculative_tokens))
+        and np.all((num_drafts < 0) | (lengths == 0) | (lengths == 1 + num_drafts))
+    )
+
+
+def _raise_for_row(
+    spec: AlignConfig, idx_mapping: Sequence[int], query_start_loc: Sequence[int], num_drafts: Sequence[int]
+) -> None:
+    """Raises the error of `StepBatch.from_host` for the first row that is wrong."""
+    seen: dict[int, int] = {}
+    for row, (slot, start, end, drafts) in enumerate(
+        zip(idx_mapping, query_start_loc[:-1], query_start_loc[1:], num_drafts, strict=True)
+    ):
+        problem = None
+        if not -1 <= slot < spec.max_num_seqs:
+            problem = f"idx_mapping must be in [-1, {spec.max_num_seqs}), got {slot}"
+        elif slot >= 0 and slot in seen:
+            problem = f"idx_mapping repeats slot {slot} of row {seen[slot]}"
+        elif end < start:
+            problem = f"query_start_loc must not decrease, got {start} then {end}"
+        elif slot < 0 and end > start:
+            problem = f"a padding row must have no tokens, got {end - start}"
+        elif not -1 <= drafts <= spec.num_speculative_tokens:
+            problem = f"num_drafts must be in [-1, {spec.num_speculative_tokens}], got {drafts}"
+        elif drafts >= 0 and end - start not in (0, 1 + drafts):
+            problem = f"a verify row with {drafts} drafts must have {1 + drafts} tokens, got {end - start}"
+        elif end - start > spec.max_model_len:
+            problem = f"must have at most max_model_len = {spec.max_model_len} tokens, got {end - start}"
+        if problem:
+            raise ValueError(f"StepBatch: row {row}: {problem}")
+        if slot >= 0:
+            seen[slot] = row

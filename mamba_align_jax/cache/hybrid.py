@@ -39,8 +39,12 @@ class HybridHit:
 class Allocation:
     """The new entries of a request's rows: `columns` are (column, block) pairs, `pages` are (number, page) pairs."""
 
-    columns: list[tuple[int, int]]
-    pages: list[tuple[int, int]]
+    columns: Sequence[tuple[int, int]]
+    pages: Sequence[tuple[int, int]]
+
+
+# What most decode steps need.
+_NOTHING = Allocation((), ())
 
 
 class HybridCache:
@@ -180,9 +184,12 @@ class HybridCache:
         Returns:
             The new entries of the request's rows. None, with nothing changed or evicted, if a pool has too few blocks.
         """
-        hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
         step = request, min_computed, max_computed, num_tokens, num_drafts
         end = max_computed + num_tokens
+        if self.states.holds(*step) and self.kv.holds(request, end):
+            self.states.begin(request, num_tokens, num_drafts)
+            return _NOTHING
+        hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
         if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state):
             return None
         # Pages first: when a page is evicted, the state with the same key becomes free.

@@ -51,6 +51,11 @@ class KVPageManager:
             pages.append(page)
         return pages
 
+    def holds(self, request: Hashable, num_tokens: int) -> bool:
+        """True if the request has pages for its first `num_tokens` positions: `allocate` would give it none."""
+        record = self._requests.get(request)
+        return record is not None and num_tokens <= len(record.pages) * self.page_size
+
     def fits(self, request: Hashable, num_tokens: int, hit: Sequence[int] = ()) -> bool:
         """True if `allocate` with the same arguments would succeed."""
         shared = () if request in self._requests else hit
@@ -88,6 +93,8 @@ class KVPageManager:
     def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> None:
         """Makes the request's full pages of `tokens[:end]` findable."""
         record = self._requests[request]
+        if end // self.page_size == record.num_published:
+            return
         for number in range(record.num_published, end // self.page_size if record.shares else 0):
             self.pool.publish(record.pages[number], record.chain.at(tokens, (number + 1) * self.page_size))
             record.num_published = number + 1

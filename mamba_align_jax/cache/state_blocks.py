@@ -26,7 +26,7 @@ class Hit:
     chain: HashChain | None = field(default=None, compare=False, repr=False)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """A step whose result the host has not read. `offered` is true if `publish` was called for it."""
 
@@ -136,6 +136,22 @@ class StateBlockManager:
                 return Hit((column + 1) * self.block_size, ((column, block),), chain)
         return Hit(0, (), chain)
 
+    def holds(
+        self, request: Hashable, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int = 0
+    ) -> bool:
+        """True if the request has a block in every column that the step may write: `allocate` would give it none."""
+        record = self._requests.get(request)
+        if record is None:
+            return False
+        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
+        if len(wanted) == 1:
+            return wanted.start in record.columns
+        return all(map(record.columns.__contains__, wanted))
+
+    def begin(self, request: Hashable, num_tokens: int, num_drafts: int = 0) -> None:
+        """Records a step that needs no new block, as `holds` found. This is the short form of `allocate`."""
+        self._requests[request].in_flight.append(_Step(num_tokens, num_drafts))
+
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def fits(
         self,
@@ -195,7 +211,7 @@ class StateBlockManager:
             self._requests[request] = record
         record = self._requests[request]
         record.columns.update(entries)
-        record.in_flight.append(_Step(num_tokens, num_drafts))
+        self.begin(request, num_tokens, num_drafts)
         return entries
 
     def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
@@ -258,8 +274,10 @@ class StateBlockManager:
         record = self._requests[request]
         if self.mode == "none":
             return
-        gone = [column for column in record.columns if column < record.committed // self.block_size]
-        self.pool.release([record.columns.pop(column) for column in gone])
+        oldest = record.committed // self.block_size
+        gone = [column for column in record.columns if column < oldest]
+        if gone:
+            self.pool.release([record.columns.pop(column) for column in gone])
 
     def free(self, request: Hashable) -> None:
         """Releases all blocks of a request. Published blocks stay findable until they are evicted.
@@ -308,16 +326,18 @@ class StateBlockManager:
         num_drafts: int,
         held: dict[int, int],
     ) -> list[int]:
-        if self.mode == "none":
-            wanted = range(1 + self.num_speculative_tokens)
-        else:
-            # A row with drafts may save any boundary that it passes. Other rows write only their running column.
-            size, window = self.block_size, 1 + (self.num_speculative_tokens if num_drafts else 0)
-            first = min_computed // size if num_drafts else column_of(min_computed + num_tokens, size)
-            end = column_of(max_computed + num_tokens, size) + window
-            wanted = range(first, end)
+        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
+
+    def _wanted(self, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> range:
+        """The columns that a step may write."""
+        if self.mode == "none":
+            return range(1 + self.num_speculative_tokens)
+        # A row with drafts may save any boundary that it passes. Other rows write only their running column.
+        size, window = self.block_size, 1 + (self.num_speculative_tokens if num_drafts else 0)
+        first = min_computed // size if num_drafts else (min_computed + num_tokens - 1) // size
+        return range(first, (max_computed + num_tokens - 1) // size + window)
 
     def _offer(self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
