@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.packing import Bucket
+from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.packed import pack
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
@@ -84,7 +85,8 @@ def compile_all(engines: list[Engine]) -> None:
             for engine in engines
             for bucket in engine.runner.buckets
             if bucket.decode_rows in (0, engine.config.max_num_seqs)
-            and (bucket.prefill_tokens == _CHUNK or not bucket.draws)
+            and bucket.prefill_tokens in (0, _CHUNK)
+            and not bucket.draws
         ]
         print(f"{len(compiling)} programs traced: {time.perf_counter() - begin:.1f} s", flush=True)
         for number, program in enumerate(as_completed(compiling), 1):
@@ -127,7 +129,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
     places = engine.unread_steps[-1].places
     assert len(places) == rows
     assert all(places)
-    inputs = jax.device_put(runner.packer.pack(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
+    inputs = jax.device_put(pack(runner.packer.pack(bucket, places)), mesh and NamedSharding(mesh, PartitionSpec()))
     # This is the program that the engine runs. Calling the jitted step instead would compile another one, because here
     # the inputs are already on the device.
     program = runner.trace(bucket).lower().compile()

@@ -126,8 +126,9 @@ def run_mode(
     """
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     conversation = DemoConversation(lambda prompts: engine.generate(prompts, params))
-    progress = start(engine.num_programs + conversation.num_waves)
-    engine.warmup(progress)
+    num_programs = sum(not bucket.draws for bucket in engine.runner.buckets)
+    progress = start(num_programs + conversation.num_waves)
+    engine.warmup(progress, draws=False)
     outputs = []
     for wave in conversation.run():
         outputs += wave

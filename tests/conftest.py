@@ -144,7 +144,7 @@ def optimized_programs():
 def one_program():
     """Gives an engine one program for all its steps, whatever rows they have, where compiling takes longer than padding."""
     with pytest.MonkeyPatch.context() as patch:
-        give_programs(patch, lambda packing, *sizes: [packing.Bucket(*sizes)])
+        give_programs(patch, lambda module, *sizes: [module.Bucket(*sizes)])
         yield
 
 
@@ -153,7 +153,7 @@ def few_programs():
     """Gives an engine two programs at the quick depth, for steps with and without prompts, and all at the full depth."""
     with pytest.MonkeyPatch.context() as patch:
         if not depth.is_full():
-            two = lambda packing, seqs, *prefill: [packing.Bucket(seqs, *prefill), packing.Bucket(seqs, 0, 0)]
+            two = lambda module, seqs, *prefill: [module.Bucket(seqs, *prefill), module.Bucket(seqs, 0, 0)]
             give_programs(patch, two)
         yield
 
@@ -161,14 +161,15 @@ def few_programs():
 @pytest.fixture
 def every_program(monkeypatch):
     """Gives an engine all its programs in a module that uses `few_programs`."""
-    give_programs(monkeypatch, lambda packing, *sizes: packing.all_buckets(*sizes))
+    give_programs(monkeypatch, lambda module, *sizes: module.all_buckets(*sizes))
 
 
 def give_programs(patch, buckets):
     """Sets the sizes of an engine's programs to `buckets(module, requests, prefill rows, prefill tokens)`."""
-    from mamba_align_jax.engine import packing, runner
+    from mamba_align_jax.engine import buckets as module
+    from mamba_align_jax.engine import runner
 
-    make = lambda self: buckets(packing, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
+    make = lambda self: buckets(module, self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
     patch.setattr(runner.StepRunner, "buckets", property(make))
 
 

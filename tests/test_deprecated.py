@@ -148,7 +148,7 @@ def test_old_keyword_of_load_model(tmp_path):
 
 
 def test_old_names_and_values_of_the_engine():
-    from mamba_align_jax.engine import config, drafting
+    from mamba_align_jax.engine import buckets, config, drafting, packing
     from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 
     with pytest.warns(DeprecationWarning, match="speculation='ngram' is now speculation='prompt_lookup'") as caught:
@@ -156,6 +156,8 @@ def test_old_names_and_values_of_the_engine():
     assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="PREFIX_CACHE_MODES"):
         assert config.MODES == config.PREFIX_CACHE_MODES
+    with pytest.warns(DeprecationWarning, match="all_buckets is now mamba_align_jax.engine.buckets.all_buckets"):
+        assert packing.all_buckets is buckets.all_buckets
     with pytest.warns(DeprecationWarning, match="PromptLookupDrafter"):
         assert drafting.NGramDrafter is PromptLookupDrafter
     with pytest.warns(DeprecationWarning, match="keyword 'most' is now 'max_drafts'"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks import report
 from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.cli import main
-from mamba_align_jax.engine import packing, runner
+from mamba_align_jax.engine import buckets, runner
 from mamba_align_jax.load import bench, cells, client, idle, runs
 from mamba_align_jax.load.client import Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
@@ -217,7 +217,7 @@ def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, caps
     # There is no GPU to trace, so the trace that is read is a made one. Everything before that runs.
     monkeypatch.setattr(idle, "read", lambda trace, count: idle.measure(idle.kernels(xspace(steps(count))), count))
     # These two programs are enough for greedy requests.
-    monkeypatch.setattr(runner.StepRunner, "buckets", [packing.Bucket(2, 8, 32), packing.Bucket(2, 0, 0, draws=False)])
+    monkeypatch.setattr(runner.StepRunner, "buckets", [buckets.Bucket(2, 8, 32), buckets.Bucket(2, 0, 0, draws=False)])
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
     workloads = ["--workload=prefix_repetition", "--workload=multi_turn"]

@@ -47,6 +47,7 @@ class EngineConfig:
         max_model_len: Number of tokens of the longest sequence; None is the model's own limit.
         max_num_seqs: Number of requests that run at once.
         max_num_batched_tokens: Number of prompt tokens of one step.
+        max_prefill_rows: Number of prompts that may have tokens in one step.
         max_waiting: Number of requests that may wait to run for the first time; None is no limit.
         state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
@@ -68,6 +69,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
+    max_prefill_rows: int = 4
     max_waiting: int | None = None
     state_dtype: str = "float32"
     checked: bool = False
@@ -78,7 +80,7 @@ class EngineConfig:
         modes = f"one of {PREFIX_CACHE_MODES} ('all' is not available in the engine yet)"
         _require(self.prefix_cache in PREFIX_CACHE_MODES, "prefix_cache", modes, self.prefix_cache)
         _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
-        for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"):
             value = getattr(self, name)

@@ -21,7 +21,7 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.request import Request, RequestOutput
-from mamba_align_jax.engine.results import count_row, finish_reason, is_first_admission, tokens_up_to_end
+from mamba_align_jax.engine.results import count_row, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
@@ -35,7 +35,6 @@ from mamba_align_jax.models.tensor_parallel import shard_model, share
 from pallas_kernels import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
-_MAX_PREFILL_ROWS = 4
 
 
 class Engine:
@@ -98,7 +97,7 @@ class Engine:
             self.spec,
             self.sizes,
             config.kv_page_size,
-            _MAX_PREFILL_ROWS,
+            config.max_prefill_rows,
             config.max_num_batched_tokens,
             drafter=self._drafters.device,
             layout=layout,
@@ -129,7 +128,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache,
             config.max_num_seqs,
-            _MAX_PREFILL_ROWS,
+            config.max_prefill_rows,
             config.max_num_batched_tokens,
             self._drafters.host,
             config.num_speculative_tokens,
@@ -171,25 +170,28 @@ class Engine:
         return bool(self._requests or self._outputs)
 
     @renamed_keywords(advance="progress")
-    def warmup(self, progress: Callable[[], None] = lambda: None) -> float:
+    def warmup(self, progress: Callable[[], None] = lambda: None, *, draws: bool = True) -> float:
         """Compiles every program that requests can need, and runs each once on padding.
 
         Args:
-            progress: Called after each program is compiled, `num_programs` times in all.
+            progress: Called after each program is compiled.
+            draws: Whether requests will draw tokens at random. If False, half of the programs are left out, and are
+                compiled by the first step that needs them.
 
         Returns:
             Seconds that it took.
         """
         begin = time.perf_counter()
-        for _ in self.runner.compile():
+        buckets = [bucket for bucket in self.runner.buckets if draws or not bucket.draws]
+        for _ in self.runner.compile(buckets):
             progress()
-        for bucket in self.runner.buckets:
+        for bucket in buckets:
             self.runner.warm(bucket)
         return time.perf_counter() - begin
 
     @property
     def num_programs(self) -> int:
-        """The number of programs that `warmup` compiles."""
+        """The number of all programs, which `warmup` compiles."""
         return len(self.runner.buckets)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
@@ -312,8 +314,8 @@ class Engine:
         count_row(self._counters, row, result)
         if self._watch and is_first_admission(row):
             self._watch.admitted(len(request.prompt))
-        self.scheduler.finished(row, tokens_up_to_end(request, result.tokens, eos))
-        reason = finish_reason(request, eos) if row.samples else None
+        tokens, reason = tokens_up_to_end(request, result.tokens, eos)
+        self.scheduler.finished(row, tokens)
         if reason:
             self.scheduler.remove(request)
             self._end(request, reason)

@@ -1,13 +1,19 @@
 """Tokens that the device knows before the host does: each slot's last sampled token, its drafts, and its history."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Sampled
 from pallas_kernels.rows import TokenRows
+
+# Tokens of one call of `store_tokens`.
+_TOKENS_PER_CALL = 2048
 
 
 @jax.tree_util.register_dataclass
@@ -19,8 +25,8 @@ class Pending:
         tokens: The token that was sampled last, then the drafts. Places without a draft hold some token.
             int32 [slots, 1 + K].
         num_drafts: How many of the drafts are valid. int32 [slots].
-        history: All tokens of the slot's request, for drafters; of length 0 if no drafter runs on the device.
-            int32 [slots, length].
+        history: The tokens of the slot's request that have run or were cached, for drafters; of length 0 if no drafter
+            runs on the device. int32 [slots, length].
     """
 
     tokens: jax.Array
@@ -34,17 +40,47 @@ class Pending:
         return cls(tokens=zeros(slots, window), num_drafts=zeros(slots), history=zeros(slots, length))
 
 
-def enter(pending: Pending, slot: jax.Array, tokens: jax.Array) -> Pending:
-    """Stores the tokens of requests that enter. `pending` is donated.
+@functools.partial(jax.jit, donate_argnums=0)
+def _store_tokens(history: jax.Array, slot: jax.Array, begin: jax.Array, tokens: jax.Array) -> jax.Array:
+    place = begin + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return history.at[slot, jnp.where(tokens != UNKNOWN, place, history.shape[1])].set(tokens, mode="drop")
+
+
+def store_tokens(pending: Pending, slot: int, tokens: Sequence[int]) -> Pending:
+    """Stores the first tokens of a slot's history, in calls of one size, ahead of the step in which a request enters.
+
+    These are the tokens of a prefix hit, which no step runs. `pending` is donated.
+    """
+    history = pending.history
+    for begin in range(0, max(len(tokens), 1), _TOKENS_PER_CALL):
+        part = np.full(_TOKENS_PER_CALL, UNKNOWN, np.int32)
+        held = tokens[begin : begin + _TOKENS_PER_CALL]
+        part[: len(held)] = held
+        history = _store_tokens(history, np.int32(slot), np.int32(begin), part)
+    return replace(pending, history=history)
+
+
+def record_prompts(
+    pending: Pending, batch: StepBatch, rows: TokenRows, positions: jax.Array, tokens: jax.Array, following: jax.Array
+) -> Pending:
+    """Stores the tokens that a step's prefill rows run. `pending` is donated.
 
     Args:
         pending: The tokens of all slots.
-        slot: The slot of each request, -1 for padding. int32 [additions].
-        tokens: Each request's tokens, padded to the length of the history. int32 [additions, length].
+        batch: The step's rows, of which the last are prefill rows.
+        rows: The row and the offset of each packed token.
+        positions: The position of each packed token. int32 [tokens].
+        tokens: The packed tokens. int32 [tokens].
+        following: The token after each prefill row, which drafters with keys need; `UNKNOWN` if the row's last token is
+            the last one that is known. int32 [prefill rows].
     """
-    slot = jnp.where(slot >= 0, slot, pending.history.shape[0])
-    history = pending.history.at[slot].set(tokens, mode="drop")
-    return replace(pending, history=history)
+    num_slots = pending.history.shape[0]
+    num_decode_rows = batch.idx_mapping.shape[0] - following.shape[0]
+    slot = jnp.where(rows.valid & (rows.row >= num_decode_rows), batch.idx_mapping[rows.row], num_slots)
+    history = pending.history.at[slot, positions].set(tokens, mode="drop")
+    last = jnp.maximum(batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
+    slot = jnp.where(following != UNKNOWN, batch.idx_mapping[num_decode_rows:], num_slots)
+    return replace(pending, history=history.at[slot, positions[last] + 1].set(following, mode="drop"))
 
 
 def decode_places(batch: StepBatch, num_decode_rows: int, window: int) -> jax.Array:

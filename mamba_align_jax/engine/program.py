@@ -18,13 +18,30 @@ from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrat
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
 from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
-from mamba_align_jax.engine.pending import Pending, decode_places, enter, propose, record_sampled, resolve
+from mamba_align_jax.engine.pending import Pending, decode_places, propose, record_prompts, record_sampled, resolve
 from mamba_align_jax.engine.sampling import count_sampled, sample
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import Layout
 from pallas_kernels.rows import token_rows
+
+
+class DrawOptions(NamedTuple):
+    """How each row draws its tokens: see `SamplingParams`.
+
+    Attributes:
+        temperature: float32 [rows].
+        top_k: int32 [rows].
+        top_p: float32 [rows].
+        seed: int32 [rows].
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -34,29 +51,24 @@ class Inputs:
 
     Attributes:
         tokens: Packed tokens, `UNKNOWN` where only the device knows them. int32 [tokens].
-        entering: Tokens of the requests that enter, as `Pending.history` keeps them. int32 [prefill rows, length].
+        following: The token after each prefill row, for drafters on the device: see `record_prompts`; of length 0 if
+            there are none. int32 [prefill rows].
         batch: The rows.
         updates: New entries of the block tables.
         additions: The slots of the requests that enter.
         pages: Changes of the page tables.
         samples: True for rows that sample. bool [rows].
-        temperature: float32 [rows].
-        top_k: int32 [rows].
-        top_p: float32 [rows].
-        seed: int32 [rows].
+        draw: How rows draw tokens; None in a program whose rows take their most likely token.
     """
 
     tokens: jax.Array
-    entering: jax.Array
+    following: jax.Array
     batch: StepBatch
     updates: TableUpdates
     additions: Additions
     pages: PageUpdates
     samples: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
+    draw: DrawOptions | None
 
 
 class StepResult(NamedTuple):
@@ -178,41 +190,37 @@ _COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "draws", "layout"),
+    static_argnames=("graph", "spec", "drafter", "num_decode_rows", "layout"),
     donate_argnames=("device_state",),
     compiler_options=_COMPILER_OPTIONS,
 )
 def run_step(
     params: list[jax.Array],
-    inputs: Inputs,
+    inputs: Packed,
     device_state: DeviceState,
     *,
     graph: Graph,
     spec: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
-    draws: bool,
     layout: Layout | None = None,
-) -> tuple[StepResult, DeviceState]:
+) -> tuple[Packed, DeviceState]:
     """Runs one step.
 
     Args:
         params: The model's parameters.
-        inputs: What the host sends.
+        inputs: What the host sends: `Inputs`, packed.
         device_state: What the last step left. `device_state` is donated.
         graph: The model without its parameters. Static, as are the arguments that follow.
         spec: How states are kept.
         drafter: Proposes drafts for the next step; None if no drafter runs on the device.
         num_decode_rows: Number of rows that are decode or verify rows, padding included.
-        draws: Whether rows may draw tokens at random. If False, every row takes its most likely token.
         layout: How the model lies on several devices; None for one device.
 
     Returns:
-        What the host reads, and the state for the next step.
+        What the host reads, a packed `StepResult`, and the state for the next step.
     """
-    run = functools.partial(
-        _run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows, draws=draws
-    )
+    run = functools.partial(_run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows)
     if layout is not None:
         every, specs = PartitionSpec(), device_specs(layout)
         run = layout.run(run, (list(layout.params), every, specs), (every, specs))
@@ -221,22 +229,21 @@ def run_step(
 
 def _run_step(
     params: list[jax.Array],
-    inputs: Inputs,
+    packed: Packed,
     device_state: DeviceState,
     *,
     graph: Graph,
     spec: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
-    draws: bool,
-) -> tuple[StepResult, DeviceState]:
+) -> tuple[Packed, DeviceState]:
     """The step on one device: see `run_step`."""
-    model = graph.model(params)
+    model, inputs = graph.model(params), packed.unpack()
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
     tables = update_block_tables(device_state.tables, inputs.updates)
     page_tables = set_pages(device_state.page_tables, inputs.pages)
     state = add_requests(device_state.state, inputs.additions)
-    pending = enter(device_state.pending, inputs.additions.slot[: inputs.entering.shape[0]], inputs.entering)
+    pending = device_state.pending
     rows = token_rows(batch.query_start_loc, inputs.tokens.shape[0])
     verify = decode_places(batch, num_decode_rows, spec.window)
     tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify, rows)
@@ -252,8 +259,10 @@ def _run_step(
         num_pages=kv.keys.shape[1],
         token_rows=rows,
     )
+    if inputs.following.size:
+        pending = record_prompts(pending, batch, rows, step.pages.positions, tokens, inputs.following)
     hidden, pool, kv = model(tokens, step, pool, kv)
-    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify, draws)
+    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify)
     counts = count_sampled(verified, drafts, num_drafts)
     counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
     state, plan = plan_finish(spec, state, batch, indices, counts, tables)
@@ -277,11 +286,11 @@ def _run_step(
         null_reads=indices.num_null_reads(),
     )
     after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
-    return result, after
+    return pack(result), after
 
 
 def _choose_tokens(
-    model: ServedModel, hidden: jax.Array, positions: jax.Array, inputs: Inputs, verify: jax.Array, draws: bool
+    model: ServedModel, hidden: jax.Array, positions: jax.Array, inputs: Inputs, verify: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses a token after every token of the decode rows and after the last token of each prefill row.
 
@@ -291,7 +300,6 @@ def _choose_tokens(
         positions: Their positions. int32 [tokens].
         inputs: What the host sent.
         verify: Where the decode rows' tokens are packed. int32 [decode rows, 1 + K].
-        draws: See `run_step`.
 
     Returns:
         The tokens of the decode rows, int32 [decode rows, 1 + K], and of the prefill rows, int32 [prefill rows].
@@ -301,12 +309,11 @@ def _choose_tokens(
     last = jnp.maximum(inputs.batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
     place = jnp.concatenate([verify.reshape(-1), last])
     row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), window), jnp.arange(num_decode_rows, num_rows)])
-    if draws:
-        logits = model.logits(hidden[place])
-        options = (option[row] for option in (inputs.temperature, inputs.top_k, inputs.top_p, inputs.seed))
-        chosen = sample(logits, *options, positions[place] + 1)
-    else:
+    if inputs.draw is None:
         chosen = model.most_likely(hidden[place])
+    else:
+        logits = model.logits(hidden[place])
+        chosen = sample(logits, *(option[row] for option in inputs.draw), positions[place] + 1)
     verified, rest = jnp.split(chosen, [verify.size])
     return verified.reshape(verify.shape), rest
 

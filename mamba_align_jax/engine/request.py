@@ -58,6 +58,7 @@ class Request:
         prompt: The prompt's tokens.
         params: How it is sampled.
         tokens: The prompt and the tokens sampled so far.
+        max_length: The number of tokens at which the request ends.
         slot: The request's place in the device's arrays; -1 while it waits.
         rank: Priority and arrival. Lower ranks run first. The queue sets it once.
         num_computed: Number of tokens whose states exist on the device, as far as results were read.
@@ -81,6 +82,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     tokens: list[int] = field(init=False)
+    max_length: int = field(init=False)
     slot: int = -1
     rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
@@ -100,6 +102,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.max_length = len(self.prompt) + self.params.max_tokens
         self.prefill_end = len(self.prompt)
 
     @property
@@ -110,7 +113,7 @@ class Request:
     @property
     def num_left(self) -> int:
         """The number of tokens that may still be sampled."""
-        return self.params.max_tokens - (len(self.tokens) - len(self.prompt))
+        return self.max_length - len(self.tokens)
 
     @property
     def min_computed(self) -> int:
@@ -120,17 +123,17 @@ class Request:
     @property
     def max_computed(self) -> int:
         """The largest number of tokens that can be computed once all planned steps are done."""
-        return self.min_computed + self.num_unsure
+        return self.num_computed + self.num_ahead + self.num_unsure
 
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens must be planned before the next one can be sampled."""
-        return self.min_computed < self.prefill_end
+        return self.num_computed + self.num_ahead < self.prefill_end
 
     def append(self, *tokens: int) -> None:
         """Appends the tokens that a step sampled."""
-        self.tokens += tokens
-        self.token_times += [time.perf_counter() - self.arrival] * len(tokens)
+        self.tokens.extend(tokens)
+        self.token_times.extend([time.perf_counter() - self.arrival] * len(tokens))
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """Returns the output for the caller, with `reason` as its `finish_reason`."""

@@ -2,32 +2,26 @@
 
 from collections.abc import Sequence
 
-from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.runner import RowResult
 from mamba_align_jax.engine.scheduler import Row
 from mamba_align_jax.engine.stats import Counters
 
 
-def _stops(params: SamplingParams, token: int, eos_token_id: int | None) -> bool:
-    return token in params.stop_token_ids or (token == eos_token_id and not params.ignore_eos)
+def tokens_up_to_end(
+    request: Request, sampled: Sequence[int], eos_token_id: int | None
+) -> tuple[Sequence[int], str | None]:
+    """Returns the sampled tokens up to the first that ends the request, and why it ends.
 
-
-def tokens_up_to_end(request: Request, sampled: Sequence[int], eos_token_id: int | None) -> Sequence[int]:
-    """Returns the sampled tokens up to the first that ends the request: a stop token, or the last one allowed."""
-    ends = (
-        number
-        for number, token in enumerate(sampled, 1)
-        if _stops(request.params, token, eos_token_id) or number == request.num_left
-    )
-    return sampled[: next(ends, None)]
-
-
-def finish_reason(request: Request, eos_token_id: int | None) -> str | None:
-    """Returns "stop" or "length" if the request's last token ends it; None if it goes on."""
-    if _stops(request.params, request.tokens[-1], eos_token_id):
-        return "stop"
-    return None if request.num_left else "length"
+    The reason is "stop" for a stop token, "length" for the last token that is allowed, and None if the request goes on.
+    """
+    params, num_left = request.params, request.num_left
+    for number, token in enumerate(sampled, 1):
+        if token in params.stop_token_ids or (token == eos_token_id and not params.ignore_eos):
+            return sampled[:number], "stop"
+        if number == num_left:
+            return sampled[:number], "length"
+    return sampled, None
 
 
 def count_row(counters: Counters, row: Row, result: RowResult) -> None:
@@ -38,10 +32,11 @@ def count_row(counters: Counters, row: Row, result: RowResult) -> None:
         if is_first_admission(row):
             counters.admit(len(request.prompt), request.num_cached)
         return
-    num_accepted = len(result.tokens) - 1
-    request.num_draft_tokens += result.num_drafts
-    request.num_accepted_tokens += num_accepted
-    counters.verify(result.num_drafts, num_accepted)
+    if result.num_drafts:
+        num_accepted = len(result.tokens) - 1
+        request.num_draft_tokens += result.num_drafts
+        request.num_accepted_tokens += num_accepted
+        counters.verify(result.num_drafts, num_accepted)
 
 
 def is_first_admission(row: Row) -> bool:

@@ -9,10 +9,13 @@ import jax
 
 from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
-from mamba_align_jax.engine.packing import Bucket, Packer, all_buckets, page_entries
+from mamba_align_jax.engine.packed import Packed, pack
+from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import store_pages
+from mamba_align_jax.engine.pending import store_tokens
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
@@ -20,10 +23,10 @@ from mamba_align_jax.sharding import Layout
 
 
 class Dispatched(NamedTuple):
-    """A step that was dispatched and not read: the row in each place, and the arrays that will be read."""
+    """A step that was dispatched and not read: the row in each place, and its result, a packed `StepResult`."""
 
     places: list[Row | None]
-    result: StepResult
+    result: Packed
 
 
 class RowResult(NamedTuple):
@@ -109,71 +112,80 @@ class StepRunner:
             history=history,
             layout=self._layout,
         )
-        self.packer = Packer(spec, self._page_size, history)
+        self.packer = Packer(spec, self._page_size, keeps_history=history > 0)
         self._checker = StepChecker(spec, sizes.state_blocks)
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> Sequence[Bucket]:
         """The sizes of every program that a plan can need."""
         return all_buckets(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
-        inputs = self.packer.pack(bucket, [None] * bucket.num_rows)
+        inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
         return run_step.trace(self.params, inputs, self.device_state, **self._static(bucket))
 
-    def compile(self) -> Iterator[None]:
-        """Compiles every program, and yields once after each.
+    def compile(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Compiles the programs of `buckets`, and yields once after each.
 
         On a GPU several programs are compiled at a time: tracing holds Python's lock and compiling does not. XLA's
         compiler for CPUs has crashed in threads, so a CPU compiles one after the other.
         """
         if jax.default_backend() == "cpu":
-            for bucket in self.buckets:
+            for bucket in buckets:
                 self.trace(bucket).lower().compile()
                 yield
             return
         with ThreadPoolExecutor() as pool:
-            for program in as_completed([pool.submit(self.trace(bucket).lower().compile) for bucket in self.buckets]):
+            for program in as_completed([pool.submit(self.trace(bucket).lower().compile) for bucket in buckets]):
                 program.result()
                 yield
 
     def warm(self, bucket: Bucket) -> None:
         """Runs one program on padding rows, which change nothing, and waits for it."""
         self._store_pages([])
+        if self._drafter:
+            self._store_tokens(0, ())
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows))
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts the step of a plan, without waiting for the device. `read` waits for the result."""
-        bucket = min(bucket for bucket in self.buckets if bucket.holds(plan))
+        bucket = choose_bucket(self.buckets, plan)
         places = bucket.places(plan)
         result = self._run(bucket, places)
-        for array in result:
-            array.copy_to_host_async()
+        result.words.copy_to_host_async()
         return Dispatched(places, result)
 
-    def _run(self, bucket: Bucket, places: Sequence[Row | None]) -> StepResult:
+    def _run(self, bucket: Bucket, places: Sequence[Row | None]) -> Packed:
         early = self.packer.early_rows(bucket, places)
         if early:
             self._store_pages(early)
+        for row in places[bucket.decode_rows :] if self._drafter else ():
+            if row is not None and row.enters and row.start:
+                self._store_tokens(row.slot, row.request.tokens[: row.start])
         inputs = self.packer.pack(bucket, places, early)
-        result, self.device_state = run_step(self.params, inputs, self.device_state, **self._static(bucket))
-        self._checker.check(inputs.updates, inputs.additions, inputs.batch, result.counts, self.device_state.state)
+        result, self.device_state = run_step(self.params, pack(inputs), self.device_state, **self._static(bucket))
+        if self.spec.checked:
+            counts = result.unpack().counts
+            self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
         return result
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
-        slots, tables = [row.request.slot for row in rows if row.enters], self.device_state.page_tables
+        slots, tables = [row.slot for row in rows if row.enters], self.device_state.page_tables
         tables = store_pages(tables, slots, page_entries(rows))
         self.device_state = replace(self.device_state, page_tables=tables)
 
+    def _store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
+        pending = store_tokens(self.device_state.pending, slot, tokens)
+        self.device_state = replace(self.device_state, pending=pending)
+
     def read(self, dispatched: Dispatched) -> ReadStep:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
-        result = jax.device_get(dispatched.result)
+        result: StepResult = jax.device_get(dispatched.result).unpack()
+        columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
         rows = [
-            (row, RowResult(sampled[: count if row.samples else 0].tolist(), int(num_drafts)))
-            for row, sampled, count, num_drafts in zip(
-                dispatched.places, result.tokens, result.counts, result.drafts, strict=True
-            )
+            (row, RowResult(sampled[: count if row.samples else 0], num_drafts))
+            for row, sampled, count, num_drafts in zip(dispatched.places, *columns, strict=True)
             if row is not None
         ]
         return ReadStep(rows, self._copied_bytes(result.copies), int(result.null_reads))
@@ -193,6 +205,5 @@ class StepRunner:
             spec=self.spec,
             drafter=self._drafter,
             num_decode_rows=bucket.decode_rows,
-            draws=bucket.draws,
             layout=self._layout,
         )

@@ -33,23 +33,18 @@ def sample(
     Returns:
         The tokens, int32 [rows].
     """
-    greedy = most_likely(logits)
-
-    def draw(_):
-        scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
-        descending = -jnp.sort(-scaled, axis=-1)
-        last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[1]), logits.shape[1]) - 1
-        by_rank = jnp.take_along_axis(descending, last[:, None], axis=1)
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        # A token is kept while the more likely tokens have less than top_p together, so the first always is.
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        by_mass = jnp.min(jnp.where(before < top_p[:, None], descending, jnp.inf), axis=-1, keepdims=True)
-        kept = jnp.where(scaled >= jnp.maximum(by_rank, by_mass), scaled, -jnp.inf)
-        keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
-        drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-        return jnp.where(temperature > 0, drawn, greedy)
-
-    return jax.lax.cond(jnp.any(temperature > 0), draw, lambda _: greedy, None)
+    scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
+    descending = -jnp.sort(-scaled, axis=-1)
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[1]), logits.shape[1]) - 1
+    by_rank = jnp.take_along_axis(descending, last[:, None], axis=1)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    # A token is kept while the more likely tokens have less than top_p together, so the first always is.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    by_mass = jnp.min(jnp.where(before < top_p[:, None], descending, jnp.inf), axis=-1, keepdims=True)
+    kept = jnp.where(scaled >= jnp.maximum(by_rank, by_mass), scaled, -jnp.inf)
+    keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
+    drawn = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, most_likely(logits))
 
 
 def count_sampled(sampled: jax.Array, drafts: jax.Array, num_drafts: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 
 
-@dataclass
+@dataclass(slots=True)
 class Row:
     """Tokens of one request that run in one step.
 
@@ -58,6 +58,11 @@ class Row:
         If not, the request was finished, or preempted and perhaps readmitted since.
         """
         return (self.slot, self.admission) == (self.request.slot, self.request.num_admissions)
+
+    @property
+    def following(self) -> int:
+        """The token after the row's last one if it is known already, `UNKNOWN` otherwise."""
+        return UNKNOWN if self.samples else self.request.tokens[self.start + self.num_tokens]
 
     @property
     def tokens(self) -> list[int]:
@@ -178,12 +183,13 @@ class Scheduler:
             row: A row that is current: see `Row.is_current`.
             tokens: The tokens that it sampled, accepted drafts first. They end at a stop token, if there is one.
         """
-        request = row.request
+        request, certain = row.request, row.certain
         row.start = request.num_computed
-        request.append(*tokens)
+        if tokens:
+            request.append(*tokens)
         # The last sampled token has no state yet. All other sampled tokens are accepted drafts, whose states exist.
-        request.num_computed += row.certain + max(len(tokens) - 1, 0)
-        request.num_ahead -= row.certain
+        request.num_computed += certain + max(len(tokens) - 1, 0)
+        request.num_ahead -= certain
         request.num_unsure -= len(row.drafts)
         row.published = self.cache.commit(request.id, request.tokens, request.num_computed) or row.published
 
@@ -213,7 +219,7 @@ class Scheduler:
         for request in list(self.running):
             # A step samples one token more than it accepts. max_tokens keeps the request within max_model_len, drafts
             # included.
-            room = len(request.prompt) + request.params.max_tokens - request.max_computed - 1
+            room = request.max_length - request.max_computed - 1
             if request.is_prefilling or room < 1:
                 continue
             drafts = self._drafts(request, room - 1)
@@ -241,12 +247,15 @@ class Scheduler:
         return self._planned(Row(request, start, num_tokens, False, allocation, drafts=tuple(drafts)))
 
     def _planned(self, row: Row) -> Row:
-        row.slot, row.admission = row.request.slot, row.request.num_admissions
-        row.request.num_ahead += row.certain
-        row.request.num_unsure += len(row.drafts)
+        request = row.request
+        row.slot, row.admission = request.slot, request.num_admissions
+        request.num_ahead += row.certain
+        request.num_unsure += len(row.drafts)
         return row
 
     def _drafts(self, request: Request, room: int) -> list[int]:
+        if not self.num_speculative_tokens:
+            return []
         own = request.params.num_speculative_tokens
         max_drafts = min(self.num_speculative_tokens if own is None else own, room)
         if max_drafts < 1:

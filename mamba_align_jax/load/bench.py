@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument("--block-size", type=int, default=512)
     sizes.add_argument("--kv-page-size", type=int, default=16)
     sizes.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    sizes.add_argument("--max-prefill-rows", type=int, default=4)
     parser.add_argument("--idle", type=int, metavar="STEPS", help="trace so many decode steps for the GPU's idle share")
     parser.add_argument("--no-load", action="store_true", help="with --idle: measure nothing else")
     parser.add_argument("--trace-dir", type=Path, help="where --idle writes its traces")
@@ -99,6 +100,7 @@ class Results:
             "model": options.model,
             "block_size": config.block_size,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_prefill_rows": config.max_prefill_rows,
             "max_num_seqs": config.max_num_seqs,
             "max_model_len": config.max_model_len,
             "num_state_blocks": config.num_state_blocks,
@@ -146,8 +148,8 @@ def start_engine(model: Any, cell: Cell, longest: int, results: Results) -> Engi
     """Makes and compiles a cell's engine. With `--idle`, it then traces the engine's decode steps and keeps a row."""
     options = results.options
     engine = Engine(model, engine_config(options, cell, model, longest))
-    print(f"{cell.engine}: {engine.num_programs} programs, {engine.sizes}", flush=True)
-    print(f"  compiled in {engine.warmup():.1f} s", flush=True)
+    print(f"{cell.engine}: {engine.sizes}", flush=True)
+    print(f"  compiled in {engine.warmup(draws=False):.1f} s", flush=True)
     row = decode_idle(engine, cell.workload, options.idle, options.trace_dir) if options.idle else None
     if row is not None:
         row = {"workload": "decode_idle", "context": cell.workload.name} | row

@@ -117,6 +117,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
         max_model_len=longest,
         max_num_seqs=options.concurrency,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_prefill_rows=options.max_prefill_rows,
         async_stepping=options.stepping == "async",
         num_speculative_tokens=cell.num_drafts,
         num_kv_pages=1 + 3 * options.concurrency * math.ceil(longest / options.kv_page_size),

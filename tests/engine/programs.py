@@ -1,4 +1,4 @@
-"""Counts the conditionals of a traced step."""
+"""Looks into traced steps: the conditionals that they make, and the shapes of the arrays that they compute."""
 
 import jax
 
@@ -19,3 +19,19 @@ def decisions(traced):
         return total
 
     return count(traced.jaxpr.jaxpr)
+
+
+def shapes(traced):
+    """The shapes of all arrays that a traced step computes, those inside kernels left out."""
+
+    def find(jaxpr):
+        found = set()
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                continue
+            found |= {var.aval.shape for var in eqn.outvars}
+            inner = (leaf for leaf in jax.tree.leaves(list(eqn.params.values())) if hasattr(leaf, "eqns"))
+            found = found.union(*(find(getattr(each, "jaxpr", each)) for each in inner))
+        return found
+
+    return find(traced.jaxpr.jaxpr)

@@ -14,6 +14,7 @@ from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.mtp import MTPDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup, HistoryDrafter
+from mamba_align_jax.engine.drafting.protocols import Sampled, SampledStep
 from mamba_align_jax.engine.sizing import pages_spec
 from mamba_align_jax.kv import KVSpec
 
@@ -91,6 +92,19 @@ def test_device_proposes_the_same_drafts_as_the_host(data):
     found = [search(row, lookup.longest, lookup.shortest, 5) for row in rows]
     assert count.tolist() == [len(tokens) for tokens in found]
     assert drafts.tolist() == [tokens or [0] * 5 for tokens in found]
+
+
+def test_device_looks_as_far_back_as_it_reaches(rng):
+    """The drafts are those that the host finds in a request's last tokens. A row that samples nothing has any slot."""
+    lookup, slots = DevicePromptLookup(3, 1, reach=8), [2, 0, 9, 1]
+    history, length = rng.integers(0, 4, (3, 30)).astype(np.int32), np.array([30, 5, 7, 9], np.int32)
+    sampled = Sampled(np.array(slots, np.int32), np.zeros((4, 6), np.int32), np.ones(4, np.int32), length - 1)
+    step = SampledStep(None, None, None, None, None, None, history, sampled)
+    drafts, count, _ = jax.jit(lambda step: lookup.draft(step, 5))(step)
+    for row in (0, 1, 3):
+        found = search(history[slots[row], : length[row]][-8:].tolist(), 3, 1, 5)
+        assert drafts[row].tolist() == (found or [0] * 5)
+        assert count[row] == len(found)
 
 
 class Minimal:

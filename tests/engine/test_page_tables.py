@@ -4,14 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.programs import shapes
 from fakes.speller import Speller, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import page_tables
-from mamba_align_jax.engine.packing import Bucket
+from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages, store_pages
+from mamba_align_jax.load.random_model import TINY, random_model
 
 SLOTS, PAGES = 5, 7
 ENTRY = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, PAGES - 1), st.integers(1, 99))
@@ -67,10 +69,25 @@ def test_a_long_hit_brings_its_pages_ahead_of_the_step(is_async, rng):
     assert set(held[held > 0]) <= set(range(1, engine.sizes.kv_pages))
 
 
-def test_what_the_host_sends_does_not_grow_with_the_longest_sequence():
-    sent = []
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_what_the_host_sends_does_not_grow_with_the_longest_sequence(drafts):
+    sent, options = [], dict(num_speculative_tokens=drafts, async_stepping=True)
     for max_model_len in (64, 1000):
-        engine = Engine(Speller(), EngineConfig(**SIZES | {"max_model_len": max_model_len}))
+        engine = Engine(Speller(), EngineConfig(**SIZES | options | {"max_model_len": max_model_len}))
         inputs = engine.runner.packer.pack(Bucket(2, 4, 16), [None] * 6)
         sent.append([leaf.shape for leaf in jax.tree.leaves(inputs)])
     assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("bucket", [Bucket(2, 0, 0, draws=False), Bucket(2, 3, 32, draws=False)])
+def test_what_a_step_computes_does_not_grow_with_the_longest_sequence(bucket):
+    """Tables and histories of all slots are updated in place. Nothing else has their width but zeros for entered slots."""
+    config = EngineConfig(
+        max_num_seqs=5, max_prefill_rows=3, max_model_len=40_000, num_kv_pages=2600, num_state_blocks=20,
+        num_speculative_tokens=2, async_stepping=True, block_size=64,
+    )  # fmt: skip
+    runner = Engine(random_model(TINY), config).runner
+    columns = runner.spec.num_columns
+    found = {shape for shape in shapes(runner.trace(bucket)) if {40_000, 2500, columns} & set(shape)}
+    entered = {(3, 2500)} if bucket.prefill_rows else set()
+    assert found == {(5, 40_000), (5, 2500), (1, 5, columns)} | entered

@@ -18,11 +18,17 @@ class HistoryDrafter:
         """0, because the drafter keeps no keys and values."""
         return 0
 
+    @property
+    def max_places(self) -> int | None:
+        """The number of places of the `history` that `propose` gets; None for all, which takes longer in long contexts."""
+        return None
+
     def propose(self, history: jax.Array, length: jax.Array, max_drafts: int) -> tuple[jax.Array, jax.Array]:
         """Proposes tokens that may follow each row's tokens.
 
         Args:
-            history: `history[r, :length[r]]` are the tokens of row r so far. int32 [rows, places].
+            history: `history[r, :length[r]]` are the last tokens of row r, or all if it has no more than `max_places`.
+                int32 [rows, places].
             length: int32 [rows].
             max_drafts: The number of drafts per row (static).
 
@@ -35,21 +41,31 @@ class HistoryDrafter:
         """Proposes tokens after a step: see `DeviceDrafter`."""
         slot = jnp.minimum(step.sampled.slot, step.history.shape[0] - 1)
         length = step.sampled.known + step.sampled.counts
-        drafts, count = self.propose(step.history[slot], length, max_drafts)
+        places = min(self.max_places or step.history.shape[1], step.history.shape[1])
+        first = jnp.maximum(length - places, 0)
+        last_tokens = lambda *begin: jax.lax.dynamic_slice(step.history, begin, (1, places))[0]
+        drafts, count = self.propose(jax.vmap(last_tokens)(slot, first), length - first, max_drafts)
         return drafts, count, step.kv
 
 
 @dataclass(frozen=True)
 class DevicePromptLookup(HistoryDrafter):
-    """Prompt lookup over token histories. It proposes the same drafts as `PromptLookupDrafter`.
+    """Prompt lookup over token histories. It proposes the drafts that `PromptLookupDrafter` proposes for the same tokens.
 
     Attributes:
         longest: Number of tokens of the longest n-gram that is looked up.
         shortest: Number of tokens of the shortest one.
+        reach: Number of a request's last tokens in which they are looked up. A step's time grows with it.
     """
 
     longest: int
     shortest: int
+    reach: int = 16384
+
+    @property
+    def max_places(self) -> int:
+        """`reach`: see `HistoryDrafter`."""
+        return self.reach
 
     @renamed_keywords(most="max_drafts")
     def propose(self, history: jax.Array, length: jax.Array, max_drafts: int) -> tuple[jax.Array, jax.Array]:

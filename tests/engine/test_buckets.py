@@ -1,0 +1,58 @@
+"""Programs: every plan has one, padding is bounded, and there are few of them."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from mamba_align_jax.engine.buckets import (
+    Bucket,
+    all_buckets,
+    choose_bucket,
+    decode_sizes,
+    mixed_sizes,
+    prefill_sizes,
+)
+
+
+def plan(decode, chunks=(), temperature=0.0):
+    request = SimpleNamespace(params=SimpleNamespace(temperature=temperature))
+    row = lambda tokens: SimpleNamespace(num_tokens=tokens, request=request)
+    decode_rows, prefill_rows = [row(1) for _ in range(decode)], [row(tokens) for tokens in chunks]
+    return SimpleNamespace(decode=decode_rows, prefill=prefill_rows, rows=decode_rows + prefill_rows)
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 4, 5, 8, 16, 20, 64, 100, 256])
+def test_every_plan_has_a_program_that_pads_little(seqs):
+    buckets = all_buckets(seqs, 4, 2048)
+    for decode, temperature in itertools.product(range(1, seqs + 1), (0.0, 1.0)):
+        chosen = choose_bucket(buckets, plan(decode, temperature=temperature))
+        assert (chosen.prefill_rows, chosen.prefill_tokens) == (0, 0), "a step without prompts runs no prompt's kernels"
+        assert chosen.draws == (temperature > 0)
+        padding = chosen.decode_rows - decode
+        assert padding <= max(7, chosen.decode_rows / 3)
+    for decode, tokens in itertools.product((0, 1, seqs), (1, 127, 129, 700, 1025, 2048)):
+        chosen = choose_bucket(buckets, plan(decode, [tokens]))
+        assert (chosen.decode_rows == 0) == (decode == 0), "a step of prompts alone runs no decode kernels"
+        assert tokens <= chosen.prefill_tokens < max(2 * tokens, 129)
+
+
+def test_sizes():
+    assert decode_sizes(256) == [1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert decode_sizes(100) == [1, 4, 8, 16, 24, 32, 48, 64, 96, 100]
+    assert [decode_sizes(n) for n in (1, 2, 4, 5, 8)] == [[1], [1, 2], [1, 4], [1, 4, 5], [1, 4, 8]]
+    assert [mixed_sizes(n) for n in (4, 64, 255, 256, 1024)] == [[4], [64], [255], [256, 64], [1024, 256, 64]]
+    assert prefill_sizes(2048) == [2048, 1024, 512, 256, 128]
+    assert [prefill_sizes(n) for n in (1, 128, 300)] == [[1], [128], [300, 150]]
+
+
+def test_small_engines_have_few_programs():
+    greedy = lambda *sizes: sum(not bucket.draws for bucket in all_buckets(*sizes))
+    assert [greedy(2, 4, 48), greedy(8, 4, 512), greedy(64, 4, 2048), greedy(256, 4, 2048)] == [4, 9, 18, 27]
+    assert len(set(all_buckets(64, 4, 2048))) == 2 * greedy(64, 4, 2048)
+
+
+def test_rows_count_as_well_as_tokens():
+    buckets = [Bucket(4, 2, 64), Bucket(4, 8, 64)]
+    assert choose_bucket(buckets, plan(1, [3, 3])) == buckets[0]
+    assert choose_bucket(buckets, plan(1, [3, 3, 3])) == buckets[1]
