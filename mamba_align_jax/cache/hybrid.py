@@ -186,8 +186,7 @@ class HybridCache:
         """
         step = request, min_computed, max_computed, num_tokens, num_drafts
         end = max_computed + num_tokens
-        if self.states.holds(*step) and self.kv.holds(request, end):
-            self.states.begin(request, num_tokens, num_drafts)
+        if self.kv.holds(request, end) and self.states.begin(*step):
             return _NOTHING
         hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
         if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state):

@@ -136,21 +136,22 @@ class StateBlockManager:
                 return Hit((column + 1) * self.block_size, ((column, block),), chain)
         return Hit(0, (), chain)
 
-    def holds(
+    def begin(
         self, request: Hashable, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int = 0
     ) -> bool:
-        """True if the request has a block in every column that the step may write: `allocate` would give it none."""
+        """Does what `allocate` does, if the request has a block in every column that the step may write.
+
+        Returns:
+            False, with nothing changed, if it lacks one.
+        """
         record = self._requests.get(request)
         if record is None:
             return False
-        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
-        if len(wanted) == 1:
-            return wanted.start in record.columns
-        return all(map(record.columns.__contains__, wanted))
-
-    def begin(self, request: Hashable, num_tokens: int, num_drafts: int = 0) -> None:
-        """Records a step that needs no new block, as `holds` found. This is the short form of `allocate`."""
-        self._requests[request].in_flight.append(_Step(num_tokens, num_drafts))
+        wanted, columns = self._wanted(min_computed, max_computed, num_tokens, num_drafts), record.columns
+        if wanted.start not in columns or not all(map(columns.__contains__, wanted[1:])):
+            return False
+        record.in_flight.append(_Step(num_tokens, num_drafts))
+        return True
 
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def fits(
@@ -211,7 +212,7 @@ class StateBlockManager:
             self._requests[request] = record
         record = self._requests[request]
         record.columns.update(entries)
-        self.begin(request, num_tokens, num_drafts)
+        record.in_flight.append(_Step(num_tokens, num_drafts))
         return entries
 
     def publish(self, request: Hashable, tokens: Sequence[int]) -> int:

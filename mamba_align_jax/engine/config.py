@@ -47,7 +47,8 @@ class EngineConfig:
         max_model_len: Number of tokens of the longest sequence; None is the model's own limit.
         max_num_seqs: Number of requests that run at once.
         max_num_batched_tokens: Number of prompt tokens of one step.
-        max_prefill_rows: Number of prompts that may have tokens in one step.
+        max_prefill_rows: Number of prompts that may have tokens in one step. Many short prompts start sooner with more
+            of them; a step with prompts takes a little longer for each.
         max_waiting: Number of requests that may wait to run for the first time; None is no limit.
         state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.

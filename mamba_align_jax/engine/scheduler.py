@@ -67,8 +67,11 @@ class Row:
     @property
     def tokens(self) -> list[int]:
         """The row's tokens before the step is dispatched: `UNKNOWN` where only the device knows them."""
-        known = self.request.tokens[self.start : self.start + self.certain]
-        return [*known, *[UNKNOWN] * (self.certain - len(known)), *self.drafts]
+        certain = self.certain
+        known = self.request.tokens[self.start : self.start + certain]
+        if len(known) < certain:
+            known += [UNKNOWN] * (certain - len(known))
+        return known + list(self.drafts) if self.drafts else known
 
 
 @dataclass

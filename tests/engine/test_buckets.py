@@ -4,7 +4,9 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from fakes.speller import Speller
 
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import (
     Bucket,
     all_buckets,
@@ -13,6 +15,7 @@ from mamba_align_jax.engine.buckets import (
     mixed_sizes,
     prefill_sizes,
 )
+from mamba_align_jax.engine.program import run_step
 
 
 def plan(decode, chunks=(), temperature=0.0):
@@ -50,6 +53,18 @@ def test_small_engines_have_few_programs():
     greedy = lambda *sizes: sum(not bucket.draws for bucket in all_buckets(*sizes))
     assert [greedy(2, 4, 48), greedy(8, 4, 512), greedy(64, 4, 2048), greedy(256, 4, 2048)] == [4, 9, 18, 27]
     assert len(set(all_buckets(64, 4, 2048))) == 2 * greedy(64, 4, 2048)
+
+
+def test_engine_whose_requests_draw_nothing_compiles_half_of_the_programs():
+    sizes = dict(block_size=8, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
+    engine, compiled = Engine(Speller(), EngineConfig(**sizes)), []
+    engine.warmup(lambda: compiled.append(1), draws=False)
+    assert 2 * len(compiled) == engine.num_programs == 8
+    before = run_step._cache_size()
+    engine.generate([[1, 2, 3], list(range(30))], SamplingParams(max_tokens=4))
+    assert run_step._cache_size() == before
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=4, temperature=1.0))
+    assert run_step._cache_size() > before
 
 
 def test_rows_count_as_well_as_tokens():
