@@ -275,8 +275,7 @@ class StateBlockManager:
         record = self._requests[request]
         if self.mode == "none":
             return
-        oldest = record.committed // self.block_size
-        gone = [column for column in record.columns if column < oldest]
+        gone = [column for column in record.columns if column < record.committed // self.block_size]
         if gone:
             self.pool.release([record.columns.pop(column) for column in gone])
 
@@ -337,8 +336,8 @@ class StateBlockManager:
             return range(1 + self.num_speculative_tokens)
         # A row with drafts may save any boundary that it passes. Other rows write only their running column.
         size, window = self.block_size, 1 + (self.num_speculative_tokens if num_drafts else 0)
-        first = min_computed // size if num_drafts else (min_computed + num_tokens - 1) // size
-        return range(first, (max_computed + num_tokens - 1) // size + window)
+        first = min_computed // size if num_drafts else column_of(min_computed + num_tokens, size)
+        return range(first, column_of(max_computed + num_tokens, size) + window)
 
     def _offer(self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
