@@ -46,6 +46,9 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
     if is_gated:
         outputs, inputs = 64 if tokens == 16 else 128, 128 // itemsize
         num_warps, num_stages = (8, 6) if tokens == 32 else (4, 5 if tokens == 16 else 4)
+        # A share of a split model, or a small model, has fewer outputs than all cores need.
+        while outputs > 16 and num_outputs // 2 // outputs < _PROGRAMS // (2 if tokens == 16 else 4):
+            outputs //= 2
     elif num_outputs <= 32 * _PROGRAMS // 2:
         # Too few tiles of outputs for all cores: several programs divide the inputs of each.
         # More than four shares gain less than adding them costs.
