@@ -25,6 +25,8 @@ from pallas_kernels.linear import linear as linear
 from pallas_kernels.linear import linear_sums as linear_sums
 from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
+from pallas_kernels.rotary import rotate as rotate
+from pallas_kernels.rotary import rotate_and_store as rotate_and_store
 from pallas_kernels.rows import TokenRows as TokenRows
 from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan

@@ -22,6 +22,7 @@ from pallas_kernels import (
     linear,
     linear_sums,
     paged_attention,
+    rotate_and_store,
     selective_scan,
     selective_state_update,
     ssd,
@@ -32,6 +33,7 @@ from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
+from pallas_kernels.rotary import cases as rotary_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
 from pallas_kernels.ssd import cases as ssd_cases
@@ -194,6 +196,19 @@ def lower_paged_attention(device, case, layers=8, blocks=512, implementation="tr
     return lower(device, run, q, pool, values, array(jnp.int32), rows(n + 1), rows(n), table, rows(n), donated=())
 
 
+def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="triton"):
+    pool = array(case.dtype, layers, blocks, case.page_size, case.kv_heads, case.dim)
+    head = lambda n, dim=case.dim: array(case.dtype, case.tokens, n, dim)
+    angle = array(jnp.float32, case.tokens, case.pairs) if case.pairs else None
+    weight = array(jnp.float32, case.dim) if case.is_normed else None
+    run = lambda keys, values, q, k, v, angle, layer, place, weight: rotate_and_store(
+        q, k, v, angle, angle, keys, values, layer, place, place, weight, weight, implementation=implementation
+    )
+    q = head(case.heads, (1 + case.is_gated) * case.dim)
+    inputs = q, head(case.kv_heads), head(case.kv_heads), angle, array(jnp.int32), rows(case.tokens), weight
+    return lower(device, run, pool, pool, *inputs, donated=(0, 1))
+
+
 # For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097 blocks.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
@@ -214,6 +229,7 @@ OPS = {
         gated_delta_rule_cases.PREFILL_CASES[0],
     ),
     "paged_attention": (lower_paged_attention, paged_attention_cases.CASES, paged_attention_cases.CASES[0]),
+    "rotate_and_store": (lower_rotate_and_store, rotary_cases.CASES, rotary_cases.CASES[0]),
     "selective_state_update": (
         lower_selective_state_update,
         selective_state_update_cases.CASES,

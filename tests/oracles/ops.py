@@ -173,3 +173,27 @@ def add_rms_norm(x, addend, weight, epsilon, offset=0.0, scale=1.0):
     for t, token in enumerate(total):
         normed[t] = token / np.sqrt(np.mean(token**2) + epsilon) * (offset + weight)
     return total, normed
+
+
+def rotate(x, cos, sin, weight, epsilon, offset):
+    """Normalises one head of one token and rotates its pairs of dims, (i, i + pairs), as complex numbers.
+
+    Args:
+        x: [dim].
+        cos: cosines of the angles [pairs]; None for no rotation.
+        sin: sines of the angles [pairs].
+        weight: weights of the norm [dim], or None.
+        epsilon: added to the mean square.
+        offset: added to the weights.
+
+    Returns:
+        [dim].
+    """
+    x = np.asarray(x, np.float64)
+    if weight is not None:
+        x = x / np.sqrt(np.mean(x * x) + epsilon) * (offset + np.asarray(weight, np.float64))
+    if cos is None:
+        return x
+    pairs = len(cos)
+    turned = (x[:pairs] + 1j * x[pairs : 2 * pairs]) * (np.asarray(cos, np.float64) + 1j * np.asarray(sin, np.float64))
+    return np.concatenate([turned.real, turned.imag, x[2 * pairs :]])

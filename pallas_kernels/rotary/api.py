@@ -1,0 +1,146 @@
+"""The public functions of the rotation by position: their contract, checks and dispatch.
+
+For one head x of one token::
+
+    y = x / sqrt(mean(x^2) + epsilon) * (offset + weight)       (y = x without weights)
+    z[i]         = y[i] * cos[i] - y[i + pairs] * sin[i]        for i < pairs
+    z[i + pairs] = y[i + pairs] * cos[i] + y[i] * sin[i]        for i < pairs
+    z[i]         = y[i]                                         for i >= 2 * pairs
+
+Sources: Su et al., "RoFormer" (2021) for the rotation; Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.rotary import pallas_triton, xla
+from pallas_kernels.rotary.config import Config
+
+
+@checked
+def rotate(
+    x: Float[Array, "tokens heads dim"],
+    cos: Float32[Array, "tokens pairs"] | None = None,
+    sin: Float32[Array, "tokens pairs"] | None = None,
+    weight: Float[Array, " dim"] | None = None,
+    *,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+) -> Float[Array, "tokens heads dim"]:
+    """Normalises each head and rotates its pairs of dims, as `rotate_and_store` does.
+
+    It is plain JAX on every platform and can be differentiated. It is for callers that keep no pages.
+
+    Args:
+        x: Queries or keys.
+        cos: Cosine of each pair's angle. None rotates nothing.
+        sin: Sine of each pair's angle, if and only if `cos` is given.
+        weight: Weights of the norm. None leaves the heads as they are.
+        epsilon: Added to the mean square.
+        offset: Added to the weights.
+
+    Returns:
+        The results in x's dtype. They are computed in float32 and rounded once.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+    """
+    _check_angles("rotate", x.shape[2], cos, sin)
+    return xla.rotate(x, cos, sin, weight, epsilon=epsilon, offset=offset).astype(x.dtype)
+
+
+@checked
+def rotate_and_store(
+    q: Float[Array, "tokens heads q_dim"],
+    k: Float[Array, "tokens kv_heads key_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"],
+    cos: Float32[Array, "tokens pairs"] | None,
+    sin: Float32[Array, "tokens pairs"] | None,
+    keys: Float[Array, "layers pages page_size kv_heads key_dim"],
+    values: Float[Array, "layers pages page_size kv_heads value_dim"],
+    layer: int | Int32[Array, ""],
+    kv_page: Int32[Array, " tokens"],
+    kv_offset: Int32[Array, " tokens"],
+    q_weight: Float[Array, " key_dim"] | None = None,
+    k_weight: Float[Array, " key_dim"] | None = None,
+    *,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[
+    Float[Array, "tokens heads key_dim"],
+    Float[Array, "layers pages page_size kv_heads key_dim"],
+    Float[Array, "layers pages page_size kv_heads value_dim"],
+]:
+    """Normalises and rotates queries and keys, and stores keys and values in their pages, in one launch.
+
+    The equation is at the top of this file. Weights and angles may each be left out. The caller computes `cos` and `sin`
+    once per step, and all layers with the same rotation share them.
+
+    A token's result does not depend on other tokens, to the bit, nor on their number.
+
+    Numerics: everything is computed in float32. Queries are rounded once to q's dtype, and keys and values once to the
+    dtype of their pages. There is no derivative.
+
+    Args:
+        q: Queries. A head's first `key_dim` dims are its query. What follows them, such as a gate, is not read.
+        k: Keys.
+        v: Values.
+        cos: Cosine of each pair's angle. None rotates nothing.
+        sin: Sine of each pair's angle, if and only if `cos` is given.
+        keys: Keys of all layers and pages. They are updated in place if the enclosing jit donates them, and copied
+            otherwise.
+        values: Values of all layers and pages, which are updated as `keys`.
+        layer: The layer whose pages are written.
+        kv_page: The page that takes each token's key and value. They are dropped if it is out of range.
+        kv_offset: The index of each token in its page, in [0, page_size). No two tokens have the same place; this is not
+            checked.
+        q_weight: Weights of the norm of each query. None leaves queries as they are.
+        k_weight: Weights of the norm of each key. None leaves keys as they are.
+        epsilon: Added to the mean squares of both norms.
+        offset: Added to the weights of both norms.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        The queries in q's dtype, and the updated pages of keys and of values. Nothing but the tokens' places has changed.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+    """
+    key_dim = k.shape[2]
+    require(q.shape[2] >= key_dim, f"rotate_and_store: q must have at least {key_dim} dims per head, got {q.shape[2]}")
+    _check_angles("rotate_and_store", key_dim, cos, sin)
+    if q.shape[0] == 0:
+        return q[..., :key_dim], keys, values
+    operands = (q, k, v, cos, sin, keys, values, jnp.int32(layer), kv_page, kv_offset, q_weight, k_weight)
+    return _run(operands, float(epsilon), float(offset), implementation, config, interpret)
+
+
+def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | None) -> None:
+    given = "sin" if cos is None else "cos"
+    require((cos is None) == (sin is None), f"{name}: cos and sin must be given together, got only {given}")
+    require(
+        cos is None or 1 <= cos.shape[1] <= dim // 2,
+        f"{name}: cos must have from 1 to {dim // 2} pairs, got {0 if cos is None else cos.shape[1]}",
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "offset", "implementation", "config", "interpret"))
+def _run(operands, epsilon, offset, implementation, config, interpret):
+    options = dict(epsilon=epsilon, offset=offset)
+    return dispatch(
+        "rotate_and_store",
+        implementation,
+        operands,
+        xla=functools.partial(xla.rotate_and_store, **options),
+        triton=functools.partial(pallas_triton.rotate_and_store, config=config, interpret=interpret, **options),
+    )

@@ -1,0 +1,26 @@
+"""Launch configuration of rotate_and_store's kernel."""
+
+from dataclasses import dataclass
+
+_ELEMENTS = 2048  # of a tile; by reasoning
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched. A program takes some heads of one token.
+
+    Attributes:
+        heads: The most heads of a program, a power of two.
+        num_warps: Warps of a program.
+    """
+
+    heads: int
+    num_warps: int
+
+
+def default_config(dim: int) -> Config:
+    """Returns the configuration for heads of `dim` dims.
+
+    It does not depend on the number of tokens, because it can change the order of a norm's sum.
+    """
+    return Config(heads=max(1, _ELEMENTS >> max(dim - 1, 0).bit_length()), num_warps=4)

@@ -1,0 +1,145 @@
+"""rotate_and_store as a Pallas kernel. A program takes some heads of one token: queries, or keys and values."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels.rotary.config import Config, default_config
+
+
+def _pieces(dim: int, pairs: int) -> list[Lanes]:
+    """Cuts a head's dims where the rotation does: the first dims of all pairs, the second ones, and the rest."""
+    cuts = [(0, pairs), (pairs, pairs), (2 * pairs, dim - 2 * pairs)]
+    found = []
+    for begin, size in cuts:
+        if size:
+            lane, inside = pt.lanes(0, pt.power_of_two(size), size)
+            found.append((begin + lane, inside))
+    return found
+
+
+def _rotate(
+    refs: Refs,
+    token: jax.Array,
+    source: Callable[[jax.Array], Any],
+    target: Callable[[jax.Array], Any],
+    mask: jax.Array,
+    weight: Any,
+    *,
+    epsilon: float,
+    offset: float,
+) -> None:
+    """Normalises and rotates a tile of heads.
+
+    Args:
+        refs: `cos` and `sin`, and `keys` for the number of dims.
+        token: The token.
+        source: Maps dims, [1, dims], to the place where the heads' dims are read.
+        target: Maps them to the place where they are written.
+        mask: Which heads are written. bool [heads, 1]
+        weight: The reference of the norm's weights, or None.
+        epsilon: Added to the mean square.
+        offset: Added to the weights.
+    """
+    dim, pairs = refs.keys.shape[4], 0 if refs.cos is None else refs.cos.shape[1]
+    pieces = _pieces(dim, pairs)
+    load = lambda at, mask: pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+    # Everything is loaded before the first sum, so that the loads share one trip to memory.
+    tiles = [load(source(lane[None]), mask & inside[None]) for lane, inside in pieces]
+    scales = [] if weight is None else [offset + load(weight.at[lane], inside)[None] for lane, inside in pieces]
+    pair, exists = pieces[0]
+    angles = [load(ref.at[token, pair], exists)[None] for ref in ((refs.cos, refs.sin) if pairs else ())]
+    if scales:
+        squares = sum(jnp.sum(tile * tile, axis=1, keepdims=True) for tile in tiles)
+        factor = jax.lax.rsqrt(squares / dim + epsilon)
+        tiles = [tile * factor * scale for tile, scale in zip(tiles, scales, strict=True)]
+    if angles:
+        (cos, sin), (first, second, *rest) = angles, tiles
+        tiles = [first * cos - second * sin, second * cos + first * sin, *rest]
+    for tile, (lane, inside) in zip(tiles, pieces, strict=True):
+        at = target(lane[None])
+        pt.store(at, tile.astype(at.dtype), mask=mask & inside[None])
+
+
+def _tile_heads(config: Config, heads: int) -> int:
+    """Returns the number of heads of a tile."""
+    return min(config.heads, pt.power_of_two(heads))
+
+
+def _kernel(refs: Refs, *, config: Config, epsilon: float, offset: float) -> None:
+    """Runs one tile of a token's heads. Writes `queries`, or updates `keys` and `values`."""
+    heads = refs.queries.shape[1]
+    _, pages, _, kv_heads, _ = refs.keys.shape
+    q_tiles = -(-heads // _tile_heads(config, heads))
+    tile, token = pt.program_id(0), pt.program_id(1)
+    layer, page, place = refs.layer[...], refs.kv_page[token], refs.kv_offset[token]
+    rotate = functools.partial(_rotate, refs, token, epsilon=epsilon, offset=offset)
+
+    @pt.when(tile < q_tiles)
+    def _():
+        head, exists = (x[:, None] for x in pt.lanes(tile, _tile_heads(config, heads), heads))
+        source = lambda lane: refs.q.at[token, head, lane]
+        target = lambda lane: refs.queries.at[token, head, lane]
+        rotate(source, target, exists, refs.q_weight)
+
+    @pt.when((tile >= q_tiles) & (page >= 0) & (page < pages))
+    def _():
+        head, exists = (x[:, None] for x in pt.lanes(tile - q_tiles, _tile_heads(config, kv_heads), kv_heads))
+        lane, inside = (x[None] for x in pt.lanes(0, pt.power_of_two(refs.v.shape[2]), refs.v.shape[2]))
+        value = pt.load(refs.v.at[token, head, lane], mask=exists & inside, other=0.0)
+        pt.store(refs.values.at[layer, page, place, head, lane], value.astype(refs.values.dtype), mask=exists & inside)
+        source = lambda lane: refs.k.at[token, head, lane]
+        target = lambda lane: refs.keys.at[layer, page, place, head, lane]
+        rotate(source, target, exists, refs.k_weight)
+
+
+def rotate_and_store(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    kv_page: jax.Array,
+    kv_offset: jax.Array,
+    q_weight: jax.Array | None,
+    k_weight: jax.Array | None,
+    *,
+    epsilon: float,
+    offset: float,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See api.py."""
+    (tokens, heads, _), (kv_heads, dim) = q.shape, k.shape[1:]
+    config = config or default_config(dim)
+    tiles = [-(-number // _tile_heads(config, number)) for number in (heads, kv_heads)]
+    results = pt.call(
+        functools.partial(_kernel, config=config, epsilon=epsilon, offset=offset),
+        name="rotate_and_store",
+        grid=(sum(tiles), tokens),
+        inputs=dict(
+            q=q,
+            k=k,
+            v=v,
+            cos=cos,
+            sin=sin,
+            layer=layer,
+            kv_page=kv_page,
+            kv_offset=kv_offset,
+            q_weight=q_weight,
+            k_weight=k_weight,
+        ),
+        outputs=dict(queries=jax.ShapeDtypeStruct((tokens, heads, dim), q.dtype)),
+        updates=dict(keys=keys, values=values),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return results["queries"], results["keys"], results["values"]
