@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.lax import Precision
 
@@ -22,27 +23,28 @@ from mamba_align_jax.metadata.rows import Rows
 from mamba_align_jax.sharding import Part, repeats
 
 
-def rotary(x: jax.Array, positions: jax.Array, rotary_dim: int, theta: float) -> jax.Array:
-    """Rotates the first `rotary_dim` dims of each head by its token's position.
+def rotary_angles(
+    positions: jax.Array, rotary_dim: int, theta: float
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Computes the angles of a rotation by position, for `pallas_kernels.rotate_and_store`.
 
-    Dims i and i + rotary_dim / 2 form a pair, which is rotated by position * theta ** (-2 i / rotary_dim) radians.
+    Pair i of dims is rotated by position * theta ** (-2 i / rotary_dim) radians, a product of two float32 numbers as in
+    training. Layers with the same arguments share one computation, because the compiler merges what is equal.
 
     Args:
-        x: Queries or keys. [tokens, heads, dim]
         positions: Absolute position of each token. int32 [tokens]
-        rotary_dim: The number of dims that are rotated; even.
+        rotary_dim: The number of dims that are rotated; even. 0 rotates none.
         theta: Base of the wavelengths.
 
     Returns:
-        [tokens, heads, dim] in the dtype of `x`.
+        The cosines and the sines of the angles, each float32 [tokens, rotary_dim / 2]; (None, None) without a rotation.
     """
     half = rotary_dim // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[:, None, None] * frequency
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    first, second, rest = jnp.split(x.astype(jnp.float32), [half, rotary_dim], axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return rotated.astype(x.dtype)
+    if not half:
+        return None, None
+    frequency = (theta ** (-np.arange(half) / half)).astype(np.float32)
+    angle = positions.astype(jnp.float32)[:, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def attend(
@@ -165,7 +167,7 @@ class Attention(nnx.Module):
             rotary_dim: Number of leading dims that are rotated by position; 0 rotates none.
             rope_theta: Base of the rotation's wavelengths.
             gated: Whether outputs are multiplied by the sigmoid of a gate.
-            norm: Makes a norm from its number of channels, for queries and for keys; None leaves them as they are.
+            norm: Makes an `RMSNorm` from its number of channels, for queries and for keys; None leaves them as they are.
             norm_whole: Whether a norm takes all heads of a token together instead of each head by itself.
             bias: Whether the projections have biases.
             scale: Factor of the scores; head_dim ** -0.5 if None.
@@ -186,33 +188,44 @@ class Attention(nnx.Module):
         """The key heads, the dims of a key and the dims of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
+    def _inputs(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Projects the inputs [tokens, hidden], and norms queries and keys if the norm takes all heads together.
+
+        Returns:
+            Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values
+            [tokens, kv_heads, head_dim], and the gates [tokens, heads * head_dim], None without gates.
+        """
+        heads = lambda y, number: y.reshape(x.shape[0], number, -1)
+        flat = lambda y: y.reshape(x.shape[0], -1)
+        q, k, v = self.qkv_proj(x)
+        q, gate = heads(q, self.heads), None
+        if self.gated:
+            gate = flat(q[..., self.head_dim :])
+        if self.norm_whole and self.q_norm is not None:
+            q, k = heads(self.q_norm(flat(q[..., : self.head_dim])), self.heads), self.k_norm(k)
+        return q, heads(k, self.kv_heads), heads(v, self.kv_heads), gate
+
+    def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, dict[str, float]]:
+        """Returns the weights of the norms that take each head by itself, if there are any, and their options."""
+        if self.norm_whole or self.q_norm is None:
+            return None, None, {}
+        options = dict(epsilon=self.q_norm.epsilon, offset=self.q_norm.offset)
+        return self.q_norm.weight[...], self.k_norm.weight[...], options
+
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Projects, norms and rotates the inputs [tokens, hidden] at `positions`, int32 [tokens].
+        """Projects, norms and rotates the inputs [tokens, hidden] at `positions`, int32 [tokens], without pages.
+
+        Training uses it; it can be differentiated.
 
         Returns:
             Queries, keys and values, [tokens, heads, head_dim] with their own number of heads, and the gates
             [tokens, heads * head_dim], None without gates.
         """
-        tokens = x.shape[0]
-
-        def heads(y: jax.Array, number: int) -> jax.Array:
-            return y.reshape(tokens, number, -1)
-
-        q, k, v = self.qkv_proj(x)
-        gate = None
-        if self.gated:
-            q, gate = (y.reshape(tokens, -1) for y in jnp.split(heads(q, self.heads), 2, axis=-1))
-
-        def finish(y: jax.Array, number: int, norm: Any) -> jax.Array:
-            if norm is not None and self.norm_whole:
-                y = norm(y)
-            y = heads(y, number)
-            if norm is not None and not self.norm_whole:
-                y = norm(y)
-            return rotary(y, positions, self.rotary_dim, self.rope_theta) if self.rotary_dim else y
-
-        k, v = finish(k, self.kv_heads, self.k_norm), heads(v, self.kv_heads)
-        return finish(q, self.heads, self.q_norm), k, v, gate
+        q, k, v, gate = self._inputs(x)
+        angles = rotary_angles(positions, self.rotary_dim, self.rope_theta)
+        q_weight, k_weight, options = self._head_norms()
+        q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, **options)
+        return q, ops.rotate(k, *angles, k_weight, **options), v, gate
 
     def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
         """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
@@ -233,8 +246,13 @@ class Attention(nnx.Module):
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages
-        q, k, v, gate = self.project(x, pages.positions)
-        keys, values = pages.put(keys, at.layer, k), pages.put(values, at.layer, v)
+        q, k, v, gate = self._inputs(x)
+        angles = rotary_angles(pages.positions, self.rotary_dim, self.rope_theta)
+        *weights, options = self._head_norms()
+        place = at.layer, pages.kv_page, pages.kv_offset
+        q, keys, values = ops.rotate_and_store(
+            q, k, v, *angles, keys, values, *place, *weights, **options, implementation=at.implementation
+        )
         return self.output(paged_attention(q, at, keys, values, self.scale), gate), keys, values
 
     def split(self, cut: Cut) -> None:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.layers.attention import paged_attention, rotary
+from mamba_align_jax.layers.attention import paged_attention, rotary_angles
 from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
+from pallas_kernels import rotate
 
 # Epsilon of the norms inside the layer. It does not depend on the model.
 _EPSILON = 1e-6
@@ -29,7 +30,7 @@ def _rotary_pairs(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array
     products do not depend on it.
     """
     halves = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    return rotary(halves, positions, x.shape[-1], theta)
+    return rotate(halves, *rotary_angles(positions, x.shape[-1], theta))
 
 
 class MultiHeadLatentAttention(nnx.Module):

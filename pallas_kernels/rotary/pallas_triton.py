@@ -53,7 +53,7 @@ def _rotate(
     tiles = [load(source(lane[None]), mask & inside[None]) for lane, inside in pieces]
     scales = [] if weight is None else [offset + load(weight.at[lane], inside)[None] for lane, inside in pieces]
     pair, exists = pieces[0]
-    angles = [load(ref.at[token, pair], exists)[None] for ref in ((refs.cos, refs.sin) if pairs else ())]
+    angles = [] if refs.cos is None else [load(ref.at[token, pair], exists)[None] for ref in (refs.cos, refs.sin)]
     if scales:
         squares = sum(jnp.sum(tile * tile, axis=1, keepdims=True) for tile in tiles)
         factor = jax.lax.rsqrt(squares / dim + epsilon)
