@@ -27,6 +27,7 @@ from benchmarks import (
     precision,
     prefill,
     reference,
+    rotary,
     timing,
     tune,
 )
@@ -36,6 +37,7 @@ from mamba_align_jax import models
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
+from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
 SMALL = {
@@ -478,6 +480,20 @@ def test_attention_benchmark_names_every_configuration_that_it_tries():
     for case in attention.DECODE_CASES + attention.PROMPT_CASES:
         paths = attention.candidates_of(case, tune=True)
         assert len(paths) == 1 + len(attention.tuned(case))
+
+
+@pytest.mark.parametrize("case", ROTARY_CASES[-2:], ids=lambda case: case.name)
+def test_rotary_benchmark_compares_every_candidate_with_float64(case):
+    candidates = dict(xla=dict(implementation="xla"), triton=dict(implementation="triton", interpret=True))
+    rows = rotary.measure(case, candidates, rate=None)
+    assert [row["candidate"] for row in rows] == list(candidates)
+    for row in rows:
+        assert "failed" not in row
+        assert 0 < row["rms_error"] < (1e-6 if case.dtype == "float32" else 1e-3)
+
+
+def test_rotary_benchmark_tries_configurations_of_every_case():
+    assert min(len(rotary.tuned(case)) for case in ROTARY_CASES) > 1
 
 
 def test_the_floor_of_a_model_counts_every_matrix():

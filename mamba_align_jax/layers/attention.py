@@ -205,12 +205,11 @@ class Attention(nnx.Module):
             q, k = heads(self.q_norm(flat(q[..., : self.head_dim])), self.heads), self.k_norm(k)
         return q, heads(k, self.kv_heads), heads(v, self.kv_heads), gate
 
-    def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, dict[str, float]]:
-        """Returns the weights of the norms that take each head by itself, if there are any, and their options."""
+    def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, float, float]:
+        """Returns the weights of the norms that take each head by itself, None without such norms, epsilon and offset."""
         if self.norm_whole or self.q_norm is None:
-            return None, None, {}
-        options = dict(epsilon=self.q_norm.epsilon, offset=self.q_norm.offset)
-        return self.q_norm.weight[...], self.k_norm.weight[...], options
+            return None, None, 0.0, 0.0
+        return self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.epsilon, self.q_norm.offset
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects, norms and rotates the inputs [tokens, hidden] at `positions`, int32 [tokens], without pages.
@@ -223,9 +222,9 @@ class Attention(nnx.Module):
         """
         q, k, v, gate = self._inputs(x)
         angles = rotary_angles(positions, self.rotary_dim, self.rope_theta)
-        q_weight, k_weight, options = self._head_norms()
-        q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, **options)
-        return q, ops.rotate(k, *angles, k_weight, **options), v, gate
+        q_weight, k_weight, epsilon, offset = self._head_norms()
+        q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, epsilon=epsilon, offset=offset)
+        return q, ops.rotate(k, *angles, k_weight, epsilon=epsilon, offset=offset), v, gate
 
     def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
         """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
@@ -248,10 +247,22 @@ class Attention(nnx.Module):
         pages = at.token_pages
         q, k, v, gate = self._inputs(x)
         angles = rotary_angles(pages.positions, self.rotary_dim, self.rope_theta)
-        *weights, options = self._head_norms()
-        place = at.layer, pages.kv_page, pages.kv_offset
+        q_weight, k_weight, epsilon, offset = self._head_norms()
         q, keys, values = ops.rotate_and_store(
-            q, k, v, *angles, keys, values, *place, *weights, **options, implementation=at.implementation
+            q,
+            k,
+            v,
+            *angles,
+            keys,
+            values,
+            at.layer,
+            pages.kv_page,
+            pages.kv_offset,
+            q_weight,
+            k_weight,
+            epsilon=epsilon,
+            offset=offset,
+            implementation=at.implementation,
         )
         return self.output(paged_attention(q, at, keys, values, self.scale), gate), keys, values
 

@@ -17,6 +17,7 @@ from pallas_kernels import (
     linear,
     linear_sums,
     paged_attention,
+    rotate_and_store,
     selective_scan,
     selective_state_update,
     ssd,
@@ -57,6 +58,9 @@ def run(draw, implementation):
         causal_conv1d_prefill(x, conv, *rows, ints(0, 3)[:, None], ints(0, 4)[:, None], **how),
         paged_attention(q, *attention, max_query_tokens=5, **how),
         paged_attention(*narrow(q, pages, pages), *attention[2:], **how),
+        rotate_and_store(
+            q, k, v, a, b, pages, pages, 0, ints(*range(6)), ints(0, 1, 2, 3, 0, 1), q[0, 0], k[0, 0], **how
+        ),
         linear(a, b, a[:, 0], parts=(2, 4), **how),
         linear(*narrow(a, b), is_gated=True, **how),
         linear_sums(a, b, **how),
