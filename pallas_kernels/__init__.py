@@ -23,6 +23,10 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
 from pallas_kernels.linear import linear as linear
 from pallas_kernels.linear import linear_sums as linear_sums
+from pallas_kernels.mixture_of_experts import Activation as Activation
+from pallas_kernels.mixture_of_experts import Scores as Scores
+from pallas_kernels.mixture_of_experts import choose_experts as choose_experts
+from pallas_kernels.mixture_of_experts import mixture_of_experts as mixture_of_experts
 from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rotary import rotate as rotate

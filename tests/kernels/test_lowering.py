@@ -15,12 +15,14 @@ from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
     causal_conv1d_update,
+    choose_experts,
     chunk_rows,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
     linear,
     linear_sums,
+    mixture_of_experts,
     paged_attention,
     rotate_and_store,
     selective_scan,
@@ -31,6 +33,7 @@ from pallas_kernels import (
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.linear import cases as linear_cases
+from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
@@ -209,6 +212,23 @@ def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="t
     return lower(device, run, pool, pool, *inputs, donated=(0, 1))
 
 
+def lower_choose_experts(device, case, implementation="triton"):
+    logits, bias = array(case.dtype, case.tokens, case.experts), array(jnp.float32, case.experts)
+    run = lambda logits, bias, valid: choose_experts(
+        logits, case.top_k, scores="sigmoid", bias=bias, valid=valid, implementation=implementation
+    )
+    return lower(device, run, logits, bias, array(jnp.bool_, case.tokens), donated=())
+
+
+def lower_mixture_of_experts(device, case, blocks=None, implementation="triton"):
+    """`blocks` stands for the number of experts."""
+    experts, pairs = blocks or case.experts, (case.tokens, case.top_k)
+    up, down = array(case.dtype, experts, case.up_size, case.hidden), array(case.dtype, experts, case.hidden, case.size)
+    run = functools.partial(mixture_of_experts, activation=case.activation, implementation=implementation)
+    x = array(case.dtype, case.tokens, case.hidden)
+    return lower(device, run, x, up, down, array(jnp.int32, *pairs), array(jnp.float32, *pairs), donated=())
+
+
 # For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097 blocks.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
@@ -228,6 +248,11 @@ OPS = {
         gated_delta_rule_cases.PREFILL_CASES,
         gated_delta_rule_cases.PREFILL_CASES[0],
     ),
+    "mixture_of_experts": (
+        lower_mixture_of_experts,
+        mixture_of_experts_cases.CASES,
+        mixture_of_experts_cases.CASES[0],
+    ),
     "paged_attention": (lower_paged_attention, paged_attention_cases.CASES, paged_attention_cases.CASES[0]),
     "rotate_and_store": (lower_rotate_and_store, rotary_cases.CASES, rotary_cases.CASES[0]),
     "selective_state_update": (
@@ -241,6 +266,11 @@ OPS = {
 # Ops without pools.
 DENSE = {
     "linear": (lower_linear, linear_cases.CASES, linear_cases.CASES[0]),
+    "choose_experts": (
+        lower_choose_experts,
+        mixture_of_experts_cases.QWEN_CASES[:2],
+        mixture_of_experts_cases.QWEN_CASES[0],
+    ),
     "add_rms_norm": (lower_add_rms_norm, rms_norm_cases.CASES, rms_norm_cases.CASES[0]),
 }
 EVERY = OPS | DENSE

@@ -155,6 +155,77 @@ def paged_attention(q, keys, values, computed, scale=None):
     return out
 
 
+def choose_experts(
+    logits,
+    top_k,
+    scores="softmax",
+    bias=None,
+    groups=1,
+    top_groups=1,
+    renormalise=True,
+    scale=1.0,
+    valid=None,
+    shared=0,
+    shared_gate=False,
+):
+    """Chooses the experts of each token, by sorting. See the op's arguments.
+
+    Returns:
+        Experts and weights, [tokens, top_k + shared] each.
+    """
+    logits = np.asarray(logits, np.float64)
+    gates = 1 / (1 + np.exp(-logits[:, -1:])) if shared_gate else 1.0
+    logits = logits[:, : logits.shape[1] - shared_gate]
+    tokens, experts = logits.shape
+    size = experts // groups
+    every = np.broadcast_to(experts + np.arange(shared), (tokens, shared))
+    chosen = np.full((tokens, top_k + shared), -1)
+    weights = np.concatenate([np.zeros((tokens, top_k)), np.ones((tokens, shared)) * gates], axis=1)
+    for t in range(tokens):
+        if valid is not None and not valid[t]:
+            continue
+        powers = np.exp(logits[t] - logits[t].max())
+        score = powers / powers.sum() if scores == "softmax" else 1 / (1 + np.exp(-logits[t]))
+        choice = score if bias is None else score + np.asarray(bias, np.float64)
+        of_groups = choice.reshape(groups, size)
+        kept = np.argsort(-np.sort(of_groups, axis=1)[:, -2:].sum(axis=1), kind="stable")[:top_groups]
+        allowed = np.where(np.isin(np.arange(experts) // size, kept), choice, -np.inf)
+        own = np.argsort(-allowed, kind="stable")[:top_k]
+        chosen[t] = [*own, *every[t]]
+        weights[t, :top_k] = score[own] * scale / (score[own].sum() if renormalise else 1)
+    return chosen, weights
+
+
+def mixture_of_experts(x, up, down, chosen, weights, activation="swiglu"):
+    """The weighted sum of each token's experts, one token and one expert at a time.
+
+    Args:
+        x: inputs [tokens, hidden].
+        up: first weights [experts, up_size, hidden].
+        down: second weights [experts, hidden, size].
+        chosen: experts [tokens, top_k]; -1 for none.
+        weights: [tokens, top_k].
+        activation: "swiglu" or "relu2".
+
+    Returns:
+        [tokens, hidden].
+    """
+    x, up, down, weights = (np.asarray(v, np.float64) for v in (x, up, down, weights))
+    out = np.zeros(x.shape)
+    for t in range(len(x)):
+        for expert, weight in zip(chosen[t], weights[t], strict=True):
+            if expert < 0:
+                continue
+            middle = up[expert] @ x[t]
+            if activation == "swiglu":
+                gate, middle = np.split(middle, 2)
+                middle = middle * gate / (1 + np.exp(-gate))
+            else:
+                middle = np.maximum(middle, 0) ** 2
+            out[t] += weight * (down[expert] @ middle)
+    return out
+
+
 def linear(x, weight, bias=None, is_gated=False):
     """Computes x weight^T + bias, and silu(gate) * up of its halves if it is gated. [tokens, outputs]"""
     out = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T

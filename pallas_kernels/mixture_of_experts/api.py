@@ -1,0 +1,190 @@
+"""The public functions of mixture_of_experts: their contracts, checks and dispatch.
+
+An expert e computes e(x) = down[e] @ activation(up[e] @ x). A token whose experts are e_1 .. e_k, with weights w_1 .. w_k,
+gets
+
+    out = sum_i w_i e_i(x)
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); DeepSeek-AI, "DeepSeek-V3" (2024), for scores by
+sigmoid, with groups and a bias; Gale et al., "MegaBlocks" (2022), for products of tiles that have one expert each.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
+from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
+from pallas_kernels.mixture_of_experts._router import Scores
+from pallas_kernels.mixture_of_experts.config import Config
+
+
+@checked
+def choose_experts(
+    logits: Float[Array, "tokens outputs"],
+    top_k: int,
+    *,
+    scores: Scores = "softmax",
+    bias: Float32[Array, " experts"] | None = None,
+    shared: int = 0,
+    shared_gate: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalise: bool = True,
+    scale: float = 1.0,
+    valid: Bool[Array, " tokens"] | None = None,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> tuple[Int32[Array, "tokens chosen"], Float32[Array, "tokens chosen"]]:
+    """Chooses each token's experts, those with the largest score + bias, and weights them by their scores.
+
+    Of equal sums, that of the lower index is chosen. Shared experts, which every token has, follow the others in number and
+    in order. All arithmetic is float32.
+
+    Args:
+        logits: The router's outputs, one for each expert that is not shared.
+        top_k: The number of experts per token, shared ones not included.
+        scores: The function that takes a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
+        bias: Added to the scores for the choice only. None is 0.
+        shared: The number of shared experts.
+        shared_gate: Whether `logits` has one output more, the last, whose sigmoid is the weight of the shared experts. It is
+            1 otherwise.
+        groups: The number of groups of consecutive experts, of equal size.
+        top_groups: The number of groups from which a token's experts come: those whose two best experts have the largest
+            sum of score + bias.
+        renormalise: Whether the weights of a token's experts are scaled to the sum 1.
+        scale: Factor of the weights, after that.
+        valid: False for padding tokens, which get no experts. None means that there are none.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        The `top_k + shared` experts of each token, the best one first, and their weights. A padding token's experts are -1.
+
+    Raises:
+        ValueError: if a shape, a dtype or a number breaks the contract.
+    """
+    experts = logits.shape[1] - shared_gate
+    if bias is not None and bias.shape[0] != experts:
+        raise ValueError(
+            f"choose_experts: bias must have an element for each of {experts} experts, got {bias.shape[0]}"
+        )
+    require(
+        shared >= int(shared_gate),
+        f"choose_experts: shared must be at least 0, and at least 1 with shared_gate, got {shared}",
+    )
+    require(scores in ("softmax", "sigmoid"), f"choose_experts: scores must be 'softmax' or 'sigmoid', got {scores!r}")
+    require(
+        groups >= 1 and experts % groups == 0, f"choose_experts: groups must divide {experts} experts, got {groups}"
+    )
+    require(
+        1 <= top_groups <= groups, f"choose_experts: top_groups must be from 1 to groups = {groups}, got {top_groups}"
+    )
+    allowed = experts // groups * top_groups
+    require(1 <= top_k <= allowed, f"choose_experts: top_k must be from 1 to {allowed}, got {top_k}")
+    require(
+        top_groups == groups or experts // groups >= 2,
+        f"choose_experts: a group must have at least 2 experts, got {experts} experts in {groups} groups",
+    )
+    rule = _router.Rule(experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate)
+    if logits.shape[0] == 0:
+        return jnp.zeros((0, top_k + shared), jnp.int32), jnp.zeros((0, top_k + shared), jnp.float32)
+    return _choose(logits, bias, valid, rule, implementation, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "implementation", "interpret"))
+def _choose(logits, bias, valid, rule, implementation, interpret):
+    return dispatch(
+        "choose_experts",
+        implementation,
+        (logits, bias, valid),
+        xla=functools.partial(_router.xla, rule=rule),
+        triton=functools.partial(_router.triton, rule=rule, interpret=interpret),
+    )
+
+
+@checked
+def mixture_of_experts(
+    x: Float[Array, "tokens hidden"],
+    up: Float[Array, "experts up_size hidden"],
+    down: Float[Array, "experts hidden size"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float32[Array, "tokens top_k"],
+    *,
+    activation: Activation = "swiglu",
+    out_dtype: str | None = None,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens hidden"]:
+    """Computes the weighted sum of each token's experts.
+
+    The equation is at the top of this file. A token's result does not depend on other tokens, to the bit, and not on where
+    it stands among them. An expert's weights are read only if a token has chosen it, and "triton" reads them once for each
+    tile of pairs of that expert: see `config.Config`. The number of tokens selects the configuration, so a token may have
+    other bits in a call of another size. What a token without experts holds, NaN included, never reaches a result.
+
+    Numerics: products, activations and the weighted sum are float32; the activation's result and an expert's output are
+    rounded to the dtype of `x`, and the sum to `out_dtype`. float32 products are three products of tf32 in "triton" and
+    Precision.HIGHEST in "xla". There is no derivative in "triton".
+
+    Args:
+        x: Inputs.
+        up: First weights of all experts, [gate; up] along `up_size` for "swiglu".
+        down: Second weights of all experts.
+        chosen: The experts of each token, which may repeat. An index that no expert has, such as -1, stands for none.
+        weights: The weight of each of them.
+        activation: "swiglu", silu(gate) * up, for which `up_size` is 2 * size; or "relu2", relu(up) ** 2, for which it is
+            size.
+        out_dtype: Dtype of the result; None is that of `x`.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernels. None selects the default.
+        interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
+
+    Returns:
+        The weighted sums. They are 0 for tokens without experts.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
+    """
+    require(
+        activation in ACTIVATIONS,
+        f"mixture_of_experts: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}",
+    )
+    parts = ACTIVATIONS[activation].parts
+    require(
+        up.shape[1] == parts * down.shape[2],
+        f"mixture_of_experts: up must have {parts} x {down.shape[2]} outputs for {activation!r}, got {up.shape[1]}",
+    )
+    require(
+        up.dtype == x.dtype and down.dtype == x.dtype,
+        f"mixture_of_experts: up and down must have the dtype of x, {x.dtype}, got {up.dtype} and {down.dtype}",
+    )
+    if 0 in chosen.shape or 0 in up.shape:
+        return jnp.zeros(x.shape, out_dtype or x.dtype)
+    return _mix(
+        (x, up, down, chosen, weights), activation, out_dtype or str(x.dtype), implementation, config, interpret
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "out_dtype", "implementation", "config", "interpret"))
+def _mix(operands, activation, out_dtype, implementation, config, interpret):
+    return dispatch(
+        "mixture_of_experts",
+        implementation,
+        operands,
+        xla=functools.partial(xla.mixture_of_experts, activation=activation, out_dtype=out_dtype),
+        triton=functools.partial(
+            pallas_triton.mixture_of_experts,
+            activation=activation,
+            out_dtype=out_dtype,
+            config=config,
+            interpret=interpret,
+        ),
+        unsupported=pallas_triton.unsupported(operands[0]),
+    )

@@ -1,0 +1,55 @@
+"""Launch configuration of mixture_of_experts' kernels."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Product:
+    """How one of the two products is cut. Sizes are powers of two, and at least 16.
+
+    Attributes:
+        columns: The number of an expert's outputs per program.
+        depth: The number of inputs that are multiplied at a time.
+        num_warps: Warps of a program.
+        num_stages: The software-pipelining depth of the loop over inputs.
+    """
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels cut pairs of a token and one of its experts, and the products.
+
+    Attributes:
+        rows: The most pairs of a tile, all of one expert. A power of two, at least 16.
+        up: The first product. With "swiglu", a program has `columns` gates and as many others.
+        down: The second product.
+        searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
+            which takes a dozen launches.
+    """
+
+    rows: int
+    up: Product
+    down: Product
+    searched_pairs: int = 1024
+
+
+def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
+    """The configuration for `num_pairs` pairs over `experts` experts, with elements of `itemsize` bytes.
+
+    Decode rows give an expert few pairs, and its weights have to come quickly: many programs, each of which streams long
+    rows of weights. Prompts give it many, and tiles are as large as tensor cores want them. Not tuned yet.
+    """
+    each = num_pairs / experts
+    if itemsize == 4:
+        rows = 16 if each <= 8 else 32
+        return Config(rows, Product(32, 64, 4, 3), Product(32, 64, 4, 3))
+    if num_pairs <= 256:
+        return Config(16, Product(16, 256, 4, 4), Product(32, 256, 4, 3))
+    if each <= 16:
+        return Config(16, Product(32, 128, 4, 4), Product(64, 128, 4, 4))
+    return Config(64, Product(64, 64, 4, 4), Product(128, 64, 4, 4))

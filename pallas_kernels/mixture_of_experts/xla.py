@@ -1,0 +1,60 @@
+"""mixture_of_experts in plain jax.numpy, a few tiles of pairs at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
+from pallas_kernels.mixture_of_experts._tiles import tiles
+
+# The most elements of weights that are gathered at once: 128 MiB of bfloat16.
+_ELEMENTS = 1 << 26
+
+
+def weighted_sum(outputs, chosen, weights, experts: int, out_dtype: str):
+    """Adds up the outputs of each token's experts in float32.
+
+    Args:
+        outputs: The output of each pair; anything for pairs without an expert. [tokens * top_k, hidden]
+        chosen: [tokens, top_k]
+        weights: [tokens, top_k]
+        experts: The number of experts.
+        out_dtype: Dtype of the result.
+
+    Returns:
+        [tokens, hidden]
+    """
+    each = outputs.reshape(*chosen.shape, -1).astype(jnp.float32) * weights[..., None]
+    exists = (chosen >= 0) & (chosen < experts)
+    return jnp.sum(jnp.where(exists[..., None], each, 0.0), axis=1).astype(out_dtype)
+
+
+def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dtype: str):
+    """See api.py."""
+    (experts, hidden, _), top_k = down.shape, chosen.shape[1]
+    pairs, (parts, activate) = chosen.size, ACTIVATIONS[activation]
+    # In a decode step most experts have one pair, so larger tiles would consist of padding.
+    rows = min(128, max(8, 1 << (pairs // experts).bit_length()))
+    cut = tiles(chosen.reshape(-1), experts, rows)
+    product = functools.partial(
+        jnp.einsum,
+        "rk,nk->rn",
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+    lane = jnp.arange(rows, dtype=jnp.int32)
+
+    def run(tile):
+        expert, start, _ = tile
+        token = cut.order.at[start + lane].get(mode="clip") // top_k
+        middle = activate(*jnp.split(product(x[token], up[expert]), parts, axis=1)).astype(x.dtype)
+        return product(middle, down[expert]).astype(x.dtype)
+
+    batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
+    each = cut.expert, cut.start, cut.length
+    out = jax.vmap(run)(each) if cut.start.size <= batch else jax.lax.map(run, each, batch_size=batch)
+    pair = cut.order.at[cut.start[:, None] + lane].get(mode="clip")
+    pair = jnp.where(lane < cut.length[:, None], pair, pairs)
+    outputs = jnp.zeros((pairs, hidden), x.dtype).at[pair].set(out, mode="drop", unique_indices=False)
+    return weighted_sum(outputs, chosen, weights, experts, out_dtype)

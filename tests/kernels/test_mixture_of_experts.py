@@ -1,0 +1,280 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import IMPLEMENTATIONS, assert_close, how
+from oracles import ops as oracle
+
+from pallas_kernels import choose_experts, mixture_of_experts
+from pallas_kernels.mixture_of_experts import pallas_triton
+from pallas_kernels.mixture_of_experts.config import Config, Product
+
+HIDDEN, SIZE = 72, 40
+NO_TILE = -2
+# Tiles so small that every size leaves a rest.
+SMALL = Config(16, Product(16, 32, 4, 2), Product(32, 16, 4, 2))
+
+
+def options_of(implementation):
+    """The small configuration where the kernel runs."""
+    return how(implementation) | ({} if implementation == "xla" else dict(config=SMALL))
+
+
+@dataclasses.dataclass
+class Weights:
+    """Experts' weights, rounded to their dtype, and as the oracle takes them."""
+
+    up: jnp.ndarray
+    down: jnp.ndarray
+
+
+def make(rng, experts, dtype=jnp.float32, activation="swiglu", hidden=HIDDEN, size=SIZE):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
+    return Weights(draw(experts, size * (1 + (activation == "swiglu")), hidden), draw(experts, hidden, size))
+
+
+def draw_tokens(rng, tokens, dtype=jnp.float32, hidden=HIDDEN):
+    return jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
+
+
+def choose(rng, tokens, experts, top_k):
+    """Different experts for each token."""
+    return np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+
+
+def assert_is_mixture(x, weights, chosen, factors, out, activation="swiglu"):
+    real = np.asarray(chosen).max(axis=1) >= 0
+    wide = [np.asarray(v.astype(jnp.float32), np.float64) for v in (x, weights.up, weights.down)]
+    wanted = oracle.mixture_of_experts(*wide, np.where(chosen < len(wide[1]), chosen, -1), factors, activation)
+    assert out.dtype == x.dtype
+    out = np.asarray(out.astype(jnp.float32))
+    # A token's result has as many roundings to the dtype as experts, before the last one.
+    terms = 16 * (wide[1].shape[2] + wide[2].shape[2])
+    assert_close(out[real], wanted[real], x.dtype, terms if x.dtype == jnp.float32 else 1e7, "tokens")
+    assert not out[~real].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "activation", "dtype"),
+    [
+        (37, 6, 3, "swiglu", jnp.float32),
+        (1, 64, 2, "swiglu", jnp.float32),
+        (9, 4, 1, "relu2", jnp.float32),
+        (20, 1, 1, "swiglu", jnp.bfloat16),
+        (21, 7, 4, "relu2", jnp.float16),
+        pytest.param(300, 5, 2, "swiglu", jnp.bfloat16, marks=pytest.mark.deep),
+        pytest.param(260, 3, 2, "swiglu", jnp.float32, marks=pytest.mark.deep),
+    ],
+)
+def test_mixture_of_experts_is_the_equation(rng, tokens, experts, top_k, activation, dtype, implementation):
+    """Some tokens have no experts and are NaN; an expert has no pairs, one or many tiles of them."""
+    weights = make(rng, experts, dtype, activation)
+    x, chosen = np.array(draw_tokens(rng, tokens)), choose(rng, tokens, experts, top_k)
+    factors = rng.uniform(0, 1, (tokens, top_k)).astype(np.float32)
+    chosen[tokens // 2 :: 5] = -1
+    x[tokens // 2 :: 5] = np.nan
+    factors[tokens // 2 :: 5] = np.nan
+    x = jnp.asarray(x, dtype)
+    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+    out = mixture_of_experts(*arguments, activation=activation, **options_of(implementation))
+    assert_is_mixture(x, weights, chosen, factors, out, activation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_searched_and_sorted_tiles_give_the_same_bits(rng, implementation):
+    """An expert's pairs are in several tiles, which lie in several of the blocks that are searched."""
+    weights, tokens = make(rng, 5), 110
+    x, chosen = draw_tokens(rng, tokens), choose(rng, tokens, 5, 3)
+    chosen[20:90, 1:], chosen[95] = 4, -1
+    factors = rng.uniform(0, 1, (tokens, 3)).astype(np.float32)
+    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+    searched, in_order = (
+        mixture_of_experts(*arguments, config=dataclasses.replace(SMALL, searched_pairs=pairs), **how(implementation))
+        for pairs in (1024, 0)
+    )
+    np.testing.assert_array_equal(searched, in_order)
+    assert_is_mixture(x, weights, chosen, factors, searched)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng, is_sorted):
+    """As many programs have a tile as there are begun tiles of the experts that are chosen."""
+    rows, experts, pt = 16, 6, pallas_triton.pt
+    chosen = rng.choice([-1, 0, 2, 2, 2, 5, 6, 99], 200).astype(np.int32)
+    pairs = jnp.asarray(chosen)
+    cut = pallas_triton.tiles(pairs, experts, rows)._asdict() if is_sorted else dict(chosen=pairs)
+    slots = cut["start"].shape[0] if is_sorted else chosen.size
+
+    def kernel(refs):
+        tile = pallas_triton._sorted_tile(refs, rows) if is_sorted else pallas_triton._own_tile(refs, rows, experts)
+        pt.store(refs.expert_of.at[pt.program_id(1)], jnp.where(tile.any_exists, tile.expert, NO_TILE))
+
+    launch = dict(name="tiles", grid=(1, slots), updates={}, num_warps=1, interpret=True)
+    outputs = dict(expert_of=jax.ShapeDtypeStruct((slots,), jnp.int32))
+    found = np.asarray(pt.call(kernel, inputs=cut, outputs=outputs, **launch)["expert_of"])
+    assert set(found) <= {NO_TILE, *range(experts)}
+    for expert in range(experts):
+        assert (found == expert).sum() == -(-(chosen == expert).sum() // rows)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_any_routing(rng, tokens, implementation):
+    """All tokens choose one expert, some experts twice, and others partly none."""
+    weights, x = make(rng, 4), draw_tokens(rng, tokens)
+    for chosen in (
+        np.full((tokens, 2), 3),
+        np.stack([np.arange(tokens) % 4, np.arange(tokens) // 7 % 4], axis=1),
+        np.where(rng.random((tokens, 2)) < 0.5, -1, rng.integers(0, 4, (tokens, 2))),
+        np.full((tokens, 2), -1),
+        np.stack([np.full(tokens, 4), np.arange(tokens) % 5], axis=1),  # there is no expert 4
+    ):
+        chosen, factors = chosen.astype(np.int32), rng.uniform(0, 1, (tokens, 2)).astype(np.float32)
+        arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+        out = mixture_of_experts(*arguments, **options_of(implementation))
+        assert_is_mixture(x, weights, np.where(chosen < 4, chosen, -1), factors, out)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [24, 300])
+def test_token_does_not_depend_on_other_tokens(rng, tokens, implementation, optimized_programs):
+    """Among other tokens, elsewhere among them, and beside tokens without experts."""
+    weights, x, chosen = make(rng, 4), draw_tokens(rng, tokens), choose(rng, tokens, 4, 2)
+    factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
+    run = lambda x, chosen, factors: np.asarray(
+        mixture_of_experts(x, weights.up, weights.down, jnp.asarray(chosen), factors, **options_of(implementation))
+    )
+    together = run(x, chosen, factors)
+    order = rng.permutation(tokens)
+    np.testing.assert_array_equal(run(x[order], chosen[order], factors[order]), together[order])
+    alone = np.where(np.arange(tokens)[:, None] == tokens // 2, chosen, -1)
+    np.testing.assert_array_equal(run(x, alone, factors)[tokens // 2], together[tokens // 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("tokens", [1, 16, 33, 64, 65, 300, 2000])
+def test_default_configuration(rng, tokens, activation, dtype):
+    """The default tiles, over sizes that they divide and sizes that they do not."""
+    for hidden, size in ((256, 512), (200, 136)):
+        weights = make(rng, 16, dtype, activation, hidden, size)
+        x, chosen = draw_tokens(rng, tokens, dtype, hidden), choose(rng, tokens, 16, 4)
+        factors = rng.uniform(0, 1, (tokens, 4)).astype(np.float32)
+        arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+        out = mixture_of_experts(*arguments, activation=activation, implementation="triton")
+        assert_is_mixture(x, weights, chosen, factors, out, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 2000])
+def test_weights_beyond_2_to_the_31_elements(rng, large_pool, tokens):
+    """The last expert's weights are read, and not those whose offset is smaller by 2^31."""
+    hidden, size = 1024, 512
+    experts = 2**31 // (2 * size * hidden) + 2
+    small = make(rng, 1, jnp.bfloat16, hidden=hidden, size=size)
+    up = jnp.zeros((experts, 2 * size, hidden), jnp.bfloat16).at[-1].set(small.up[0])
+    down = jnp.zeros((experts, hidden, size), jnp.bfloat16).at[-1].set(small.down[0])
+    x, chosen = draw_tokens(rng, tokens, jnp.bfloat16, hidden), jnp.full((tokens, 1), experts - 1, jnp.int32)
+    factors = jnp.ones((tokens, 1), jnp.float32)
+    out = mixture_of_experts(x, up, down, chosen, factors, implementation="triton")
+    assert_is_mixture(x, small, np.zeros((tokens, 1), np.int32), np.ones((tokens, 1)), out)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "top_groups", "top_k", "renormalise", "scale"),
+    [
+        (12, 4, 2, 3, True, 2.5),
+        (12, 1, 1, 3, True, 1.0),
+        (12, 2, 1, 6, False, 1.0),
+        (10, 5, 5, 1, False, 0.5),
+        (256, 8, 4, 8, True, 2.5),
+    ],
+)
+def test_choose_experts_is_the_equation(
+    rng, experts, groups, top_groups, top_k, renormalise, scale, scores, implementation
+):
+    logits, bias = rng.normal(size=(20, experts)).astype(np.float32), rng.normal(size=experts).astype(np.float32)
+    valid = np.arange(20) % 6 != 5
+    logits[~valid] = np.nan
+    options = dict(scores=scores, groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale)
+    with_gate = np.concatenate([logits, rng.normal(size=(20, 1)).astype(np.float32)], axis=1)
+    for outputs, given, shared in (
+        (logits, dict(bias=bias, valid=valid), {}),
+        (logits, dict(valid=valid), dict(shared=2)),
+        (with_gate, dict(valid=valid), dict(shared=1, shared_gate=True)),
+    ):
+        arrays = {name: jnp.asarray(array) for name, array in given.items()}
+        options |= shared
+        chosen, weights = choose_experts(jnp.asarray(outputs), top_k, **options, **arrays, **how(implementation))
+        wanted, wanted_weights = oracle.choose_experts(outputs, top_k, **options, **given)
+        np.testing.assert_array_equal(chosen, wanted)
+        assert (chosen.dtype, weights.dtype) == (jnp.int32, jnp.float32)
+        np.testing.assert_allclose(np.asarray(weights)[valid], wanted_weights[valid], rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_equal_scores_choose_the_first_experts(implementation, groups):
+    chosen, _ = choose_experts(jnp.zeros((2, 16)), 3, groups=groups, top_groups=min(groups, 2), **how(implementation))
+    assert np.array_equal(chosen, [[0, 1, 2]] * 2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sums_are_rounded_once_to_the_dtype_of_the_result(rng, implementation):
+    weights, x, chosen = make(rng, 4, jnp.bfloat16), draw_tokens(rng, 20, jnp.bfloat16), choose(rng, 20, 4, 2)
+    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.ones((20, 2), jnp.float32)
+    wide, narrow = (
+        mixture_of_experts(*arguments, out_dtype=dtype, **options_of(implementation)) for dtype in ("float32", None)
+    )
+    assert (wide.dtype, narrow.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(wide.astype(jnp.bfloat16), narrow)
+
+
+def test_calls_without_tokens(rng):
+    weights = make(rng, 2)
+    chosen, factors = choose_experts(jnp.zeros((0, 4)), 2)
+    assert chosen.shape == factors.shape == (0, 2)
+    assert mixture_of_experts(draw_tokens(rng, 0), weights.up, weights.down, chosen, factors).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(activation="gelu"), "activation must be one of .*, got 'gelu'"),
+        (dict(activation="relu2"), "up must have 1 x 40 outputs for 'relu2', got 80"),
+        (dict(up=jnp.zeros((2, 80, HIDDEN), jnp.bfloat16)), "must have the dtype of x, float32, got bfloat16 and"),
+        (dict(chosen=jnp.zeros((3, 2), jnp.float32)), "chosen must be Int32"),
+        (dict(weights=jnp.zeros((3, 1), jnp.float32)), "weights must be Float32"),
+    ],
+)
+def test_bad_arguments(rng, change, message):
+    weights = make(rng, 2)
+    arguments = dict(x=draw_tokens(rng, 3), up=weights.up, down=weights.down)
+    arguments |= dict(chosen=jnp.zeros((3, 2), jnp.int32), weights=jnp.ones((3, 2), jnp.float32))
+    with pytest.raises(ValueError, match=message):
+        mixture_of_experts(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(scores="relu"), "scores must be 'softmax' or 'sigmoid', got 'relu'"),
+        (dict(groups=5), "groups must divide 12 experts, got 5"),
+        (dict(groups=4, top_groups=5), "top_groups must be from 1 to groups = 4, got 5"),
+        (dict(groups=4, top_groups=1, top_k=4), "top_k must be from 1 to 3, got 4"),
+        (dict(groups=12, top_groups=3), "a group must have at least 2 experts, got 12 experts in 12 groups"),
+        (dict(valid=jnp.ones(3, bool)), "valid must be Bool"),
+        (dict(bias=jnp.zeros(11)), "bias must have an element for each of 12 experts, got 11"),
+        (dict(shared=-1), "shared must be at least 0, and at least 1 with shared_gate, got -1"),
+        (dict(shared_gate=True), "shared must be at least 0, and at least 1 with shared_gate, got 0"),
+    ],
+)
+def test_bad_arguments_of_choose_experts(change, message):
+    with pytest.raises(ValueError, match=message):
+        choose_experts(**dict(logits=jnp.zeros((2, 12)), top_k=2) | change)
