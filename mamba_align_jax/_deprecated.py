@@ -192,6 +192,13 @@ def old_mixer_call(call: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
+def sigmoid_router(logits: Any, bias: Any, top_k: int, **options: Any) -> Any:
+    """`choose_experts` with the arguments that `layers.moe.sigmoid_router` had."""
+    from pallas_kernels import choose_experts
+
+    return choose_experts(logits, top_k, scores="sigmoid", bias=bias, **options)
+
+
 def dropped_fields(**derive: Callable[[Any], Any]) -> Callable[[type[T]], type[T]]:
     """Makes a dataclass accept fields that it no longer has. Their values are ignored.
 

@@ -32,11 +32,13 @@ class StepInputs:
         rows: The step's rows by kind.
         chunks: The chunks of the prefill rows; None in a step without prefill rows.
         pages: The position of each token, and the place of its key and value.
+        valid: False for padding tokens, which choose no experts. bool [tokens]
     """
 
     rows: RowSplit
     chunks: Chunks | None
     pages: TokenPages
+    valid: jax.Array
 
     def layer(
         self, layer: int | jax.Array, *, group: int = 0, implementation: Implementation | None = None
@@ -88,7 +90,7 @@ def step_inputs(
         page_tables=page_tables,
         slots=slots,
     )
-    return StepInputs(rows=rows, chunks=rows.chunks(num_tokens), pages=pages)
+    return StepInputs(rows=rows, chunks=rows.chunks(num_tokens), pages=pages, valid=tokens.valid)
 
 
 def single_token_inputs(
@@ -136,4 +138,4 @@ def single_token_inputs(
         page_tables=page_table,
         slots=slots,
     )
-    return StepInputs(rows=rows, chunks=None, pages=pages)
+    return StepInputs(rows=rows, chunks=None, pages=pages, valid=alive)

@@ -13,6 +13,7 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
+from mamba_align_jax.layers.moe import MixtureOfExperts
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.split import Cut, SplitEmbed
@@ -56,6 +57,12 @@ class Carry:
         at = step.layer(number, group=group, implementation=self.implementation)
         out, *states = mixer(x, at, *self.pool.states[group])
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
+
+    def feed_forward(self, layer: Any, x: jax.Array, step: StepInputs) -> jax.Array:
+        """Runs a feed-forward layer on packed tokens [tokens, hidden]. Padding tokens choose no experts."""
+        if isinstance(layer, MixtureOfExperts):
+            return layer(x, step.valid, self.implementation)
+        return layer(x)
 
 
 class Layer(Protocol):

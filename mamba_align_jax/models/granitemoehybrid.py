@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
@@ -11,13 +12,14 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.moe import Experts, softmax_router
+from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.weights import Source, mapped, named, tensor
+from mamba_align_jax.models.weights import Source, named, tensor
+from pallas_kernels import Implementation, choose_experts
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -70,7 +72,7 @@ class Config(ModelConfig):
         }
 
 
-class MoE(nnx.Module):
+class MoE(MixtureOfExperts):
     """Computes the sum of the chosen experts, weighted by a softmax over their logits."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
@@ -80,9 +82,12 @@ class MoE(nnx.Module):
         self.router = Linear(c.hidden_size, c.num_local_experts, c.dtype, rngs)
         self.experts = Experts(c.num_local_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        return self.experts(x, *softmax_router(self.router(x), self.top_k))
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
+    ) -> jax.Array:
+        """Runs packed tokens: see `MixtureOfExperts`."""
+        routing = choose_experts(self.router(x), self.top_k, valid=valid, implementation=implementation)
+        return self.experts(x, *routing, implementation)
 
 
 class Layer(nnx.Module):
@@ -138,7 +143,7 @@ class Layer(nnx.Module):
         normed, x = x.add(out, self.residual_multiplier).normed(self.post_attention_layernorm)
         out = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
-            out = total(out, normed.dtype) + self.block_sparse_moe(normed)
+            out = total(out, jnp.float32) + carry.feed_forward(self.block_sparse_moe, normed, step)
         return x.add(out, self.residual_multiplier), carry
 
 
@@ -160,15 +165,11 @@ def sources(place: str, config: Config) -> list[Source]:
     _, number, name = place.split(".", 2)
     layer = f"model.layers.{number}"
 
-    def of_experts(part: str) -> Source:
-        weight = tensor(f"{layer}.block_sparse_moe.{part}_linear.weight")
-        return mapped(weight, lambda array: array.transpose(0, 2, 1))
-
     published = {
         "shared_mlp.gate_up_proj.weight": tensor(f"{layer}.shared_mlp.input_linear.weight"),
         "shared_mlp.down_proj.weight": tensor(f"{layer}.shared_mlp.output_linear.weight"),
         "block_sparse_moe.router.weight": tensor(f"{layer}.block_sparse_moe.router.layer.weight"),
-        "block_sparse_moe.experts.up": of_experts("input"),
-        "block_sparse_moe.experts.down": of_experts("output"),
+        "block_sparse_moe.experts.up": tensor(f"{layer}.block_sparse_moe.input_linear.weight"),
+        "block_sparse_moe.experts.down": tensor(f"{layer}.block_sparse_moe.output_linear.weight"),
     }
     return [published.get(name) or named(f"{layer}.{name}")]

@@ -16,13 +16,14 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
-from mamba_align_jax.layers.moe import Experts, softmax_router
+from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.weights import Source, experts, named
+from pallas_kernels import Implementation, choose_experts
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -75,7 +76,7 @@ class Config(ModelConfig):
         return self.num_experts > 1 and layer % self.expert_layer_period == self.expert_layer_offset
 
 
-class MoE(nnx.Module):
+class MoE(MixtureOfExperts):
     """Computes the sum of the chosen experts, weighted by a softmax over the logits of all experts."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
@@ -85,9 +86,14 @@ class MoE(nnx.Module):
         self.router = Linear(c.hidden_size, c.num_experts, c.dtype, rngs)
         self.experts = Experts(c.num_experts, c.hidden_size, c.intermediate_size, c.dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        return self.experts(x, *softmax_router(self.router(x), self.top_k, renormalise=False))
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
+    ) -> jax.Array:
+        """Runs packed tokens: see `MixtureOfExperts`."""
+        routing = choose_experts(
+            self.router(x), self.top_k, renormalise=False, valid=valid, implementation=implementation
+        )
+        return self.experts(x, *routing, implementation)
 
 
 class Layer(nnx.Module):
@@ -131,7 +137,7 @@ class Layer(nnx.Module):
         normed, x = x.normed(self.input_layernorm)
         out, carry = carry.mix(mixer, normed, step)
         normed, x = x.add(out).normed(self.pre_ff_layernorm)
-        return x.add(self.feed_forward(normed)), carry
+        return x.add(carry.feed_forward(self.feed_forward, normed, step)), carry
 
 
 class Model(CausalLM):

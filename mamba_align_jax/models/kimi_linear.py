@@ -175,10 +175,10 @@ class Layer(nnx.Module):
             top_groups=c.topk_group,
             renormalise=c.moe_renormalize,
             scale=c.routed_scaling_factor,
+            shared=c.num_shared_experts,
         )
-        each = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
-        shared = GatedMLP(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, c.dtype, rngs)
-        self.mlp = SharedExpertsMoE(gate, each, shared)
+        number = c.num_experts + c.num_shared_experts
+        self.mlp = SharedExpertsMoE(gate, Experts(number, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs))
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -190,7 +190,7 @@ class Layer(nnx.Module):
         normed, x = x.normed(self.input_layernorm)
         out, carry = carry.mix(self.self_attn, normed, step)
         normed, x = x.add(out).normed(self.post_attention_layernorm)
-        return x.add(self.mlp(normed)), carry
+        return x.add(carry.feed_forward(self.mlp, normed, step)), carry
 
 
 class Model(CausalLM):
@@ -215,7 +215,7 @@ def transformers_sources(place: str, config: Config) -> list[Source]:
     place = place if place.startswith("lm_head") else f"model.{place}"
     mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
     if ".experts." in place:
-        return experts(place, config.num_experts)
+        return experts(place, config.num_experts, shared="shared_experts")
     if place.endswith(".in_proj_qkvbfg.weight"):
         rank = "_a" if config.low_rank_gates else ""
         names = ("q", "k", "v", "b", f"f{rank}", f"g{rank}")

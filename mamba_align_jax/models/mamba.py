@@ -69,7 +69,7 @@ class Layer(nnx.Module):
         if self.mixers:
             out, carry = carry.mix(self.mixers[0], normed, step)
         else:
-            out = self.mixer(normed)
+            out = carry.feed_forward(self.mixer, normed, step)
         return x.add(out), carry
 
 

@@ -14,13 +14,14 @@ from flax import nnx
 from mamba_align_jax.layers.attention import Attention
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
-from mamba_align_jax.layers.moe import Experts, SigmoidGate
+from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba
 from mamba_align_jax.models.config import ModelConfig, require
 from mamba_align_jax.models.weights import Source, experts
 from mamba_align_jax.sharding import Part
+from pallas_kernels import Implementation
 
 MAMBA, ATTENTION, MLP_, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _KINDS = {"M": MAMBA, "*": ATTENTION, "-": MLP_, "E": MOE, "mamba": MAMBA, "attention": ATTENTION}
@@ -100,7 +101,7 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
-class MoE(nnx.Module):
+class MoE(MixtureOfExperts):
     """Computes the weighted sum of the routed experts plus shared_experts(x).
 
     With `moe_latent_size`, routed experts run on a smaller projection of x, and their sum is projected back.
@@ -120,20 +121,22 @@ class MoE(nnx.Module):
             scale=c.routed_scaling_factor,
         )
         sizes = c.n_routed_experts, latent or c.hidden_size, c.moe_intermediate_size
-        self.experts = Experts(*sizes, c.dtype, rngs, activation=relu2, gated=False)
+        self.experts = Experts(*sizes, c.dtype, rngs, activation="relu2")
         self.shared_experts = MLP(c.hidden_size, c.moe_shared_expert_intermediate_size, c.mlp_bias, c.dtype, rngs)
         if latent is not None:
             self.fc1_latent_proj = Linear(c.hidden_size, latent, c.dtype, rngs, bias=c.mlp_bias)
             self.fc2_latent_proj = Linear(latent, c.hidden_size, c.dtype, rngs, bias=c.mlp_bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to [tokens, hidden]."""
-        chosen, weights = self.gate(x)
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
+    ) -> jax.Array:
+        """Runs packed tokens: see `MixtureOfExperts`."""
+        routing = *self.gate(x, valid, implementation), implementation
         if hasattr(self, "fc1_latent_proj"):
-            routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), chosen, weights))
+            routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(x), *routing))
         else:
-            routed = self.experts(x, chosen, weights)
-        return routed + total(self.shared_experts(x), x.dtype)
+            routed = self.experts(x, *routing)
+        return routed.astype(jnp.float32) + total(self.shared_experts(x), jnp.float32)
 
 
 def mixer(config: Config, kind: str, rngs: nnx.Rngs) -> nnx.Module:

@@ -17,7 +17,7 @@ from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.mtp import MTPHead
-from mamba_align_jax.models.weights import Source, experts, named
+from mamba_align_jax.models.weights import Source, experts, joined, named, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -142,7 +142,7 @@ class Layer(nnx.Module):
         normed, x = x.normed(self.input_layernorm)
         out, carry = carry.mix(mixer, normed, step)
         normed, x = x.add(out).normed(self.post_attention_layernorm)
-        return x.add(self.mlp(normed)), carry
+        return x.add(carry.feed_forward(self.mlp, normed, step)), carry
 
 
 class Model(CausalLM):
@@ -166,4 +166,8 @@ def draft_head(config: Config, rngs: nnx.Rngs) -> MTPHead | None:
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     name = place if place.startswith(("lm_head", "mtp")) else f"model.{place}"
-    return experts(name, config.num_experts) if ".experts." in place else [named(name)]
+    if ".experts." in place:
+        return experts(name, config.num_experts, shared="shared_expert")
+    if place.endswith(".mlp.gate.weight"):  # The gate of the shared expert is its last output.
+        return [joined([tensor(name), tensor(name.replace(".gate.", ".shared_expert_gate."))], axis=0)]
+    return [named(name)]

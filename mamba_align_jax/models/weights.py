@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.moe import shared_experts
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
 
@@ -129,8 +130,36 @@ def named(place: str) -> Source:
     return taps(place) if place.endswith("conv1d.weight") else tensor(place)
 
 
+def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool) -> Source:
+    """Appends a shared expert to the experts that `routed` makes, cut into experts of their size.
+
+    Args:
+        routed: Makes `up` or `down` of the experts that are not shared.
+        names: The tensors of the shared expert's products: those that `up` joins, or that of `down`.
+        is_up: Whether it is `up`.
+    """
+
+    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
+        own = routed.make(parts)
+        size = own.shape[1] // len(names) if is_up else own.shape[2]
+        joined = []
+        for _ in names:
+            tensor = next(parts) if is_up else next(parts).T  # [channels, hidden]
+            pieces = np.zeros((shared_experts(len(tensor), size), size, tensor.shape[1]), own.dtype)
+            pieces.reshape(-1, tensor.shape[1])[: len(tensor)] = tensor
+            joined.append(pieces)
+        shared = np.concatenate(joined, axis=1)
+        return np.concatenate([own, shared if is_up else shared.swapaxes(1, 2)])
+
+    return Source((*routed.names, *names), make)
+
+
 def experts(
-    place: str, number: int, up: Sequence[str] = ("gate_proj", "up_proj"), down: Sequence[str] = ("down_proj",)
+    place: str,
+    number: int,
+    up: Sequence[str] = ("gate_proj", "up_proj"),
+    down: Sequence[str] = ("down_proj",),
+    shared: str | None = None,
 ) -> list[Source]:
     """Lists the ways to make `up` or `down` of `layers.moe.Experts`: from tensors per expert, or from one tensor.
 
@@ -139,12 +168,17 @@ def experts(
         number: Number of experts.
         up: Names of an expert's products that `up` joins.
         down: Names of an expert's products that `down` joins.
+        shared: Name of a shared expert beside "experts", which is appended: see `layers.moe.shared_experts`. None if there
+            is none.
     """
     prefix, leaf = place.rsplit(".", 1)
     names = up if leaf == "up" else down
-    fused = mapped(tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj"), lambda array: array.swapaxes(1, 2))
-    each = [joined([product(f"{prefix}.{expert}.{name}.weight") for name in names]) for expert in range(number)]
-    return [stacked(each), fused]
+    fused = tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj")
+    each = [joined([tensor(f"{prefix}.{expert}.{name}.weight") for name in names], axis=0) for expert in range(number)]
+    if shared is None:
+        return [stacked(each), fused]
+    beside = tuple(f"{prefix.removesuffix('experts')}{shared}.{name}.weight" for name in names)
+    return [_with_shared(way, beside, leaf == "up") for way in (stacked(each), fused)]
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:

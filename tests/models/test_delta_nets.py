@@ -113,7 +113,7 @@ def test_separate_and_fused_experts_load_the_same_model(tmp_path):
     with pytest.raises(ValueError, match=f"tensor '{short}' is missing, 1 in all"):
         load_model(tmp_path)
     rewrite(tmp_path, lambda name, value: {name: value} | ({short: value[:19].copy()} if "6.gate_proj" in name else {}))
-    with pytest.raises(ValueError, match=r"must make an array of shape \[7, 48, 40\], got \[\[20, 48\], "):
+    with pytest.raises(ValueError, match=r"must make an array of shape \[8, 40, 48\], got \[\[20, 48\], "):
         load_model(tmp_path)
 
 

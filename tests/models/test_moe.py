@@ -7,32 +7,27 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.ops import mixture_of_experts as oracle
 
 from mamba_align_jax.layers import moe
+from mamba_align_jax.models import granitemoehybrid, jamba, nemotron_h
+from pallas_kernels.mixture_of_experts import xla
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, SIZE = 37, 3, 6, 10, 7
 
 
-def reference(x, up, down, chosen, weights):
-    """The mixture in float64, one token and expert at a time."""
-    out = np.zeros_like(x, dtype=np.float64)
-    for token in range(len(x)):
-        for expert, weight in zip(chosen[token], weights[token], strict=True):
-            gate, middle = np.split(x[token].astype(np.float64) @ up[expert], 2)
-            out[token] += weight * ((gate / (1 + np.exp(-gate)) * middle) @ down[expert])
-    return out
-
-
-@pytest.fixture(scope="module", params=[1 << 26, 2 * 3 * HIDDEN * SIZE], ids=["at_once", "two_blocks_at_a_time"])
+@pytest.fixture(scope="module", params=[1 << 26, 2 * 3 * HIDDEN * SIZE], ids=["at_once", "two_tiles_at_a_time"])
 def run(request):
-    """The experts as jitted programs. The second one gathers the weights of few blocks at once."""
+    """The experts as jitted programs. The second one gathers the weights of few tiles at once."""
     layer = moe.Experts(EXPERTS, HIDDEN, SIZE, "float32", nnx.Rngs(0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe, "_ELEMENTS", request.param)
+        patch.setattr(xla, "_ELEMENTS", request.param)
+        jax.clear_caches()  # The op is jitted, and has been traced with another value.
         call = jax.jit(lambda x, chosen, weights: layer(x, chosen, weights))
         arguments = jnp.zeros((TOKENS, HIDDEN)), jnp.zeros((TOKENS, TOP_K), jnp.int32), jnp.zeros((TOKENS, TOP_K))
         compiled = call.lower(*arguments).compile()
-    return compiled, np.asarray(layer.up[...]), np.asarray(layer.down[...])
+    jax.clear_caches()
+    return compiled, layer.up[...], layer.down[...]
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,59 +42,62 @@ def test_any_routing_matches_the_loop(run, data):
     weights = rng.uniform(0, 1, (TOKENS, TOP_K)).astype(np.float32)
     padding = data.draw(st.integers(0, TOKENS - 1))
     x[TOKENS - padding :] = np.nan
+    chosen[TOKENS - padding :] = data.draw(st.sampled_from([-1, 0]))
     out = np.asarray(compiled(x, chosen, weights))[: TOKENS - padding]
-    wanted = reference(x, up, down, chosen, weights)[: TOKENS - padding]
+    wanted = oracle(x[: TOKENS - padding], up, down, chosen, weights)
     np.testing.assert_allclose(out, wanted, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 64), (9, 4), (300, 2), (64, 1)])
-def test_any_number_of_tokens_and_experts_matches_the_loop(tokens, experts, rng):
-    """There are blocks of one row and of many."""
-    layer = moe.Experts(experts, HIDDEN, SIZE, "float32", nnx.Rngs(0))
-    x = rng.normal(size=(tokens, HIDDEN)).astype(np.float32)
-    chosen = rng.integers(0, experts, (tokens, 2), dtype=np.int32)
-    weights = np.ones((tokens, 2), np.float32)
-    out = jax.jit(lambda *arguments: layer(*arguments))(x, chosen, weights)
-    wanted = reference(x, np.asarray(layer.up[...]), np.asarray(layer.down[...]), chosen, weights)
-    np.testing.assert_allclose(out, wanted, atol=2e-5, rtol=0)
+def layers():
+    """One layer of each class that has experts, by name, with 6 experts."""
+    rngs, sizes = nnx.Rngs(0), (HIDDEN, EXPERTS, TOP_K)
+    gate = moe.SigmoidGate(HIDDEN, EXPERTS, TOP_K, rngs, groups=2, top_groups=1, shared=2)
+    experts = moe.Experts(EXPERTS + 2, HIDDEN, SIZE, "float32", rngs)
+    names = ("num_experts", "num_local_experts", "n_routed_experts"), ("intermediate_size", "moe_intermediate_size")
+    config = type("Config", (), dict.fromkeys(names[0], EXPERTS) | dict.fromkeys(names[1], SIZE))()
+    config.hidden_size, config.num_experts_per_tok, config.dtype = HIDDEN, TOP_K, "float32"
+    config.moe_latent_size, config.moe_shared_expert_intermediate_size, config.mlp_bias = 4, SIZE, False
+    config.n_group, config.topk_group, config.norm_topk_prob, config.routed_scaling_factor = 1, 1, True, 2.0
+    return {
+        "shared expert": moe.SharedExpertMoE(*sizes, SIZE, SIZE + 1, "float32", rngs),
+        "shared experts": moe.SharedExpertsMoE(gate, experts),
+        "jamba": jamba.MoE(config, rngs),
+        "granite": granitemoehybrid.MoE(config, rngs),
+        "nemotron": nemotron_h.MoE(config, rngs),
+    }
 
 
-def test_softmax_router_matches_the_equation(rng):
-    logits = rng.normal(size=(5, 8)).astype(np.float32)
-    scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    best = np.argsort(-logits, axis=1)[:, :3]
-    for renormalise in (False, True):
-        chosen, weights = moe.softmax_router(jnp.asarray(logits), 3, renormalise=renormalise)
-        wanted = np.take_along_axis(scores, best, 1)
-        assert np.array_equal(chosen, best)
-        np.testing.assert_allclose(weights, wanted / wanted.sum(1, keepdims=True) if renormalise else wanted, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (2, 1), (3, 3)])
-def test_sigmoid_router_matches_the_equation(groups, top_groups, rng):
-    """The bias takes part only in the choice, and a token chooses no expert outside its groups."""
-    logits = rng.normal(size=(50, 12)).astype(np.float32)
-    bias = rng.normal(size=12).astype(np.float32)
-    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    for renormalise in (False, True):
-        options = dict(groups=groups, top_groups=top_groups, renormalise=renormalise, scale=2.5)
-        chosen, weights = map(np.asarray, moe.sigmoid_router(jnp.asarray(logits), jnp.asarray(bias), 3, **options))
-        for token in range(50):
-            choice = (scores[token] + bias).reshape(groups, -1)
-            kept = sorted(range(groups), key=lambda group: -sum(sorted(choice[group])[-2:]))[:top_groups]
-            allowed = [expert for expert in range(12) if expert // (12 // groups) in kept]
-            best = sorted(allowed, key=lambda expert: -choice.reshape(-1)[expert])[:3]
-            wanted = scores[token, best] * 2.5 / (scores[token, best].sum() if renormalise else 1)
-            assert chosen[token].tolist() == best
-            np.testing.assert_allclose(weights[token], wanted, rtol=1e-5)
+@pytest.mark.parametrize("name", ["shared expert", "shared experts", "jamba", "granite", "nemotron"])
+def test_padding_tokens_choose_no_experts(name, rng, monkeypatch):
+    """Each class tells its experts which tokens are padding, and the other tokens' results stay as they are."""
+    layer, seen = layers()[name], []
+    assert isinstance(layer, moe.MixtureOfExperts)
+    call = moe.Experts.__call__
+    monkeypatch.setattr(
+        moe.Experts, "__call__", lambda self, x, chosen, *rest: seen.append(chosen) or call(self, x, chosen, *rest)
+    )
+    x, valid = jnp.asarray(rng.normal(size=(TOKENS, HIDDEN)), jnp.float32), np.arange(TOKENS) < 30
+    whole, some = layer(x), layer(x, jnp.asarray(valid), "xla")
+    np.testing.assert_array_equal(np.asarray(seen[1]).max(axis=1) >= 0, valid)
+    np.testing.assert_array_equal(seen[0][:30], seen[1][:30])
+    np.testing.assert_allclose(some[:30], whole[:30], atol=1e-6)
 
 
 def test_weights_gathered_at_once_are_bounded():
-    """A long chunk does not gather the weights of all its blocks at once."""
+    """In XLA's implementation, a long chunk does not gather the weights of all its tiles at once."""
     layer = nnx.eval_shape(lambda: moe.Experts(64, 2048, 512, "float32", nnx.Rngs(0)))
     graph, params = nnx.split(layer)
-    call = jax.jit(lambda params, *arguments: nnx.merge(graph, params)(*arguments))
+    call = jax.jit(lambda params, *arguments: nnx.merge(graph, params)(*arguments, "xla"))
     shape = lambda *dims, dtype="float32": jax.ShapeDtypeStruct(dims, dtype)
     lowered = call.lower(params, shape(2048, 2048), shape(2048, 8, dtype="int32"), shape(2048, 8))
-    # The weights of all blocks would be 2.4 GB, and the rows of `jax.lax.ragged_dot` 8.6 GB.
+    # The weights of all tiles would be 2.4 GB, and the rows of `jax.lax.ragged_dot` 8.6 GB.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1 << 30
+
+
+def test_old_names_of_the_routers(rng):
+    logits, bias = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.zeros(8)
+    with pytest.warns(DeprecationWarning, match="softmax_router is now pallas_kernels.choose_experts"):
+        chosen, _ = moe.softmax_router(logits, 3, renormalise=False)
+    with pytest.warns(DeprecationWarning, match="sigmoid_router is now"):
+        others, _ = moe.sigmoid_router(logits, bias, 3, groups=2, top_groups=2)
+    np.testing.assert_array_equal(chosen, others)

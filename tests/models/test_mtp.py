@@ -110,7 +110,7 @@ class Sequences:
 def sequences(request, tmp_path_factory):
     """Sequences for a dense head and for one with experts: a head has experts if the model has."""
     sequences = Sequences(write_with_head(DATA / request.param, tmp_path_factory.mktemp("head")))
-    assert hasattr(sequences.model.mtp.layers[0].mlp, "shared_expert") == (request.param == "qwen3_next")
+    assert hasattr(sequences.model.mtp.layers[0].mlp, "experts") == (request.param == "qwen3_next")
     return sequences
 
 
