@@ -1,15 +1,21 @@
 """Times a whole model beside its floor: `python -m benchmarks.model --json benchmarks/results/model.jsonl`.
 
 A decode or verify case keeps `rows` requests of `context` tokens running in an engine and times the engine's own steps, with
-the host and asynchronously. A prompt case times a request from its arrival at an idle engine to its first token. The weights
-are random, in the shapes of Qwen3.5-4B, and all cases share one engine configuration.
+the host and asynchronously. Of a verify row's drafts, each number from none to all is right equally often (`scripted.py`). A
+prompt case times a request from its arrival at an idle engine to its first token. The weights are random, in the shapes of a
+published model. Cases share one engine configuration, except for the number of drafts. Names of cases of a model with
+experts begin with "moe".
 
 The floor of a step is arithmetic, in `floor_us`: every matrix product takes the larger of its bytes at the copy rate and its
-operations at the rate of a large product, keys and values are read once, and recurrent states are read and written once.
+operations at the rate of a large product, keys and values are read once, and recurrent states are read once and written once
+for each token of a row. Of experts, the chosen ones are read: they are counted in a step of decode and verify cases, and
+expected in prompts, as if tokens chose at random. Several devices share the work equally, and what they send is not counted.
 """
 
 import argparse
+import contextlib
 import functools
+import inspect
 import math
 import statistics
 import time
@@ -21,12 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from benchmarks.scripted import ScriptedDrafter, ScriptedModel
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine import runner
+from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import LINEAR, Config
+from mamba_align_jax.sharding import AXIS
 
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
 CONFIGURATION: dict[str, Any] = dict(
@@ -42,56 +54,93 @@ class Case:
     """What is timed.
 
     Attributes:
-        kind: "decode", or "prompt" for the time to the first token.
+        kind: "decode", "verify", or "prompt" for the time to the first token.
         rows: Requests that run at once.
         context: Tokens of each prompt.
+        drafts: Drafts of each row, in a verify case.
     """
 
     kind: str
     rows: int
     context: int
+    drafts: int = 0
 
     @property
     def name(self) -> str:
         """The name in the rows of results."""
-        return f"prompt {self.context}" if self.kind == "prompt" else f"{self.kind} {self.rows}x{self.context}"
+        if self.kind == "prompt":
+            return f"prompt {self.context}"
+        return f"{self.kind}{f' K{self.drafts}' if self.drafts else ''} {self.rows}x{self.context}"
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of what is timed: a step, or a whole prompt."""
+        return self.context if self.kind == "prompt" else self.rows * (1 + self.drafts)
 
 
 CASES = (
     *(Case("decode", rows, 4096) for rows in (1, 5, 16, 20, 64, 65, 256)),
     *(Case("decode", rows, 32768) for rows in (1, 16)),
+    Case("verify", 16, 4096, drafts=3),
     *(Case("prompt", 1, context) for context in (512, 4096, 32768, 131072)),
 )
 
 
 def products(config: Config) -> Iterator[tuple[int, int]]:
-    """The inputs and outputs of every matrix product of the layers, for each token."""
+    """The inputs and outputs of every matrix product of the layers that all tokens have. Routed experts are left out."""
     c = config
     keys, values = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    for kind in c.layer_types:
+    for layer, kind in enumerate(c.layer_types):
         if kind == LINEAR:
             yield c.hidden_size, 2 * keys + 2 * values + 2 * c.linear_num_value_heads
             yield values, c.hidden_size
         else:
             yield c.hidden_size, 2 * heads + 2 * kv_heads
             yield heads, c.hidden_size
-        yield c.hidden_size, 2 * c.intermediate_size
-        yield c.intermediate_size, c.hidden_size
+        size = c.shared_expert_intermediate_size if c.is_sparse(layer) else c.intermediate_size
+        yield c.hidden_size, 2 * size
+        yield size, c.hidden_size
+        if c.is_sparse(layer):
+            yield c.hidden_size, c.num_experts
+            yield c.hidden_size, 1
 
 
-def floor_us(config: Config, case: Case, copy_rate: float, itemsize: int = 2) -> float:
+def expected_experts(config: Config, tokens: int) -> float:
+    """The mean number of different experts that `tokens` tokens of one layer choose, if they choose at random."""
+    return config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens)
+
+
+def floor_us(
+    config: Config,
+    case: Case,
+    copy_rate: float,
+    itemsize: int = 2,
+    *,
+    experts: float | None = None,
+    devices: int = 1,
+) -> float:
     """The least time of a case.
 
     Args:
         config: The model.
-        case: A decode case is one step after `context` tokens; a prompt case is a whole prompt.
+        case: A decode or verify case is one step after `context` tokens; a prompt case is a whole prompt.
         copy_rate: Bytes per microsecond that a copy moves, read and written.
         itemsize: Bytes of a weight, a key and a value.
+        experts: The mean number of experts of a layer that are chosen; None expects them.
+        devices: The number of devices that share the work.
     """
-    c, tokens = config, case.context if case.kind == "prompt" else case.rows
+    c, tokens = config, case.tokens
     product = lambda m, k, n: max(itemsize * k * n / copy_rate, 2.0 * m * k * n / FLOPS_PER_US)
-    total = sum(product(tokens, k, n) for k, n in products(c)) + product(case.rows, c.hidden_size, c.vocab_size)
+    # A prompt and a decode row sample one token, a verify row one after each of its tokens.
+    total = product(1 if case.kind == "prompt" else tokens, c.hidden_size, c.vocab_size)
+    total += sum(product(tokens, k, n) for k, n in products(c))
+    if c.num_experts:
+        layers = sum(c.is_sparse(layer) for layer in range(c.num_hidden_layers))
+        weights = 3 * c.hidden_size * c.moe_intermediate_size
+        chosen = expected_experts(c, tokens) if experts is None else experts
+        operations = 2.0 * tokens * c.num_experts_per_tok * weights
+        total += layers * max(itemsize * chosen * weights / copy_rate, operations / FLOPS_PER_US)
     full = sum(kind != LINEAR for kind in c.layer_types)
     key_values = case.rows * case.context * full * 2 * c.num_key_value_heads * c.head_dim * itemsize
     state = (
@@ -99,8 +148,10 @@ def floor_us(config: Config, case: Case, copy_rate: float, itemsize: int = 2) ->
     )
     if case.kind == "prompt":
         # Two products of the queries with half of the positions each.
-        return total + 2.0 * full * c.num_attention_heads * c.head_dim * case.context**2 / FLOPS_PER_US
-    return total + (key_values + 2 * case.rows * state) / copy_rate
+        total += 2.0 * full * c.num_attention_heads * c.head_dim * case.context**2 / FLOPS_PER_US
+    else:
+        total += (key_values + (case.rows + tokens) * state) / copy_rate
+    return total / devices
 
 
 def prompts(config: Config, case: Case, seed: int = 0) -> list[list[int]]:
@@ -115,19 +166,60 @@ def _check(outputs: Sequence[Any]) -> None:
             raise output.error
 
 
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def chosen_experts(engine: Engine, config: Config) -> float:
+    """Runs one step, compiled anew, and returns the mean number of different experts that a layer's tokens chose.
+
+    Shared experts are not counted.
+    """
+    counts: list[int] = []
+    call = Experts.__call__
+
+    def counting(self: Experts, x: jax.Array, chosen: jax.Array, *rest: Any) -> jax.Array:
+        of_expert = chosen.reshape(-1) == jnp.arange(config.num_experts, dtype=jnp.int32)[:, None]
+        jax.debug.callback(lambda count: counts.append(int(count)), jnp.sum(jnp.any(of_expert, axis=1)))
+        return call(self, x, chosen, *rest)
+
+    original = inspect.unwrap(runner.run_step)
+    given = inspect.signature(original).parameters.values()
+    # A new function, because JAX keeps what it has traced by the function.
+    step = jax.jit(
+        lambda params, inputs, device_state, **static: original(params, inputs, device_state, **static),
+        static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
+        donate_argnames="device_state",
+    )
+    with _replaced(Experts, "__call__", counting), _replaced(runner, "run_step", step):
+        engine.step()
+        jax.block_until_ready(engine.runner.device_state)
+        jax.effects_barrier()
+    return statistics.mean(counts)
+
+
 def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Row:
     """The median time of the engine's own steps while every row decodes, and the kernels of a step."""
-    params = SamplingParams(max_tokens=8 * steps, ignore_eos=True)
+    # The first rows decode while the last ones' prompts are read.
+    reading = case.rows * -(-case.context // engine.config.max_num_batched_tokens)
+    params = SamplingParams(max_tokens=(1 + case.drafts) * (reading + steps + 64), ignore_eos=True)
     ids = [engine.add_request(prompt, params) for prompt in prompts(config, case)]
     while engine.scheduler.waiting or any(not request.token_times for request in engine.scheduler.running):
         _check(engine.step())
     for _ in range(4):
         engine.step()
-    times = []
+    times, before = [], engine.stats
     for _ in range(steps):
         begin = time.perf_counter()
         engine.step()
         times.append(1e6 * (time.perf_counter() - begin))
+    after = engine.stats
 
     def run() -> None:
         for _ in range(8):
@@ -135,11 +227,17 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
         jax.block_until_ready(engine.runner.device_state)
 
     launches = kernel_times(run) if jax.default_backend() == "gpu" else []
+    experts = chosen_experts(engine, config) if config.num_experts else None
     for request in ids:
         engine.abort(request)
     while engine.has_unfinished:
         engine.step()
-    row = {"step_us": statistics.median(times), "step_us_min": min(times), "step_us_max": max(times)}
+    row: Row = {"step_us": statistics.median(times), "step_us_min": min(times), "step_us_max": max(times)}
+    if case.drafts:
+        accepted = sum(after.accepted_tokens) - sum(before.accepted_tokens)
+        row["tokens_per_row"] = 1 + accepted / (steps * case.rows)
+    if experts is not None:
+        row["experts_per_layer"] = experts
     return row | _kernels(launches, 8)
 
 
@@ -167,14 +265,25 @@ def measure_prompt(engine: Engine, config: Config, case: Case, repetitions: int)
     return {"ttft_ms": statistics.median(times), "ttft_ms_runs": times}
 
 
+def make_engine(model: Any, config: EngineConfig, devices: int) -> Engine:
+    """Makes an engine. With drafts, its model's tokens follow a script, and its drafter knows it."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,)) if devices > 1 else None
+    if not config.num_speculative_tokens:
+        return Engine(model, config, mesh=mesh)
+    return Engine(ScriptedModel(model), config, drafter=ScriptedDrafter(model.config.vocab_size), mesh=mesh)
+
+
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Runs the cases and returns their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="names of cases; default: all")
+    parser.add_argument("--case", action="append", help='names of cases, without "moe"; default: all')
     parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="shapes of the random weights")
+    parser.add_argument("--devices", type=int, default=1, help="devices that share the model")
     parser.add_argument("--max-model-len", type=int, default=CONFIGURATION["max_model_len"])
     parser.add_argument("--max-num-seqs", type=int, default=CONFIGURATION["max_num_seqs"])
     parser.add_argument("--max-num-batched-tokens", type=int, default=CONFIGURATION["max_num_batched_tokens"])
+    parser.add_argument("--num-state-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--num-kv-pages", type=int, help="default: as many as fit")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--budget", type=float, default=math.inf, help="start no case after so many seconds")
     parser.add_argument("--json", help="append a row per case to this JSON Lines file")
@@ -183,25 +292,39 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     begin, header, rows = time.perf_counter(), facts(options.commit), []
     rate = copy_bandwidth() if jax.default_backend() == "gpu" else 4.27e6
     config = MODELS[options.model]
+    prefix = "moe " if config.num_experts else ""
     model = random_model(config)
     jax.block_until_ready(nnx.state(model))
-    fields = CONFIGURATION | {
-        name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    }
-    engine = Engine(model, EngineConfig(**fields))
-    print(f"{header}\n{engine.sizes}; {time.perf_counter() - begin:.0f} s", flush=True)
-    for case in CASES:
-        if options.case and case.name not in options.case:
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_state_blocks", "num_kv_pages")
+    fields = CONFIGURATION | {name: getattr(options, name) for name in names}
+    engine: Engine | None = None
+    print(f"{header}; {time.perf_counter() - begin:.0f} s", flush=True)
+    # Cases of one engine follow one another.
+    for case in sorted(CASES, key=lambda case: case.drafts):
+        if options.case and not {case.name, prefix + case.name} & set(options.case):
             continue
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue
+        if engine is None or engine.config.num_speculative_tokens != case.drafts:
+            if engine is not None:
+                free_pools(engine)
+            engine = make_engine(model, EngineConfig(**fields, num_speculative_tokens=case.drafts), options.devices)
+            print(f"{engine.sizes}; {time.perf_counter() - begin:.0f} s", flush=True)
         engine.reset_prefix_cache()
         measure = functools.partial(measure_prompt, repetitions=4) if case.kind == "prompt" else functools.partial(
             measure_decode, steps=options.steps
         )  # fmt: skip
-        row: Row = {"case": case.name, "devices": 1, "model": options.model} | measure(engine, config, case)
-        row["floor_us"] = floor_us(config, case, rate, jnp.dtype(config.dtype).itemsize)
+        row: Row = {"case": prefix + case.name, "devices": options.devices, "model": options.model}
+        row |= measure(engine, config, case)
+        row["floor_us"] = floor_us(
+            config,
+            case,
+            rate,
+            jnp.dtype(config.dtype).itemsize,
+            experts=row.get("experts_per_layer"),
+            devices=options.devices,
+        )
         measured_us = 1e3 * row["ttft_ms"] if case.kind == "prompt" else row["step_us"]
         row["ratio"] = measured_us / row["floor_us"]
         row |= fields | {"copy_bandwidth_tb_s": rate / 1e6} | header

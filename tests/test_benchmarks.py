@@ -19,6 +19,7 @@ from oracles import ops as oracles
 
 from benchmarks import (
     attention,
+    experts,
     kernel_benchmark,
     kernels,
     model,
@@ -28,14 +29,17 @@ from benchmarks import (
     prefill,
     reference,
     rotary,
+    scripted,
     timing,
     tune,
 )
 from benchmarks.kernels import OPS
 from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
+from mamba_align_jax.layers.linear import Linear
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.mixture_of_experts.cases import Case as ExpertsCase
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
 from pallas_kernels.state_copy.config import Config as CopyConfig
@@ -494,12 +498,45 @@ def test_rotary_benchmark_compares_every_candidate_with_float64(case):
 
 def test_rotary_benchmark_tries_configurations_of_every_case():
     assert min(len(rotary.tuned(case)) for case in ROTARY_CASES) > 1
+@pytest.mark.parametrize("case", [
+    ExpertsCase("few", 5, experts=6, top_k=2, hidden=64, size=32, dtype="float32"),
+    ExpertsCase("many", 280, experts=6, top_k=2, hidden=48, size=24, activation="relu2"),
+], ids=lambda case: case.name)  # fmt: skip
+def test_experts_benchmark_compares_every_path_with_float32(case, monkeypatch):
+    monkeypatch.setattr(experts, "TURNS", 2)
+    paths = experts.candidates_of(case, tune=False)
+    assert ("ragged_dot" in paths) == (case.name == "few")
+    interpreted = experts.candidates_of(case, tune=False, interpret=True)
+    paths |= {name: run for name, run in interpreted.items() if name.endswith("triton")}
+    for row in experts.measure(case, paths, time_it=False):
+        assert "failed" not in row
+        assert row["error"] < (1e-5 if case.dtype == "float32" else 1e-2)
+    wrong = {"wrong": lambda arguments: 1.1 * experts.call(case, arguments, implementation="xla")}
+    (row,) = experts.measure(case, wrong, time_it=False)
+    assert "above" in row["failed"]
+    # The floor is that of the weights for few tokens, and of the operations for many.
+    setup = experts.prepare(case)
+    size, operations = case.hidden * (case.up_size + case.size), 2 * case.tokens * case.top_k
+    assert setup.chosen == 6 or case.name == "few"
+    few = 4 * size * setup.chosen / 4e6
+    assert setup.floor_us(4e6) == pytest.approx(few if case.name == "few" else max(few / 2, size * operations / 790e6))
+
+
+def test_experts_benchmark_names_every_configuration_that_it_tries():
+    for case in experts.QWEN_CASES:
+        assert len(experts.candidates_of(case, tune=True)) == 1 + len(experts.tuned(case))
+
+
+def sizes_of_products(config):
+    """The number of weights of every product of a model's layers, routed and shared experts not included."""
+    shapes = nnx.eval_shape(lambda: models.qwen3_5.Model(config, nnx.Rngs(0)))
+    found = nnx.iter_modules(shapes)
+    return [module.weight.size for path, module in found if isinstance(module, Linear) and path[0] == "layers"]
 
 
 def test_the_floor_of_a_model_counts_every_matrix():
     config = model.MODELS["qwen3.5-4b"]
-    shapes = nnx.state(nnx.eval_shape(lambda: models.qwen3_5.Model(config, nnx.Rngs(0))))
-    kernels = [leaf.size for place, leaf in nnx.to_flat_state(shapes) if place[-1] == "kernel"]
+    kernels = sizes_of_products(config)
     assert sum(inputs * outputs for inputs, outputs in model.products(config)) == sum(kernels)
     floor = functools.partial(model.floor_us, config, copy_rate=4e6)
     # One row reads all weights, its keys and values and its states; twice the rows read the weights once.
@@ -512,6 +549,62 @@ def test_the_floor_of_a_model_counts_every_matrix():
     prompt, twice = (floor(model.Case("prompt", 1, context)) for context in (4096, 8192))
     head = max(2 * config.hidden_size * config.vocab_size / 4e6, 0)
     np.testing.assert_allclose(twice - head, 2 * (prompt - head) + 2 * attention_us)
+
+
+def test_the_floor_of_experts_counts_those_that_are_chosen():
+    config = model.MODELS["qwen3.5-35b-a3b"]
+    shapes = nnx.state(nnx.eval_shape(lambda: models.qwen3_5.Model(config, nnx.Rngs(0))))
+    leaves = nnx.to_flat_state(shapes)
+    kernels = sizes_of_products(config)
+    # The shared expert of each layer, which all tokens have, is stored with the others.
+    shared = 40 * 3 * 2048 * 512
+    assert sum(inputs * outputs for inputs, outputs in model.products(config)) == sum(kernels) + shared
+    experts = [256 * shared]
+    assert sum(leaf.size for place, leaf in leaves if "experts" in place) == 257 * shared
+    assert 34e9 < sum(leaf.size for _, leaf in leaves) < 36e9
+    floor = functools.partial(model.floor_us, config, copy_rate=4e6)
+    one, most = model.Case("decode", 1, 4096), model.Case("prompt", 1, 512)
+    assert model.expected_experts(config, 1) == pytest.approx(8)
+    assert model.expected_experts(config, 4096) == pytest.approx(256)
+    np.testing.assert_allclose(floor(one, experts=10) - floor(one), 2 / 256 * 2 * sum(experts) / 4e6)
+    few, every = floor(most, experts=240), floor(most, experts=256)
+    np.testing.assert_allclose(every - few, 16 / 256 * 2 * sum(experts) / 4e6)
+    np.testing.assert_allclose(floor(one, devices=2), floor(one) / 2)
+    # A verify row reads its states once and writes them after each token.
+    verify, decode = (floor(model.Case("verify", 16, 4096, drafts), experts=256) for drafts in (3, 0))
+    np.testing.assert_allclose(verify - decode, 16 * 3 * 30 * 32 * 128 * 128 * 4 / 4e6)
+
+
+def test_scripted_drafts_are_right_as_often_as_the_script_says():
+    """The scripted model follows its rule whatever its weights, and each number of drafts is right equally often."""
+    drafter, length = scripted.ScriptedDrafter(512), 4000
+    history = jnp.asarray(np.random.default_rng(0).integers(0, 512, (1, length)), jnp.int32)
+    rows, lengths = jnp.broadcast_to(history, (length - 1, length)), jnp.arange(1, length, dtype=jnp.int32)
+    drafts, counts = drafter.propose(rows, lengths, 3)
+    assert (np.asarray(counts) == 3).all()
+    wanted, found = history[0, : length - 1], []
+    for place in range(3):
+        wanted = scripted.following(wanted, 512)
+        found.append(np.asarray(drafts[:, place] == wanted))
+    right = np.stack(found).sum(axis=0)
+    assert (np.diff(np.stack(found).astype(int), axis=0) <= 0).all()
+    assert np.bincount(right).min() > 0.2 * length
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
+    cases = model.Case("decode", 2, 64), model.Case("verify", 3, 64, drafts=3)
+    monkeypatch.setattr(model, "CASES", cases)
+    sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16"]
+    decode, verify = model.main([f"--model={name}", *sizes])
+    prefix = "moe " if name == "tiny-moe" else ""
+    assert [row["case"] for row in (decode, verify)] == [f"{prefix}decode 2x64", f"{prefix}verify K3 3x64"]
+    # Two tokens choose two to four of the eight experts; each number of accepted tokens is as frequent as the others.
+    assert ("experts_per_layer" in decode) == (name == "tiny-moe")
+    assert 2 <= decode.get("experts_per_layer", 3) <= 4
+    assert 2 < verify["tokens_per_row"] < 3
+    assert min(row["ratio"] for row in (decode, verify)) > 1
 
 
 @pytest.mark.deep
