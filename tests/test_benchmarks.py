@@ -498,6 +498,8 @@ def test_rotary_benchmark_compares_every_candidate_with_float64(case):
 
 def test_rotary_benchmark_tries_configurations_of_every_case():
     assert min(len(rotary.tuned(case)) for case in ROTARY_CASES) > 1
+
+
 @pytest.mark.parametrize("case", [
     ExpertsCase("few", 5, experts=6, top_k=2, hidden=64, size=32, dtype="float32"),
     ExpertsCase("many", 280, experts=6, top_k=2, hidden=48, size=24, activation="relu2"),
