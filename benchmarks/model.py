@@ -41,9 +41,10 @@ from mamba_align_jax.models.qwen3_5 import LINEAR, Config
 from mamba_align_jax.sharding import AXIS
 
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
+# The pools hold 256 requests of 4096 tokens with their states, and little more.
 CONFIGURATION: dict[str, Any] = dict(
     block_size=512, kv_page_size=16, max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=140000,
-    async_stepping=True,
+    async_stepping=True, num_state_blocks=1000, num_kv_pages=72000,
 )  # fmt: skip
 STEPS = 32  # of which the median is taken
 LONGEST = 15  # kernels that a row lists
@@ -282,8 +283,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--max-model-len", type=int, default=CONFIGURATION["max_model_len"])
     parser.add_argument("--max-num-seqs", type=int, default=CONFIGURATION["max_num_seqs"])
     parser.add_argument("--max-num-batched-tokens", type=int, default=CONFIGURATION["max_num_batched_tokens"])
-    parser.add_argument("--num-state-blocks", type=int, help="default: as many as fit")
-    parser.add_argument("--num-kv-pages", type=int, help="default: as many as fit")
+    parser.add_argument("--num-state-blocks", type=int, default=CONFIGURATION["num_state_blocks"])
+    parser.add_argument("--num-kv-pages", type=int, default=CONFIGURATION["num_kv_pages"])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--budget", type=float, default=math.inf, help="start no case after so many seconds")
     parser.add_argument("--json", help="append a row per case to this JSON Lines file")

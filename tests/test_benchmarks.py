@@ -593,12 +593,15 @@ def test_scripted_drafts_are_right_as_often_as_the_script_says():
     assert np.bincount(right).min() > 0.2 * length
 
 
+POOLS = ["--num-state-blocks=100", "--num-kv-pages=400"]
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
     cases = model.Case("decode", 2, 64), model.Case("verify", 3, 64, drafts=3)
     monkeypatch.setattr(model, "CASES", cases)
-    sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16"]
+    sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16", *POOLS]
     decode, verify = model.main([f"--model={name}", *sizes])
     prefix = "moe " if name == "tiny-moe" else ""
     assert [row["case"] for row in (decode, verify)] == [f"{prefix}decode 2x64", f"{prefix}verify K3 3x64"]
@@ -611,7 +614,7 @@ def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
 
 @pytest.mark.deep
 def test_rows_of_models_are_complete(tmp_path):
-    sizes = ["--max-model-len=1100", "--max-num-seqs=2", "--max-num-batched-tokens=128"]
+    sizes = ["--max-model-len=1100", "--max-num-seqs=2", "--max-num-batched-tokens=128", *POOLS]
     (row,) = model.main(["--model=tiny", "--case=prompt 512", f"--json={tmp_path / 'rows.jsonl'}", *sizes])
     assert row["ratio"] == 1e3 * row["ttft_ms"] / row["floor_us"] > 1
     assert [*read_rows(tmp_path / "rows.jsonl")] == [json.loads(json.dumps(row))]
