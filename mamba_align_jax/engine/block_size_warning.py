@@ -1,10 +1,36 @@
-"""Warns if blocks are too long for the prompts: such prompts never hit the prefix cache, and nothing else shows it."""
+"""Warns of block sizes that cost something without showing it: no hits, or hits that agree to rounding only."""
 
 import logging
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from pallas_kernels import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
 # The number of prompts from which on they are taken to be typical.
 _MIN_PROMPTS = 32
+# By the kind of a group, the op that cuts its prompts into chunks. Ops of other kinds go token by token.
+_CHUNKED_OPS: Mapping[str, str] = MappingProxyType(
+    {"gdn": "gated_delta_rule_prefill", "kda": "gated_delta_rule_prefill", "mamba2": "ssd"}
+)
+
+
+def warn_of_rounding(block_size: int, kinds: Iterable[str]) -> None:
+    """Logs a warning if a model's states at block boundaries can depend on where a prompt starts.
+
+    Args:
+        block_size: Number of tokens between state boundaries.
+        kinds: The kinds of the model's groups.
+    """
+    ops = sorted({_CHUNKED_OPS[kind] for kind in kinds if kind in _CHUNKED_OPS})
+    if ops and block_size % CHUNK_SIZE:
+        _LOG.warning(
+            "block_size %d is no multiple of the chunk_size %d of %s: states resumed from the cache agree with uncached "
+            "ones to rounding, not bit for bit",
+            block_size,
+            CHUNK_SIZE,
+            " and ".join(ops),
+        )
 
 
 class BlockSizeWatch:

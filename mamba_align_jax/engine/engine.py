@@ -16,7 +16,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.admission import check_request
-from mamba_align_jax.engine.block_size_warning import BlockSizeWatch
+from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
@@ -32,7 +32,6 @@ from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.tensor_parallel import shard_model, share
-from pallas_kernels import CHUNK_SIZE
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Engine:
         self.spec = align_config(config, own)
         self._watch = None
         if config.prefix_cache == "align":
-            _warn_of_rounding(config.block_size)
+            warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         self._drafters = choose_drafter(config, model, drafter)
         self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
@@ -378,13 +377,3 @@ class Engine:
             if output.error is not None:
                 raise output.error
         return [with_text(self.tokenizer, outputs[request_id]) for request_id in ids]
-
-
-def _warn_of_rounding(block_size: int) -> None:
-    if block_size % CHUNK_SIZE:
-        _LOG.warning(
-            "block_size %d is no multiple of the gated delta rule's chunk_size %d: states resumed from the cache "
-            "agree with uncached ones to rounding, not bit for bit",
-            block_size,
-            CHUNK_SIZE,
-        )

@@ -1,11 +1,15 @@
-"""The engine warns once if blocks are too long for the prompts."""
+"""The engine warns of block sizes that cost something without showing it."""
 
 import logging
 
+import pytest
+from fakes.driver import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_align_jax.engine.block_size_warning import BlockSizeWatch
+from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.models import load_model
 
 
 class Heard(logging.Handler):
@@ -45,3 +49,31 @@ def test_warns_at_once_if_no_prompt_can_be_longer_than_a_block():
             assert [line.split(":")[0] for line in said] == [
                 "block_size 9" if fits else f"block_size 9 is too long for max_model_len {length}"
             ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "op"),
+    [
+        (["gdn"], "gated_delta_rule_prefill"),
+        (["kda", "attention"], "gated_delta_rule_prefill"),
+        (["mamba2"], "ssd"),
+        (["mamba1"], None),
+        (["leaky_sum"], None),
+        ([], None),
+        (["mamba2", "gdn"], "gated_delta_rule_prefill and ssd"),
+    ],
+)
+def test_warning_of_rounding_names_the_op_of_the_model(kinds, op):
+    for block_size in (48, 64, 96, 128):
+        with Heard() as said:
+            warn_of_rounding(block_size, kinds)
+        wanted = f"block_size {block_size} is no multiple of the chunk_size 64 of {op}:"
+        assert [line[: len(wanted)] for line in said] == ([wanted] if op and block_size % 64 else [])
+
+
+def test_engine_warns_of_rounding_by_its_own_op():
+    for name, op in (("mamba2", " of ssd:"), ("mamba", None)):
+        with Heard() as said:
+            Engine(load_model(DATA / name), EngineConfig(max_num_seqs=1, max_model_len=128, block_size=48))
+        assert len(said) == (op is not None)
+        assert all(op in line for line in said)
