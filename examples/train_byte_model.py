@@ -46,7 +46,7 @@ CONFIG = qwen3_5.Config(
     layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention") * 2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_key_head_dim=64, linear_value_head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
-    eos_token_id=0,
+    eos_token_id=0, rope_theta=1e7,
 )  # fmt: skip
 TINY = dataclasses.replace(
     CONFIG, hidden_size=32, intermediate_size=32, num_hidden_layers=2, layer_types=CONFIG.layer_types[2:4],

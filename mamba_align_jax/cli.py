@@ -90,16 +90,26 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
+    import jax
+    from flax import nnx
+
     from mamba_align_jax.engine.sizing import align_config, pool_sizes
-    from mamba_align_jax.models import load_model
+    from mamba_align_jax.models import outline_model
+    from mamba_align_jax.models.config_files import read_sampling_defaults
 
     config = EngineConfig(prefix_cache=options.prefix_cache, block_size=options.block_size)
-    with _loading() as loaded:
-        model = load_model(options.model, None, loaded)
+    model = outline_model(options.model)
+    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(model)))
     spec = align_config(config, model)
-    sizes = pool_sizes(spec, config, model)
+    sizes = pool_sizes(spec, config, model, weight_bytes=weight_bytes)
+    ends = model.config.eos_token_id
+    sampling = read_sampling_defaults(options.model) if (options.model / "generation_config.json").is_file() else {}
     table = Table(show_header=False)
     for name, value in (
+        ("architecture", model.config.model_type),
+        ("weights", f"{weight_bytes:,} bytes, {model.dtype}"),
+        ("end tokens", "none" if ends is None else ", ".join(map(str, ends if isinstance(ends, tuple) else [ends]))),
+        ("sampling defaults", ", ".join(f"{name} {value}" for name, value in sampling.items()) or "none"),
         ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
         ("tokens per state block", spec.block_size),
         ("state bytes per block", f"{spec.bytes_per_block:,}"),

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Self
 
 from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.policy import POLICIES
@@ -174,3 +176,22 @@ class SamplingParams:
         _require(min(self.checkpoint_at, default=0) >= 0, "checkpoint_at", "offsets of at least 0", self.checkpoint_at)
         own = self.num_speculative_tokens
         _require(own is None or own >= 0, "num_speculative_tokens", "None or at least 0", own)
+
+    @classmethod
+    def from_generation_config(cls, path: str | Path, **fields: Any) -> Self:
+        """Makes the parameters with which a model's authors sample from it.
+
+        The engine never applies them by itself. Temperature, top_k, top_p and the largest number of tokens are taken
+        from generation_config.json. A field that the file lacks, or that it has as null, keeps its own default. Without
+        `do_sample` the most likely tokens are taken. The model's end tokens hold for every request anyway.
+
+        Args:
+            path: A directory from Hugging Face, with a generation_config.json.
+            **fields: Fields that replace those of the file.
+
+        Raises:
+            ValueError: the directory has no such file, or one of its fields has a wrong type or value.
+        """
+        from mamba_align_jax.models.config_files import read_sampling_defaults
+
+        return cls(**(read_sampling_defaults(path) | fields))

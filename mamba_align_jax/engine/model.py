@@ -14,7 +14,8 @@ class ServedModel(Protocol):
     """A flax.nnx module that runs one step of a batch, as `load_model` returns it.
 
     Attributes:
-        config: Has `vocab_size`, `max_position_embeddings` and `eos_token_id` (None if there is no such token).
+        config: Has `vocab_size`, `max_position_embeddings` and `eos_token_id`, which is one end token, a sequence of
+            them, or None.
     """
 
     config: Any

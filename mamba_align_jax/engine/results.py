@@ -7,17 +7,21 @@ from mamba_align_jax.engine.runner import RowResult
 from mamba_align_jax.engine.scheduler import Row
 from mamba_align_jax.engine.stats import Counters
 
+# A model's end token or end tokens; None if it has none.
+EndTokens = int | Sequence[int] | None
+
 
 def tokens_up_to_end(
-    request: Request, sampled: Sequence[int], eos_token_id: int | None
+    request: Request, sampled: Sequence[int], eos_token_id: EndTokens
 ) -> tuple[Sequence[int], str | None]:
     """Returns the sampled tokens up to the first that ends the request, and why it ends.
 
     The reason is "stop" for a stop token, "length" for the last token that is allowed, and None if the request goes on.
     """
     params, num_left = request.params, request.num_left
+    ends = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
     for number, token in enumerate(sampled, 1):
-        if token in params.stop_token_ids or (token == eos_token_id and not params.ignore_eos):
+        if token in params.stop_token_ids or (token in ends and not params.ignore_eos):
             return sampled[:number], "stop"
         if number == num_left:
             return sampled[:number], "length"

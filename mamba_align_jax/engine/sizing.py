@@ -73,6 +73,7 @@ def pool_sizes(
     devices: Sequence[jax.Device] = (),
     *,
     drafter: DeviceDrafter | None = None,
+    weight_bytes: int = 0,
 ) -> PoolSizes:
     """Returns the configured sizes, or as many blocks and pages as fit.
 
@@ -84,6 +85,7 @@ def pool_sizes(
         model: The model, or one device's share of it.
         devices: The device with the least free memory decides. If empty, JAX's first device decides.
         drafter: The drafter on the device, which may keep layers of keys and values.
+        weight_bytes: Bytes of weights that are not in the device's memory yet.
 
     Raises:
         ValueError: A pool is too small for one request.
@@ -98,7 +100,7 @@ def pool_sizes(
     if available is None:
         columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
     else:
-        budget = int(config.memory_fraction * available) - running * spec.bytes_per_block
+        budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * spec.bytes_per_block
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block

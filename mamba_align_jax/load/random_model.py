@@ -21,6 +21,7 @@ QWEN3_5_4B = Config(
     linear_key_head_dim=128,
     linear_value_head_dim=128,
     max_position_embeddings=262144,
+    rope_theta=1e7,
     tie_word_embeddings=True,
 )
 QWEN3_5_35B_A3B = replace(

@@ -20,10 +20,16 @@ from mamba_align_jax.models import (
     qwen3_next,
 )
 from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.models.weights import has_draft_head, read_config, read_weights
+from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.models.config_files import end_tokens, read_config, read_generation_config
+from mamba_align_jax.models.quantised import read_quantisation
+from mamba_align_jax.models.weights import has_draft_head, read_outline, read_weights, stored_dtype
 
 # The module of each model type. It has `Config`, `Model` and `sources`, and perhaps `ignored`: see `read_weights`.
+# Models for images and sound have the type of their text model, or that of the whole.
 ARCHITECTURES: Mapping[str, ModuleType] = {
+    "NemotronH_Nano_Omni_Reasoning_V3": nemotron_h,
+    "NemotronH_Nano_VL_V2": nemotron_h,
     "bailing_hybrid": bailing_hybrid,
     "falcon_h1": falcon_h1,
     "falcon_mamba": falcon_mamba,
@@ -33,6 +39,7 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
     "mamba": mamba,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
+    "nemotron_h_omni": nemotron_h,
     "olmo_hybrid": olmo_hybrid,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5,
@@ -44,28 +51,63 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
 
 @renamed_keywords(advance="progress")
 def load_model(
-    path: str | Path, dtype: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+    path: str | Path,
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    check_values: bool = True,
 ) -> CausalLM:
     """Loads a model from a directory with config.json and safetensors files. It needs neither torch nor transformers.
 
     If the files hold a draft head and the architecture supports it, the model has one. A field `mtp_num_hidden_layers`
-    of 0 in config.json leaves it out.
+    of 0 in config.json leaves it out. The model's end tokens are those of config.json and generation_config.json.
 
     Args:
         path: The model directory.
-        dtype: Dtype of the model: "float32", "bfloat16" or "float16". None keeps the dtype of config.json.
+        dtype: Dtype of the model: "float32", "bfloat16" or "float16". None keeps the dtype of config.json, or that of
+            the weights if config.json has none.
         progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
+        check_values: Whether weights are refused that are NaN, infinite or too large for the model's dtype.
 
     Raises:
-        ValueError: the architecture or one of its options is not supported, a file or a tensor is missing, or a tensor
-            is unknown or has a wrong shape.
+        ValueError: the architecture, one of its options or the way in which the weights are quantised is not supported,
+            a file is missing or broken, or a tensor is missing, unknown, has a wrong shape or holds values that are not
+            finite. The file, the field or the tensor is named.
     """
+    architecture, config = _configuration(path, dtype)
+    return read_weights(path, architecture, config, progress, check_values=check_values)
+
+
+def outline_model(path: str | Path, dtype: str | None = None) -> CausalLM:
+    """Makes a model with shapes instead of weights, from a directory as `load_model` takes it.
+
+    It reads the headers of the weights' files, so it is quick and takes no memory for weights.
+
+    Args:
+        path: The model directory.
+        dtype: As for `load_model`.
+
+    Raises:
+        ValueError: as `load_model` raises it, except for shapes and values of tensors, which are not looked at.
+    """
+    return read_outline(path, *_configuration(path, dtype))
+
+
+def _configuration(path: str | Path, dtype: str | None) -> tuple[ModuleType, ModelConfig]:
+    """Reads a model directory's architecture and configuration."""
     config = read_config(path)
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type must be one of {sorted(ARCHITECTURES)}, got {kind!r} in {path}")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ValueError(
+            f"config.json: model_type must be one of {sorted(ARCHITECTURES)}, got {kind!r} in {str(path)!r}"
+        )
+    read_quantisation(config)
     architecture = ARCHITECTURES[kind]
     # Some configurations do not name their head, and those of fine-tuned copies may name one that the files do not
     # hold.
-    head = {"mtp_num_hidden_layers": config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0}
-    return read_weights(path, architecture, architecture.Config.from_dict(config | head, dtype), progress)
+    head = config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0
+    ends = end_tokens(config, read_generation_config(path))
+    fields = config | {"mtp_num_hidden_layers": head, "eos_token_id": ends}
+    if not any(config.get(name) for name in ("dtype", "torch_dtype")):
+        dtype = dtype or stored_dtype(path)
+    return architecture, architecture.Config.from_dict(fields, dtype)

@@ -14,6 +14,7 @@ from mamba_align_jax.models.weights import Source
 class Config(kimi_linear.Config):
     """The fields of config.json that shape the model, under the names of `kimi_linear.Config`."""
 
+    rms_norm_eps: float = 1e-6
     num_expert_group: int = 8
     topk_group: int = 4
     routed_scaling_factor: float = 2.5

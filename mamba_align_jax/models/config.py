@@ -1,24 +1,38 @@
 """Reads config.json: the fields that every model has, and checks that the architectures share."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from mamba_align_jax.models.config_files import end_tokens
+from mamba_align_jax.models.fields import check_choices, check_field, check_given, check_multiples, check_sizes
+from mamba_align_jax.models.fields import require as require
 
-def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
-    """Checks that each option has one of its supported values, is null, or is left out.
-
-    Args:
-        config: The fields of config.json.
-        **supported: The supported values of each option.
-
-    Raises:
-        ValueError: an option has another value. The option is named.
-    """
-    for name, values in supported.items():
-        got = config.get(name)
-        if got is not None and got not in values:
-            raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
+# Pairs of fields: the second is a multiple of the first.
+_MULTIPLES = (
+    ("num_key_value_heads", "num_attention_heads"),
+    ("linear_num_key_heads", "linear_num_value_heads"),
+    ("mamba_n_groups", "mamba_n_heads"),
+    ("n_groups", "mamba_num_heads"),
+    ("n_groups", "num_heads"),
+    ("n_group", "n_routed_experts"),
+    ("num_expert_group", "num_experts"),
+)
+# Pairs of fields: how many are chosen, and from how many.
+_CHOICES = (
+    ("num_experts_per_tok", "num_experts"),
+    ("num_experts_per_tok", "num_local_experts"),
+    ("num_experts_per_tok", "n_routed_experts"),
+    ("num_experts_per_token", "num_experts"),
+    ("topk_group", "n_group"),
+    ("topk_group", "num_expert_group"),
+)
+# Pairs of fields: a size, and the number of what has it.
+_SIZES = tuple(
+    (size, number)
+    for size in ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    for number in ("num_experts", "n_routed_experts")
+)
 
 
 def rotation(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -75,9 +89,17 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     dtype: str = "bfloat16"
     model_type: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks every field and how they fit together. A ValueError names the field."""
+        for field in fields(self):
+            check_field(field.name, getattr(self, field.name), field.type, may_be_zero=field.default == 0)
+        check_multiples(self, _MULTIPLES)
+        check_choices(self, _CHOICES)
+        check_sizes(self, _SIZES)
 
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -106,16 +128,19 @@ class ModelConfig:
         Raises:
             ValueError: a field is missing or has a value that is not supported. The field is named.
         """
-        fields = config | {"dtype": dtype or config.get("dtype") or config.get("torch_dtype") or cls.dtype}
-        require(fields, dtype=("float32", "bfloat16", "float16"))
-        if isinstance(fields.get("eos_token_id"), list):
-            fields["eos_token_id"] = fields["eos_token_id"][0]
-        fields |= cls.derive(fields)
-        known = cls.__dataclass_fields__
-        given = {name: fields[name] for name in known if fields.get(name) is not None}
-        missing = [name for name in known if name not in given and not hasattr(cls, name)]
+        given = config | {"dtype": dtype or config.get("dtype") or config.get("torch_dtype") or cls.dtype}
+        require(given, dtype=("float32", "bfloat16", "float16"))
+        check_given(given, cls)
+        given["eos_token_id"] = end_tokens(given)
+        try:
+            given |= cls.derive(given)
+        except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"config.json: the fields of {cls.model_type!r} don't fit together: {error!r}") from error
+        known = [field.name for field in fields(cls)]
+        missing = [name for name in known if given.get(name) is None and not hasattr(cls, name)]
         if missing:
             raise ValueError(f"config.json must have {missing[0]!r}")
+        given = {name: given[name] for name in known if given.get(name) is not None}
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Config(ModelConfig):
 
     layer_types: tuple[str, ...]
     mlp_layer_types: tuple[str, ...]
+    rms_norm_eps: float = 1e-5
     num_attention_heads: int
     kv_lora_rank: int
     qk_nope_head_dim: int

@@ -35,7 +35,7 @@ class Config(ModelConfig):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int = 4
-    rope_theta: float = 1e7
+    rope_theta: float = 1e4
     partial_rotary_factor: float = 0.25
     num_experts: int = 0
     num_experts_per_tok: int = 0

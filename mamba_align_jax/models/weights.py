@@ -1,18 +1,18 @@
-"""Reads and writes model directories of Hugging Face: config.json and safetensors files, one parameter at a time."""
+"""Makes models from the tensors of a model directory, one parameter at a time, and writes such directories."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mamba_align_jax._deprecated import renamed_keywords
@@ -20,33 +20,35 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.moe import shared_experts
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.models.config_files import read_config as read_config
+from mamba_align_jax.models.quantised import dequantised, read_quantisation
+from mamba_align_jax.models.tensor_files import Tensor, stored_tensors
 
-# Prefixes of tensors of vision towers, which are not part of the text model.
-_IGNORED_PREFIXES = ("model.visual.",)
+_LOG = logging.getLogger(__name__)
+# Prefixes of tensors of towers for images and sound and of what joins them to the text model.
+_IGNORED_PREFIXES = (
+    "model.visual.",
+    "audio_tower.",
+    "embed_audio.",
+    "mlp1.",
+    "multi_modal_projector.",
+    "sound_encoder.",
+    "sound_projection.",
+    "vision_final_layernorm.",
+    "vision_model.",
+)
+# Names of tensors start otherwise where a model is part of a larger one, or was published by state-spaces.
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+    ("backbone.embedding.", "backbone.embeddings."),
+)
 # Prefix of a draft head's tensors. Not every architecture supports its draft head.
 _HEAD_PREFIX = "mtp."
-# Fields that a configuration with a nested text model may hold outside of the nested part.
-_SHARED_FIELDS = ("model_type", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Reads the fields of the text model from config.json.
-
-    If they are nested in `text_config`, fields beside it fill in what it lacks.
-
-    Args:
-        path: The model directory.
-
-    Raises:
-        ValueError: the directory has no config.json.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
-    config = json.loads(file.read_text())
-    if "text_config" not in config:
-        return config
-    return {name: config[name] for name in _SHARED_FIELDS if name in config} | config["text_config"]
+# By its name in safetensors files, the dtype of a model.
+_DTYPES = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+# Ends of names of tensors that files may hold although a model computes them itself.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -181,27 +183,34 @@ def experts(
     return [_with_shared(way, beside, leaf == "up") for way in (stacked(each), fused)]
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Returns a lazy slice for each tensor's name. Indexing it reads the tensor."""
-    index = path / "model.safetensors.index.json"
-    files = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    )
-    slices = {}
-    for name in files:
-        if not (path / name).is_file():
-            raise ValueError(f"model directory must hold {name}, got {str(path)!r}")
-        file = stack.enter_context(safe_open(path / name, framework="np"))
-        for key in file.keys():  # noqa: SIM118 - the file is not a mapping
-            if not key.startswith(_IGNORED_PREFIXES):
-                slices[key.replace("model.language_model.", "model.", 1)] = file.get_slice(key)
-    return slices
+def find_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Finds the tensors of the text model in a model directory. It reads the headers of the files and no tensor.
+
+    Returns:
+        The tensors by name. Those of quantised weights yield what they mean.
+
+    Raises:
+        ValueError: a file is missing or broken, or the weights are quantised in a way that can't be loaded.
+    """
+    path = Path(path)
+    quantisation = read_quantisation(read_config(path))
+    found: dict[str, Any] = {}
+    for name, stored in stored_tensors(path).items():
+        if name.startswith(_IGNORED_PREFIXES) or name.endswith(_IGNORED_SUFFIXES):
+            continue
+        theirs, ours = next((pair for pair in _PREFIXES if name.startswith(pair[0])), ("", ""))
+        place = ours + name.removeprefix(theirs)
+        if place in found:
+            raise ValueError(
+                f"tensors {found[place].name!r} and {name!r} must not both be in the files: they are the same"
+            )
+        found[place] = stored
+    return dequantised(found, quantisation)
 
 
 def has_draft_head(path: str | Path) -> bool:
     """Returns whether the files of the model directory `path` hold tensors of a draft head, `mtp.*`."""
-    with contextlib.ExitStack() as stack:
-        return any(name.startswith(_HEAD_PREFIX) for name in _open(Path(path), stack))
+    return any(name.startswith(_HEAD_PREFIX) for name in find_tensors(path))
 
 
 def _sizes(model: CausalLM) -> dict[Any, tuple[int, ...]]:
@@ -209,25 +218,112 @@ def _sizes(model: CausalLM) -> dict[Any, tuple[int, ...]]:
     return {path: module.parts for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
 
 
-def _read(source: Source, slices: dict[str, Any], variable: Any, sizes: Sequence[int] | None) -> jax.Array:
-    """Makes a parameter. `sizes` are those of its parts along the first axis; None if it is no product."""
-    got = [list(slices[name].get_shape()) for name in source.names]
-    if source.split:
-        empty = np.empty(variable.shape, np.bool_)
-        wanted = [list(part.shape) for part in source.split(empty, sizes or variable.shape[:1])]
-        for name, shape, found in zip(source.names, wanted, got, strict=True):
-            if shape != found:
-                raise ValueError(f"tensor {name!r} must have shape {shape}, got {found}")
+def stored_dtype(path: str | Path) -> str | None:
+    """Returns the dtype of the largest tensor in a model directory; None if no model can have it."""
+    tensors = stored_tensors(Path(path)).values()
+    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape), default=None)
+    return _DTYPES.get(largest.kind) if largest else None
+
+
+def _check_shapes(source: Source, tensors: Mapping[str, Tensor], variable: Any, sizes: Sequence[int] | None) -> None:
+    """Checks the shapes of tensors of their own. `sizes` are those of a product's parts; None if it is no product."""
+    if source.split is None:
+        return
+    # An empty array takes no memory until something is written to it.
+    wanted = source.split(np.empty(variable.shape, np.bool_), sizes or variable.shape[:1])
+    for name, part in zip(source.names, wanted, strict=True):
+        if tensors[name].shape != part.shape:
+            raise ValueError(f"tensor {name!r} must have shape {list(part.shape)}, got {list(tensors[name].shape)}")
+
+
+def _read(source: Source, tensors: Mapping[str, Tensor], variable: Any, check_values: bool) -> jax.Array:
     try:
-        array = source.make(slices[name][:] for name in source.names)
-    except (ValueError, IndexError):  # The tensors' shapes do not fit together.
+        array = source.make(tensors[name].read() for name in source.names)
+    except (ValueError, IndexError):
+        # The tensors' shapes do not fit together, unless one of them can't be read, which it says itself.
+        for name in source.names:
+            tensors[name].read()
         array = None
     if array is not None and array.shape == variable.shape:
-        return jnp.asarray(array, variable.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            loaded = jnp.asarray(array, variable.dtype)
+        if check_values and not bool(jnp.isfinite(loaded).all()):
+            raise _not_finite(source, tensors, variable)
+        return loaded
+    got = [list(tensors[name].shape) for name in source.names]
     raise ValueError(
         f"tensors {source.names[0]!r} to {source.names[-1]!r} must make an array of shape {list(variable.shape)}, "
         f"got {got}"
     )
+
+
+def _not_finite(source: Source, tensors: Mapping[str, Tensor], variable: Any) -> ValueError:
+    """Finds the tensor because of which a parameter is not finite."""
+    for name in source.names:
+        values = tensors[name].read()
+        with np.errstate(over="ignore", invalid="ignore"):
+            wrong = ~np.isfinite(values.astype(variable.dtype).astype(np.float32))
+        if wrong.any():
+            value = float(values[wrong][0])
+            return ValueError(
+                f"tensor {name!r} must hold finite values of dtype {variable.dtype}, got {int(wrong.sum())} others, for "
+                f"instance {value:g}; check_values=False loads them"
+            )
+    return ValueError(f"tensors {source.names[0]!r} to {source.names[-1]!r} must make finite values")
+
+
+def _with_own_head(
+    path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]
+) -> ModelConfig:
+    """Unties the head of a configuration if the files hold another head than the embeddings. Warns of it."""
+    head = tensors.get("lm_head.weight")
+    names = (way.names[0] for way in architecture.sources("embed_tokens.embedding", config))
+    embeddings = next((tensors[name] for name in names if name in tensors), None)
+    if not config.tie_word_embeddings or head is None or embeddings is None:
+        return config
+    if head.shape == embeddings.shape and np.array_equal(head.read(), embeddings.read(), equal_nan=True):
+        return config
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but lm_head.weight differs from the embeddings: it is used as the head", path
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a model is made: its structure, its parameters' shapes, and the source of each."""
+
+    graph: Any
+    variables: dict[Any, Any]
+    sources: dict[Any, Source]
+    tensors: Mapping[str, Tensor]
+
+
+def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _Plan:
+    model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
+    sizes = _sizes(model)
+    graph, state = nnx.split(model)
+    variables = dict(nnx.to_flat_state(state))
+    ignored: tuple[str, ...] = () if any(place[0] == "mtp" for place in variables) else (_HEAD_PREFIX,)
+    ignored += ("lm_head.weight",) if config.tie_word_embeddings else ()
+    ignored += tuple(architecture.ignored(config)) if hasattr(architecture, "ignored") else ()
+    tensors = {name: part for name, part in tensors.items() if not name.startswith(ignored)}
+    found, missing = {}, []
+    for place in variables:
+        ways = architecture.sources(".".join(map(str, place)), config)
+        source = next((way for way in ways if all(name in tensors for name in way.names)), None)
+        if source is None:
+            missing.append(next(name for name in ways[0].names if name not in tensors))
+        else:
+            found[place] = source
+    unknown = tensors.keys() - {name for source in found.values() for name in source.names}
+    if missing:
+        raise ValueError(f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}")
+    if unknown:
+        raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
+    for place, source in found.items():
+        _check_shapes(source, tensors, variables[place], sizes.get(place[:-1]))
+    return _Plan(graph, variables, found, tensors)
 
 
 @renamed_keywords(advance="progress")
@@ -236,6 +332,8 @@ def read_weights(
     architecture: ModuleType,
     config: ModelConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    check_values: bool = True,
 ) -> CausalLM:
     """Makes an architecture's model with the weights of a model directory.
 
@@ -249,42 +347,39 @@ def read_weights(
             returns prefixes of tensors that are not loaded.
         config: The architecture's configuration.
         progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
+        check_values: Whether weights are refused that are not finite in the model's dtype.
 
     Raises:
-        ValueError: a tensor is missing, unknown or has a wrong shape, or a file is missing. It is named.
+        ValueError: a tensor is missing, unknown, has a wrong shape or holds values that are not finite, or a file is
+            missing or broken. It is named.
     """
-    model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
-    sizes = _sizes(model)
-    graph, state = nnx.split(model)
-    variables = dict(nnx.to_flat_state(state))
-    with contextlib.ExitStack() as stack:
-        slices = _open(Path(path), stack)
-        if config.tie_word_embeddings:
-            slices.pop("lm_head.weight", None)
-        if not any(place[0] == "mtp" for place in variables):
-            slices = {name: found for name, found in slices.items() if not name.startswith(_HEAD_PREFIX)}
-        if hasattr(architecture, "ignored"):
-            ignored = architecture.ignored(config)
-            slices = {name: part for name, part in slices.items() if not name.startswith(ignored)}
-        found, missing = {}, []
-        for place in variables:
-            ways = architecture.sources(".".join(map(str, place)), config)
-            source = next((way for way in ways if all(name in slices for name in way.names)), None)
-            if source is None:
-                missing.append(next(name for name in ways[0].names if name not in slices))
-            else:
-                found[place] = source
-        unknown = slices.keys() - {name for source in found.values() for name in source.names}
-        if missing:
-            raise ValueError(f"tensor {min(missing)!r} is missing, {len(missing)} in all, in {str(path)!r}")
-        if unknown:
-            raise ValueError(f"tensor {min(unknown)!r} has no place in a model of type {config.model_type!r}")
-        loaded = []
-        for place, source in found.items():
-            value = _read(source, slices, variables[place], sizes.get(place[:-1]))
-            loaded.append((place, variables[place].replace(value)))
-            progress(len(loaded), len(found))
-    return nnx.merge(graph, nnx.from_flat_state(loaded))
+    tensors = find_tensors(path)
+    config = _with_own_head(Path(path), architecture, config, tensors)
+    plan = _plan(Path(path), architecture, config, tensors)
+    loaded = []
+    for place, source in plan.sources.items():
+        variable = plan.variables[place]
+        loaded.append((place, variable.replace(_read(source, plan.tensors, variable, check_values))))
+        progress(len(loaded), len(plan.sources))
+    return nnx.merge(plan.graph, nnx.from_flat_state(loaded))
+
+
+def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig) -> CausalLM:
+    """Makes an architecture's model with shapes instead of weights. It reads the headers of the files.
+
+    A head beside tied embeddings counts as equal to them, because only its values can show that it is not.
+
+    Args:
+        path: The model directory.
+        architecture: A module of `mamba_align_jax.models`, as for `read_weights`.
+        config: The architecture's configuration.
+
+    Raises:
+        ValueError: a tensor is missing or unknown, one that makes a parameter alone has a wrong shape, or a file is
+            missing or broken. It is named.
+    """
+    plan = _plan(Path(path), architecture, config, find_tensors(path))
+    return nnx.merge(plan.graph, nnx.from_flat_state(list(plan.variables.items())))
 
 
 def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) -> None:

@@ -17,7 +17,7 @@ from oracles import models as oracles
 from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.models import load_model, olmo_hybrid, qwen3_next
-from mamba_align_jax.models import weights as model_files
+from mamba_align_jax.models.tensor_files import StoredTensor
 
 REFERENCES = {"olmo_hybrid": oracles.olmo, "qwen3_5_text": oracles.qwen, "qwen3_next": oracles.qwen}
 # One of them runs under policy "pre_copy"; the models with references run under "copy_free".
@@ -153,24 +153,16 @@ def test_tensors_are_read_one_at_a_time(tmp_path, monkeypatch):
     """Host memory holds one parameter and its sources, not all 21 tensors of a layer's experts."""
     weights.write(tmp_path, delta_net_weights.qwen3_5_moe, fused=False)
     alive, most = set(), []
-    opened = model_files._open
+    read = StoredTensor.read
 
-    class Slice:
-        def __init__(self, name, slice_):
-            self.name, self.slice = name, slice_
+    def tracked(tensor):
+        array = read(tensor)
+        alive.add(tensor.name)
+        weakref.finalize(array, alive.remove, tensor.name)
+        most.append(sum(".experts." in name for name in alive))
+        return array
 
-        def get_shape(self):
-            return self.slice.get_shape()
-
-        def __getitem__(self, index):
-            array = self.slice[index]
-            alive.add(self.name)
-            weakref.finalize(array, alive.remove, self.name)
-            most.append(sum(".experts." in name for name in alive))
-            return array
-
-    tracked = lambda *arguments: {name: Slice(name, part) for name, part in opened(*arguments).items()}
-    monkeypatch.setattr(model_files, "_open", tracked)
+    monkeypatch.setattr(StoredTensor, "read", tracked)
     load_model(tmp_path)
     assert 1 <= max(most) <= 3
 
@@ -180,7 +172,7 @@ def test_fields_of_configurations():
     # Qwen3-Next was released with its rotation among the other fields.
     flat = dict(rope_parameters=None, rope_theta=7.0, partial_rotary_factor=0.75, layer_types=None)
     qwen = make(qwen3_next, delta_net_weights.qwen3_next, **flat, full_attention_interval=2)
-    assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, 2)
+    assert (qwen.rope_theta, qwen.partial_rotary_factor, qwen.eos_token_id) == (7.0, 0.75, (2, 3))
     assert qwen.layer_types == ("linear_attention", "full_attention", "linear_attention")
     assert [qwen.is_sparse(n) for n in range(3)] == [True, False, True]
     # The released OLMo-Hybrid has no rotation, and some of its sizes follow from others.

@@ -66,7 +66,7 @@ def test_fields_of_configurations():
         None,
         None,
         512,
-        3,
+        (3, 4),
     )
     assert list(ling.layer_types) == KINDS["bailing_hybrid"]
     assert (ling.linear_num_heads, ling.linear_head_dim, ling.kda_lower_bound, ling.rope_theta) == (2, 10, -3.0, 500.0)

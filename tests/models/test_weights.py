@@ -154,13 +154,28 @@ def test_nested_configuration_takes_the_outer_fields(tensors, write):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True, "eos_token_id": [9, 10]}))
     tied = load_model(path)
     assert tied.lm_head is None
-    assert tied.config.eos_token_id == 9
+    assert tied.config.eos_token_id == (9, 10)
     hidden = jnp.eye(2, 64)
     np.testing.assert_allclose(tied.logits(hidden), tensors[EMBEDDING].T[:2], rtol=1e-6)
 
 
-def test_tied_embeddings_ignore_an_output_layer(write):
-    assert load_model(write({"tie_word_embeddings": True})).lm_head is None
+def test_head_that_equals_tied_embeddings_is_left_out(write, tensors, caplog):
+    assert load_model(write({"tie_word_embeddings": True}, {"lm_head.weight": tensors[EMBEDDING]})).lm_head is None
+    assert caplog.text == ""
+
+
+def test_head_that_differs_from_tied_embeddings_is_used_with_a_warning(write, model, tensors, caplog):
+    """Adapters that were merged into a model with tied embeddings leave such heads. Other loaders use them as well."""
+    path = write({"tie_word_embeddings": True})
+    untied = load_model(path)
+    assert f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings" in caplog.text
+    assert same(untied, model)
+    assert untied.config.tie_word_embeddings is False
+    hidden = jnp.eye(2, 64)
+    np.testing.assert_allclose(untied.logits(hidden), tensors["lm_head.weight"].T[:2], rtol=1e-6)
+    nearly = tensors[EMBEDDING].copy()
+    nearly[-1, -1] += 1
+    assert load_model(write({"tie_word_embeddings": True}, {"lm_head.weight": nearly})).lm_head is not None
 
 
 def test_weights_in_several_files_load(model, tensors, tmp_path):

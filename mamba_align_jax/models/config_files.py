@@ -1,0 +1,146 @@
+"""Reads the configuration files of a model directory: config.json and generation_config.json."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mamba_align_jax.models.fields import check_field, read_object
+from mamba_align_jax.models.state_spaces import from_state_spaces, is_state_spaces
+
+_LOG = logging.getLogger(__name__)
+
+# Where configurations of models for images or sound hold the fields of their text model.
+_TEXT_FIELDS = ("text_config", "llm_config")
+# Fields that a configuration with a nested text model may hold outside of the nested part.
+_SHARED_FIELDS = (
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+# By the names of `SamplingParams`, the fields of generation_config.json and their types.
+_SAMPLING = MappingProxyType(
+    {
+        "temperature": ("temperature", float),
+        "top_k": ("top_k", int),
+        "top_p": ("top_p", float),
+        "max_tokens": ("max_new_tokens", int),
+    }
+)
+# Fields that change what is sampled and that the engine can't follow, with the values that change nothing.
+_UNSUPPORTED = MappingProxyType(
+    {
+        "min_p": (0, None),
+        "no_repeat_ngram_size": (0, None),
+        "num_beams": (1, None),
+        "repetition_penalty": (1, None),
+        "typical_p": (1, None),
+    }
+)
+END_TOKENS = int | tuple[int, ...] | None
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Reads the fields of the text model from config.json.
+
+    If they are nested in `text_config` or `llm_config`, fields beside it fill in what it lacks. Models by state-spaces
+    have other names of the fields, which are translated.
+
+    Args:
+        path: The model directory.
+
+    Raises:
+        ValueError: the directory has no config.json, or that is no object.
+    """
+    file = Path(path) / "config.json"
+    if Path(path).suffix == ".gguf":
+        raise ValueError(
+            f"model directory must hold a config.json, got a GGUF file, which can't be loaded: {str(path)!r}"
+        )
+    if not file.is_file():
+        raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
+    config = read_object(file)
+    if is_state_spaces(config):
+        return from_state_spaces(config)
+    nested = next((name for name in _TEXT_FIELDS if name in config), None)
+    if nested is None:
+        return config
+    text = config[nested]
+    if not isinstance(text, dict):
+        raise ValueError(f"config.json: {nested} must be an object, got {text!r}, in {str(path)!r}")
+    return {name: config[name] for name in _SHARED_FIELDS if name in config} | text
+
+
+def read_generation_config(path: str | Path) -> dict[str, Any]:
+    """Reads the fields of generation_config.json: a model's end tokens, and how its authors sample from it.
+
+    Args:
+        path: The model directory.
+
+    Returns:
+        The fields; {} if there is no such file.
+
+    Raises:
+        ValueError: the file is no object, or `eos_token_id` is neither a token nor a list of tokens.
+    """
+    file = Path(path) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    fields = read_object(file)
+    check_field("eos_token_id", fields.get("eos_token_id"), END_TOKENS, file=file.name)
+    return fields
+
+
+def end_tokens(*fields: Mapping[str, Any]) -> int | tuple[int, ...] | None:
+    """Joins the end tokens of several files. Configurations of models for chats often name one that differs.
+
+    Args:
+        *fields: The fields of config.json and generation_config.json, of which `eos_token_id` is read.
+
+    Returns:
+        The token, if all files name the same one, or all of them; None if there are none.
+    """
+    found: dict[int, None] = {}
+    for part in fields:
+        tokens = part.get("eos_token_id")
+        check_field("eos_token_id", tokens, END_TOKENS)
+        found |= dict.fromkeys([tokens] if isinstance(tokens, int) else tokens or ())
+    return tuple(found) if len(found) > 1 else next(iter(found), None)
+
+
+def read_sampling_defaults(path: str | Path) -> dict[str, Any]:
+    """Reads how a model's authors sample from it, from generation_config.json.
+
+    A warning is logged for fields that change what is sampled and that the engine can't follow.
+
+    Args:
+        path: The model directory.
+
+    Returns:
+        Fields of `SamplingParams` that the file has. Without `do_sample` the temperature is 0.
+
+    Raises:
+        ValueError: the directory has no such file, or a field has a wrong type. It is named.
+    """
+    name = "generation_config.json"
+    if not (Path(path) / name).is_file():
+        raise ValueError(f"model directory must hold a {name}, got {str(path)!r}")
+    fields = read_generation_config(path)
+    found = {}
+    for ours, (theirs, wanted) in _SAMPLING.items():
+        value = fields.get(theirs)
+        if value is not None:
+            check_field(theirs, value, wanted, may_be_zero=True, file=name)
+            found[ours] = value
+    check_field("do_sample", fields.get("do_sample"), bool | None, file=name)
+    left = [f"{field}={fields[field]!r}" for field, neutral in _UNSUPPORTED.items() if fields.get(field) not in neutral]
+    if left:
+        _LOG.warning("%s: the engine has no such options and leaves them out: %s", name, ", ".join(left))
+    if fields.get("do_sample"):
+        # transformers draws with temperature 1 if the file has none.
+        return {"temperature": 1.0} | found
+    return found | {"temperature": 0.0}

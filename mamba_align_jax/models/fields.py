@@ -1,0 +1,263 @@
+"""Reads JSON files of a model directory, and checks the type and the range of their fields by name."""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Fields that architectures read besides those of their `Config`, here or nested: a published name means the same in
+# every family.
+_OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "attention_head_dim": int,
+        "attn_layer_offset": int,
+        "attn_layer_period": int,
+        "expand": float,
+        "first_k_dense_replace": int,
+        "full_attention_interval": int,
+        "full_attn_layers": tuple[int, ...],
+        "head_dim": int,
+        "hybrid_override_pattern": str,
+        "kda_layers": tuple[int, ...],
+        "layer_group_size": int,
+        "layer_types": tuple[str, ...],
+        "layers_block_type": tuple[str, ...],
+        "linear_attn_config": dict,
+        "mamba_d_ssm": int,
+        "mamba_expand": float,
+        "model_max_length": int,
+        "n_group": int,
+        "n_shared_experts": int,
+        "norm_topk_prob": bool,
+        "num_experts_per_tok": int,
+        "num_heads": int,
+        "num_local_experts": int,
+        "partial_rotary_factor": float,
+        "rope_parameters": dict,
+        "rope_scaling": dict,
+        "rope_theta": float,
+        "rotary_dim": int,
+        "short_conv_kernel_size": int,
+    }
+)
+# Fields for which a configuration may say "auto", so that the architecture computes them.
+_AUTOMATIC = ("mamba_d_head", "mamba_dt_rank", "time_step_rank")
+# Integers that may be 0, besides those whose default is 0.
+_MAY_BE_ZERO = (
+    "attn_layer_offset",
+    "eos_token_id",
+    "expert_layer_offset",
+    "first_k_dense_replace",
+    "mlp_only_layers",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "num_local_experts",
+)
+# Sizes end far above those of any model, so that a wrong one can't fill the memory before a tensor is looked at.
+_MAX_SIZE, _MAX_COUNT, _MAX_NUMBER = 2**24, 2**12, 2**31 - 1
+_COUNTS = (
+    "n_routed_experts",
+    "num_experts",
+    "num_hidden_layers",
+    "num_local_experts",
+    "num_shared_experts",
+)
+_NUMBERS = ("eos_token_id", "max_position_embeddings", "model_max_length", "original_max_position_embeddings")
+_POSITIVE = ("expand", "logits_scaling", "mamba_expand", "rope_theta")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises:
+        ValueError: the file holds something else. It is named.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} must hold a JSON object, got {error}, in {str(file.parent)!r}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} must hold a JSON object, got {_short(found)}, in {str(file.parent)!r}")
+    return found
+
+
+def require(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
+    """Checks that each option has one of its supported values, is null, or is left out.
+
+    Args:
+        config: The fields of config.json.
+        **supported: The supported values of each option.
+
+    Raises:
+        ValueError: an option has another value. The option is named.
+    """
+    for name, values in supported.items():
+        got = config.get(name)
+        if got is not None and got not in values:
+            raise ValueError(f"config.json: {name} must be one of {values}, got {got!r}")
+
+
+def check_given(config: Mapping[str, Any], cls: Any) -> None:
+    """Checks the fields of config.json that an architecture reads, before it computes with them. Null is left out.
+
+    Args:
+        config: The fields of config.json.
+        cls: The architecture's `Config`.
+
+    Raises:
+        ValueError: a field has a wrong type or is out of range. The field is named.
+    """
+    wanted = {**_OTHER_TYPES} | {field.name: field.type for field in dataclasses.fields(cls)}
+    for name in sorted(config.keys() & wanted.keys()):
+        value = config[name]
+        if value is None or (value == "auto" and name in _AUTOMATIC):
+            continue
+        default = getattr(cls, name, None)
+        if isinstance(value, dict) and wanted[name] is dict:
+            check_given({key: part for key, part in value.items() if key in _OTHER_TYPES}, cls)
+        else:
+            check_field(name, value, wanted[name], may_be_zero=default == 0 and default is not False)
+
+
+def check_field(name: str, value: Any, wanted: Any, *, may_be_zero: bool = False, file: str = "config.json") -> None:
+    """Checks one field.
+
+    Args:
+        name: The field's name.
+        value: Its value.
+        wanted: Its type, as a dataclass annotates it.
+        may_be_zero: Whether a number that must be positive otherwise may be 0.
+        file: The file that the field is in.
+
+    Raises:
+        ValueError: the value has another type or is out of range. The field is named.
+    """
+    least = 0 if may_be_zero or name in _MAY_BE_ZERO else 1
+    most = _MAX_NUMBER if name in _NUMBERS else _MAX_COUNT if name in _COUNTS else _MAX_SIZE
+    limits = range(least, most + 1)
+    if not _fits(value, wanted, limits):
+        raise ValueError(f"{file}: {name} must be {_words(wanted, limits)}, got {_short(value)}")
+    if name == "partial_rotary_factor" and not 0 < value <= 1:
+        raise ValueError(f"{file}: {name} must be above 0 and at most 1, got {value!r}")
+    is_epsilon = name.endswith(("_eps", "epsilon"))
+    is_off = may_be_zero and value == 0
+    if value is not None and (is_epsilon or name in _POSITIVE) and value <= 0 and not is_off:
+        raise ValueError(f"{file}: {name} must be above 0, got {value!r}")
+
+
+def _options(wanted: Any) -> tuple[Any, ...]:
+    """Returns the types of a union, or the type itself."""
+    return typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+
+
+def _fits(value: Any, wanted: Any, limits: range) -> bool:
+    return any(_fits_one(value, option, limits) for option in _options(wanted))
+
+
+def _fits_one(value: Any, wanted: Any, limits: range) -> bool:
+    if wanted is types.NoneType:
+        return value is None
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value in limits
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    if typing.get_origin(wanted) is tuple:
+        each = typing.get_args(wanted)
+        if not isinstance(value, list | tuple):
+            return False
+        if each[-1] is Ellipsis:
+            return all(_fits(part, each[0], limits) for part in value)
+        return len(value) == len(each) and all(_fits(*pair, limits) for pair in zip(value, each, strict=True))
+    return isinstance(value, wanted)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer beyond the largest float.
+        return False
+
+
+def _words(wanted: Any, limits: range) -> str:
+    words = {
+        int: f"an integer from {limits[0]} to {limits[-1]}",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a string",
+        dict: "an object",
+        types.NoneType: "null",
+    }
+    several = {int: f"integers from {limits[0]} to {limits[-1]}", float: "finite numbers", str: "strings"}
+
+    def one(option: Any) -> str:
+        if typing.get_origin(option) is not tuple:
+            return words[option]
+        each = typing.get_args(option)
+        return f"a list of {several[each[0]] if each[-1] is Ellipsis else f'{len(each)} {several[each[0]]}'}"
+
+    return " or ".join(one(option) for option in _options(wanted) if option is not types.NoneType)
+
+
+def _short(value: Any) -> str:
+    """Returns a value as JSON writes it, cut to one short line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_multiples(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
+    """Checks that fields are multiples of others.
+
+    Args:
+        config: An architecture's configuration.
+        pairs: Names of fields: the second of each pair must be a multiple of the first. Pairs of which the
+            configuration lacks a field are left out.
+
+    Raises:
+        ValueError: a field is no multiple. Both are named.
+    """
+    for divisor, name in pairs:
+        by, value = getattr(config, divisor, None), getattr(config, name, None)
+        if by and value is not None and value % by:
+            raise ValueError(f"config.json: {name} must be a multiple of {divisor} = {by}, got {value}")
+
+
+def check_choices(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
+    """Checks that no more is chosen than there is, and something if there is anything.
+
+    Args:
+        config: An architecture's configuration.
+        pairs: Names of fields: how many are chosen, and from how many. Pairs of which the configuration lacks a field
+            are left out.
+
+    Raises:
+        ValueError: a number is out of range. Both fields are named.
+    """
+    for name, total in pairs:
+        chosen, number = getattr(config, name, None), getattr(config, total, None)
+        if number and chosen is not None and not 1 <= chosen <= number:
+            raise ValueError(f"config.json: {name} must be from 1 to {total} = {number}, got {chosen}")
+
+
+def check_sizes(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
+    """Checks that what there is has a size.
+
+    Args:
+        config: An architecture's configuration.
+        pairs: Names of fields: a size, and the number of what has it. Pairs of which the configuration lacks a field
+            are left out.
+
+    Raises:
+        ValueError: the size is 0 and the number is not. Both fields are named.
+    """
+    for name, number in pairs:
+        size, count = getattr(config, name, None), getattr(config, number, None)
+        if count and size == 0:
+            raise ValueError(f"config.json: {name} must be at least 1 for {number} = {count}, got 0")

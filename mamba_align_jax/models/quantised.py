@@ -1,0 +1,192 @@
+"""Quantised weights: which kinds can be loaded, and how FP8 weights become floating point numbers while they are read.
+
+An FP8 weight is stored with scales, by which its values are multiplied. A scale is for the whole tensor, for one output
+channel, for one block of a matrix, or for one expert.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from mamba_align_jax.models.tensor_files import FP8, StoredTensor, Tensor
+
+# By `quant_method` or `quant_algo`, the names of kinds that can't be loaded, as their authors write them.
+_OTHER_KINDS: Mapping[str, str] = MappingProxyType(
+    {"awq": "AWQ", "gguf": "GGUF", "gptq": "GPTQ", "mxfp4": "MXFP4", "nvfp4": "NVFP4", "bitsandbytes": "bitsandbytes"}
+)
+# Scales of activations and of cached keys and values. Neither are quantised here.
+_UNUSED = tuple(
+    f"{joint}{name}_scale" for joint in "._" for name in ("activation", "input", "k", "kv", "output", "q", "v")
+)
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How the FP8 weights of a model directory are scaled.
+
+    Attributes:
+        suffix: What the name of a weight's scales has after the name of the weight.
+        block: Rows and columns of the block of a matrix that has one scale; None if scales are for larger parts.
+    """
+
+    suffix: str
+    block: tuple[int, int] | None = None
+
+
+def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
+    """Reads how the weights are quantised from the fields of config.json.
+
+    Returns:
+        How FP8 weights are scaled; None if no weights are quantised.
+
+    Raises:
+        ValueError: the weights are quantised in a way that can't be loaded. It is named.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: quantization_config must be an object, got {given!r}")
+    method = str(given.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in given else None)).lower()
+    if method == "fp8":
+        return Quantisation("_scale_inv", _block(given.get("weight_block_size"), "weight_block_size"))
+    if method == "compressed-tensors":
+        return _compressed_tensors(given)
+    algorithm = str(given.get("quant_algo")).lower()
+    if method == "modelopt" and algorithm == "fp8":
+        return Quantisation("_scale")
+    kind = method if method != "modelopt" else algorithm
+    raise _refusal(_OTHER_KINDS.get(kind, kind), f"quant_method {given.get('quant_method')!r}")
+
+
+def _refusal(kind: str, got: str) -> ValueError:
+    return ValueError(
+        f"config.json: quantization_config must be FP8 (quant_method 'fp8', 'compressed-tensors' or 'modelopt') to be "
+        f"loaded, got {kind} ({got})"
+    )
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Quantisation:
+    """Reads a configuration of compressed-tensors, all of whose groups of layers must be alike."""
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError(f"config.json: quantization_config must have config_groups, got {groups!r}")
+    blocks = set()
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = weights if isinstance(weights, dict) else {}
+        form = str(group.get("format") or given.get("format")) if isinstance(group, dict) else ""
+        if weights.get("type") != "float" or weights.get("num_bits") != 8 or "pack" in form:
+            kind = next((name for key, name in _OTHER_KINDS.items() if key in form), "compressed-tensors")
+            raise _refusal(kind, f"format {form!r}, {weights.get('num_bits')} bits of type {weights.get('type')!r}")
+        size = weights.get("group_size")
+        block = [1, size] if weights.get("strategy") == "group" else weights.get("block_structure")
+        blocks.add(_block(block, "block_structure"))
+    if len(blocks) > 1:
+        raise ValueError(
+            f"config.json: quantization_config must have one block_structure, got {sorted(map(str, blocks))}"
+        )
+    return Quantisation("_scale", blocks.pop())
+
+
+def _block(given: Any, name: str) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != 2 or not all(type(size) is int and size >= 1 for size in given):
+        raise ValueError(f"config.json: quantization_config.{name} must be two positive integers, got {given!r}")
+    return given[0], given[1]
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """An FP8 tensor with scales. It is read as float32.
+
+    Attributes:
+        weight: The FP8 values.
+        scales: What they are multiplied by.
+        block: As `Quantisation.block`.
+    """
+
+    weight: StoredTensor
+    scales: StoredTensor
+    block: tuple[int, int] | None
+
+    @property
+    def name(self) -> str:
+        """Its name in the files."""
+        return self.weight.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.weight.shape
+
+    def read(self) -> np.ndarray:
+        """Reads the values and multiplies them by their scales. float32, in the weight's shape."""
+        shape, scales = self.shape, _values(self.scales)
+        stored = self.weight.read_raw()
+        # A table of all 256 values is several times as fast as a conversion one by one.
+        table = np.arange(256, dtype=np.uint8).view(stored.dtype).astype(np.float32)
+        weight = table[stored.view(np.uint8)]
+        if scales.size == 1:
+            weight *= scales.reshape(())
+        elif scales.shape in (shape[:-1], (*shape[:-1], 1)):  # One per output channel.
+            weight *= scales.reshape(*shape[:-1], 1)
+        elif scales.shape in (shape[:1], (*shape[:1], *(1,) * len(shape[1:]))):  # One per expert.
+            weight *= scales.reshape(-1, *(1,) * len(shape[1:]))
+        else:
+            self._scale_blocks(weight, scales)
+        return weight
+
+    def _scale_blocks(self, weight: np.ndarray, scales: np.ndarray) -> None:
+        wanted: tuple[int, ...] | None = None
+        if self.block is not None and weight.ndim >= 2:
+            rows, columns = self.block
+            wanted = (*self.shape[:-2], math.ceil(self.shape[-2] / rows), math.ceil(self.shape[-1] / columns))
+        if self.block is None or scales.shape != wanted:
+            raise ValueError(
+                f"tensor {self.scales.name!r} must have one scale for tensor {self.name!r}, one per channel, or shape "
+                f"{wanted and list(wanted)} for its blocks, got shape {list(scales.shape)} for {list(self.shape)}"
+            )
+        rows, columns = self.block
+        for number in range(scales.shape[-2]):
+            each = np.repeat(scales[..., number, :], columns, axis=-1)[..., None, : self.shape[-1]]
+            weight[..., number * rows : (number + 1) * rows, :] *= each
+
+
+def _values(scales: StoredTensor) -> np.ndarray:
+    # Scales may be powers of two in eight bits, which are no weights, so that `read` refuses them.
+    return (scales.read_raw() if scales.kind == "F8_E8M0" else scales.read()).astype(np.float32)
+
+
+def dequantised(stored: Mapping[str, StoredTensor], quantisation: Quantisation | None) -> dict[str, Tensor]:
+    """Joins FP8 tensors with their scales.
+
+    Args:
+        stored: The tensors of a model directory by name.
+        quantisation: How they are quantised; None if they are not.
+
+    Returns:
+        The tensors by name, without the scales.
+
+    Raises:
+        ValueError: an FP8 tensor has no scales. It is named.
+    """
+    if quantisation is None:
+        name = next((name for name, part in stored.items() if part.kind in FP8), None)
+        if name is not None:
+            raise ValueError(f"tensor {name!r} must not be FP8 without a quantization_config in config.json")
+        return dict(stored)
+    found: dict[str, Tensor] = {name: part for name, part in stored.items() if not name.endswith(_UNUSED)}
+    for name, part in stored.items():
+        if part.kind in FP8:
+            scales = name + quantisation.suffix
+            if scales not in stored:
+                raise ValueError(f"tensor {scales!r}, the scales of FP8 tensor {name!r}, is missing")
+            found[name] = ScaledTensor(part, stored[scales], quantisation.block)
+            found.pop(scales, None)
+    return found

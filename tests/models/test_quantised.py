@@ -1,0 +1,250 @@
+"""FP8 weights load as what they mean, whatever their scales are for; other quantised weights are refused by name."""
+
+import json
+import math
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes import delta_net_weights, weights
+from fakes.driver import DATA
+from fakes.model_directory import ModelDirectory
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from mamba_align_jax.models import load_model
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 24]}
+PUBLISHED = BLOCKS | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+
+
+def compressed(strategy, form="float-quantized", **scheme):
+    group = {
+        "format": form,
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | scheme,
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def scales_of(value, part, block):
+    """One scale for each `part` of a weight: "tensor", "expert", "channel" or "block"."""
+    if part == "tensor":
+        return np.full((), np.abs(value).max() / 448)
+    if part == "expert":
+        return np.abs(value).max((1, 2)) / 448 if value.ndim == 3 else np.full((), np.abs(value).max() / 448)
+    if part == "channel":
+        return np.abs(value).max(-1, keepdims=True) / 448
+    rows, columns = block
+    grid = [range(0, size, step) for size, step in zip(value.shape[-2:], block, strict=True)]
+    parts = [[np.abs(value[..., r : r + rows, c : c + columns]).max((-2, -1)) for c in grid[1]] for r in grid[0]]
+    return np.moveaxis(np.array(parts), (0, 1), (-2, -1)) / 448
+
+
+def expanded(scales, value, block):
+    """The scale of each entry of a weight, in float64."""
+    scales = scales.astype(np.float64)
+    if scales.ndim == 0 or (scales.shape[-1] == 1 and scales.shape[:-1] == value.shape[:-1]):
+        return np.broadcast_to(scales, value.shape)
+    if scales.ndim == 1:
+        return np.broadcast_to(scales[:, None, None], value.shape)
+    rows, columns = block
+    out = np.empty(value.shape)
+    for index in np.ndindex(value.shape):
+        out[index] = scales[(*index[:-2], index[-2] // rows, index[-1] // columns)]
+    return out
+
+
+def quantise(tensors, part, suffix, block=(16, 24), dtype=ml_dtypes.float8_e4m3fn, scale_dtype=np.float32):
+    """Returns the stored tensors and, in float64, what they mean. Products of the layers become FP8."""
+    stored, meaning = {}, {}
+    for name, value in tensors.items():
+        is_product = "layers." in name and name.endswith(
+            ("proj.weight", "proj_qkv.weight", "gate_up_proj", "down_proj")
+        )
+        if not is_product:
+            stored[name] = value
+            continue
+        scales = np.asarray(scales_of(value, part, block))
+        if scale_dtype == ml_dtypes.float8_e8m0fnu:
+            scales = 2.0 ** np.ceil(np.log2(scales))
+        scales = scales.astype(scale_dtype)
+        whole = expanded(scales, value, block)
+        stored[name] = np.clip(value / whole, -448, 448).astype(dtype)
+        stored[name + suffix] = np.ascontiguousarray(scales)
+        meaning[name] = stored[name].astype(np.float64) * whole
+    assert meaning
+    return stored, meaning
+
+
+def parameters(model):
+    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def check(path, stored, meaning, config, quantization, dtype=None):
+    """Loads FP8 weights, and float32 weights that are what they mean; the two must be the same model."""
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    save_file(stored, path / "model.safetensors")
+    ours = load_model(path, dtype)
+    (path / "config.json").write_text(json.dumps(config))
+    plain = {name: value for name, value in stored.items() if not name.endswith(("_scale", "_scale_inv"))}
+    save_file(plain | {name: value.astype(np.float32) for name, value in meaning.items()}, path / "model.safetensors")
+    wanted = load_model(path, dtype)
+    assert ours.dtype == wanted.dtype
+    for got, want in zip(parameters(ours), parameters(wanted), strict=True):
+        assert np.array_equal(got, want)
+
+
+CASES = {
+    "blocks": (BLOCKS, "block", "_scale_inv", {}),
+    "blocks, scales in bfloat16": (BLOCKS, "block", "_scale_inv", dict(scale_dtype=ml_dtypes.bfloat16)),
+    "blocks, scales in powers of two": (BLOCKS, "block", "_scale_inv", dict(scale_dtype=ml_dtypes.float8_e8m0fnu)),
+    "blocks, e5m2": (BLOCKS, "block", "_scale_inv", dict(dtype=ml_dtypes.float8_e5m2)),
+    "blocks larger than the matrices": (PUBLISHED, "block", "_scale_inv", dict(block=(128, 128))),
+    "fp8 per tensor": (BLOCKS | {"weight_block_size": None}, "tensor", "_scale_inv", {}),
+    "fp8 per expert": (BLOCKS | {"weight_block_size": None}, "expert", "_scale_inv", {}),
+    "per channel": (compressed("channel"), "channel", "_scale", {}),
+    "per tensor": (compressed("tensor", "naive-quantized"), "tensor", "_scale", {}),
+    "compressed blocks": (compressed("block", block_structure=[16, 24]), "block", "_scale", {}),
+    "groups": (compressed("group", group_size=24), "block", "_scale", dict(block=(1, 24))),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "tensor", "_scale", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_fp8_weights_load_as_what_they_mean(tmp_path, case, fused):
+    """Experts are fused as transformers saves them, and apart as in published files."""
+    quantization, part, suffix, options = CASES[case]
+    config, tensors = weights.write(tmp_path, delta_net_weights.qwen3_5_moe, fused=fused)
+    check(tmp_path, *quantise(tensors, part, suffix, **options), config, quantization)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fp8_weights_are_rounded_once(tmp_path, dtype):
+    config, tensors = weights.write(tmp_path, delta_net_weights.qwen3_5)
+    check(tmp_path, *quantise(tensors, "channel", "_scale"), config, compressed("channel"), dtype)
+
+
+def test_nested_configuration_may_hold_the_quantisation_outside(tmp_path):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    stored, meaning = quantise(directory.tensors, "block", "_scale_inv", (128, 128))
+    directory.write_tensors({name.replace("model.", "model.language_model.", 1): part for name, part in stored.items()})
+    nested = {"model_type": "qwen3_5", "text_config": directory.config, "quantization_config": PUBLISHED}
+    directory.write_json("config.json", nested)
+    ours = load_model(tmp_path)
+    directory.write_tensors(directory.tensors | {name: value.astype(np.float32) for name, value in meaning.items()})
+    directory.write_config()
+    assert all(map(np.array_equal, parameters(ours), parameters(load_model(tmp_path))))
+
+
+def test_scales_of_activations_are_left_out(tmp_path):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    stored, _ = quantise(directory.tensors, "tensor", "_scale")
+    one = np.ones((), np.float32)
+    unused = {name.replace("weight", "input_scale"): one for name in directory.tensors if name.endswith("proj.weight")}
+    unused |= {f"model.layers.3.self_attn.{part}_scale": one for part in "kv"}
+    directory.write_tensors(stored | unused)
+    directory.write_config(quantization_config=compressed("tensor"))
+    load_model(tmp_path)
+
+
+def test_fp8_that_means_nan_is_refused_by_name(tmp_path):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    stored, _ = quantise(directory.tensors, "tensor", "_scale")
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored[name].view(np.uint8)[3, 4] = 0x7F
+    directory.write_tensors(stored)
+    directory.write_config(quantization_config=compressed("tensor"))
+    with pytest.raises(ValueError, match=re.escape(f"tensor {name!r} must hold finite values of dtype float32")):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "change", "message"),
+    [
+        (None, {}, "must not be FP8 without a quantization_config in config.json"),
+        (BLOCKS, None, "_scale_inv', the scales of FP8 tensor 'model.layers."),
+        (BLOCKS, {"_scale_inv": np.ones((2, 3), np.float32)}, "must have one scale for tensor"),
+        (BLOCKS | {"weight_block_size": None}, {}, "must have one scale for tensor"),
+        (BLOCKS | {"weight_block_size": [16, 0]}, {}, "weight_block_size must be two positive integers, got [16, 0]"),
+        (BLOCKS | {"weight_block_size": 16}, {}, "weight_block_size must be two positive integers, got 16"),
+        (compressed("channel"), {}, "_scale', the scales of FP8 tensor 'model.layers."),
+        (BLOCKS, {"_scale_inv": np.ones((8, 8), np.int8)}, "must have a dtype of"),
+    ],
+)
+def test_fp8_without_fitting_scales_is_refused(tmp_path, quantization, change, message):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    stored, _ = quantise(directory.tensors, "block", "_scale_inv")
+    name = "model.layers.0.mlp.down_proj.weight"
+    if change is None:
+        del stored[f"{name}_scale_inv"]
+    else:
+        stored |= {name + suffix: value for suffix, value in change.items()}
+    directory.write_tensors(stored)
+    directory.write_config(quantization_config=quantization)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "GPTQ"),
+        ({"quant_method": "awq", "bits": 4}, "AWQ"),
+        ({"quant_method": "gguf"}, "GGUF"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        (compressed("tensor_group", "nvfp4-pack-quantized", num_bits=4), "NVFP4"),
+        (compressed("group", "mxfp4-pack-quantized", num_bits=4), "MXFP4"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+        (compressed("group", "pack-quantized", num_bits=4, type="int"), "compressed-tensors"),
+        (compressed("channel", "int-quantized", type="int"), "compressed-tensors"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": None}}, "compressed-tensors"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": 8}, "8"),
+        ({}, "none"),
+    ],
+)
+def test_other_quantised_weights_are_refused_by_name_before_their_tensors(tmp_path, quantization, kind):
+    directory = ModelDirectory(DATA / "mamba", tmp_path)
+    directory.write_config(quantization_config=quantization)
+    directory.write_tensors({"backbone.layers.0.mixer.in_proj.qweight": np.ones((2, 2), np.int32)})
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config must (be|have)") as error:
+        load_model(tmp_path)
+    assert re.search(rf"(got|have) {kind}", str(error.value))
+
+
+def test_gguf_is_refused_by_name(tmp_path):
+    directory = ModelDirectory(DATA / "mamba", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-q4_k.gguf")
+    with pytest.raises(ValueError, match="GGUF file, which can't be loaded"):
+        load_model(directory.path)
+    with pytest.raises(ValueError, match="GGUF file, which can't be loaded"):
+        load_model(tmp_path / "model-q4_k.gguf")
+
+
+def test_fake_scales_are_one_for_each_block():
+    value = np.random.default_rng(0).normal(size=(3, 40, 50))
+    scales = scales_of(value, "block", (16, 24))
+    assert scales.shape == (3, math.ceil(40 / 16), math.ceil(50 / 24))
+    assert scales[1, 2, 1] == np.abs(value[1, 32:40, 24:48]).max() / 448
+
+
+def test_published_directories_load_without_quantisation(tmp_path):
+    """A null field is no quantisation."""
+    directory = ModelDirectory(DATA / "mamba", tmp_path)
+    directory.write_config(quantization_config=None)
+    got, wanted = (parameters(load_model(path)) for path in (tmp_path, DATA / "mamba"))
+    assert all(map(np.array_equal, got, wanted))
+    assert load_file(tmp_path / "model.safetensors").keys() == directory.tensors.keys()
