@@ -56,6 +56,7 @@ _NEMOTRON = dict(
 )
 _NEMOTRON |= dict(n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=512)
 _GRANITE = dict(layer_types=["mamba"] * 3 + ["attention"], mamba_d_state=128, attention_multiplier=1 / 128)
+_LFM2 = dict(layer_types=["conv", "conv", "full_attention", "conv"], num_attention_heads=16, num_key_value_heads=4)
 # For each `model_type`, fields of config.json beside `_SIZES`.
 MODELS: dict[str, Row] = {
     "qwen3_5_text": _DELTA,
@@ -70,6 +71,17 @@ MODELS: dict[str, Row] = {
     "nemotron_h": _ATTENTION | _NEMOTRON | dict(moe_shared_expert_intermediate_size=1024),
     "jamba": _ATTENTION | dict(attn_layer_period=4, attn_layer_offset=2, num_experts=8),
     "granitemoehybrid": _ATTENTION | _MAMBA2 | _GRANITE,
+    "bamba": _ATTENTION | _MAMBA2 | dict(attn_layer_indices=[2], mamba_d_state=128),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2 | dict(num_dense_layers=1, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=512),
+    "zamba2": dict(
+        num_attention_heads=16,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=32,
+        adapter_rank=64,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
     "falcon_h1": _ATTENTION | _MAMBA2 | dict(mamba_d_ssm=2048, mamba_d_state=256),
 }
 _SIZES = dict(vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)

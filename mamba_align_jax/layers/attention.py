@@ -5,46 +5,23 @@ share; Su et al., "RoFormer" (2021) for the rotation by position.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.lax import Precision
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.rotation import make_rotation
+from mamba_align_jax.layers.rotation import rotary_angles as rotary_angles
 from mamba_align_jax.layers.split import Cut, SplitRMSNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import Rows
 from mamba_align_jax.sharding import Part, repeats
-
-
-def rotary_angles(
-    positions: jax.Array, rotary_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-    """Computes the angles of a rotation by position, for `pallas_kernels.rotate_and_store`.
-
-    Pair i of dims is rotated by position * theta ** (-2 i / rotary_dim) radians, a product of two float32 numbers as in
-    training. Layers with the same arguments share one computation, because the compiler merges what is equal.
-
-    Args:
-        positions: Absolute position of each token. int32 [tokens]
-        rotary_dim: The number of dims that are rotated; even. 0 rotates none.
-        theta: Base of the wavelengths.
-
-    Returns:
-        The cosines and the sines of the angles, each float32 [tokens, rotary_dim / 2]; (None, None) without a rotation.
-    """
-    half = rotary_dim // 2
-    if not half:
-        return None, None
-    frequency = (theta ** (-np.arange(half) / half)).astype(np.float32)
-    angle = positions.astype(jnp.float32)[:, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 def attend(
@@ -149,11 +126,13 @@ class Attention(nnx.Module):
         *,
         rotary_dim: int = 0,
         rope_theta: float = 1e4,
+        rope_scaling: Mapping[str, Any] | None = None,
         gated: bool = False,
         norm: Callable[[int], Any] | None = None,
         norm_whole: bool = False,
         bias: bool = False,
         scale: float | None = None,
+        out_size: int | None = None,
     ) -> None:
         """Makes a layer with random weights.
 
@@ -166,18 +145,20 @@ class Attention(nnx.Module):
             rngs: Random numbers for the weights.
             rotary_dim: Number of leading dims that are rotated by position; 0 rotates none.
             rope_theta: Base of the rotation's wavelengths.
+            rope_scaling: How the rotation is stretched: see `make_rotation`.
             gated: Whether outputs are multiplied by the sigmoid of a gate.
             norm: Makes an `RMSNorm` from its number of channels, for queries and for keys; None leaves them as they are.
             norm_whole: Whether a norm takes all heads of a token together instead of each head by itself.
             bias: Whether the projections have biases.
             scale: Factor of the scores; head_dim ** -0.5 if None.
+            out_size: Channels of the outputs; hidden_size if None.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
+        self.rotation = make_rotation(rotary_dim, rope_theta, rope_scaling) if rotary_dim else None
         self.gated, self.norm_whole, self.scale = gated, norm_whole, scale
         sizes = ((1 + gated) * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = Linear(hidden_size, sizes, dtype, rngs, bias=bias)
-        self.o_proj = Linear(heads * head_dim, hidden_size, dtype, rngs, bias=bias)
+        self.o_proj = Linear(heads * head_dim, out_size or hidden_size, dtype, rngs, bias=bias)
         sizes = (heads * head_dim, kv_heads * head_dim) if norm_whole else (head_dim, head_dim)
         self.q_norm: Any
         self.k_norm: Any
@@ -188,6 +169,13 @@ class Attention(nnx.Module):
         """The key heads, the dims of a key and the dims of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
+    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projects the inputs [tokens, hidden] to queries with their gates, keys and values, each [tokens, channels]."""
+        return self.qkv_proj(x)
+
+    def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+        return self.rotation.angles(positions) if self.rotation else (None, None)
+
     def _inputs(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects the inputs [tokens, hidden], and norms queries and keys if the norm takes all heads together.
 
@@ -197,7 +185,7 @@ class Attention(nnx.Module):
         """
         heads = lambda y, number: y.reshape(x.shape[0], number, -1)
         flat = lambda y: y.reshape(x.shape[0], -1)
-        q, k, v = self.qkv_proj(x)
+        q, k, v = self.projections(x)
         q, gate = heads(q, self.heads), None
         if self.gated:
             gate = flat(q[..., self.head_dim :])
@@ -221,7 +209,7 @@ class Attention(nnx.Module):
             [tokens, heads * head_dim], None without gates.
         """
         q, k, v, gate = self._inputs(x)
-        angles = rotary_angles(positions, self.rotary_dim, self.rope_theta)
+        angles = self._angles(positions)
         q_weight, k_weight, epsilon, offset = self._head_norms()
         q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, epsilon=epsilon, offset=offset)
         return q, ops.rotate(k, *angles, k_weight, epsilon=epsilon, offset=offset), v, gate
@@ -246,7 +234,7 @@ class Attention(nnx.Module):
         keys, values = pools
         pages = at.token_pages
         q, k, v, gate = self._inputs(x)
-        angles = rotary_angles(pages.positions, self.rotary_dim, self.rope_theta)
+        angles = self._angles(pages.positions)
         q_weight, k_weight, epsilon, offset = self._head_norms()
         q, keys, values = ops.rotate_and_store(
             q,

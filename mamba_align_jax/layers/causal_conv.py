@@ -4,6 +4,7 @@ Source: Gu, Dao, "Mamba" (2023), section 3.4.
 """
 
 import functools
+from typing import Literal
 
 import jax
 
@@ -17,8 +18,11 @@ from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
 class CausalConv1d(ConvTaps):
     """Computes silu(bias + weighted sum of the last `width` inputs) in each channel by itself.
 
-    Its state is the window of the last width - 1 inputs, with one row more per draft token: [window, channels].
+    With `activation` None it leaves the SiLU out. Its state is the window of the last width - 1 inputs, with one row more
+    per draft token: [window, channels].
     """
+
+    activation: Literal["silu"] | None = "silu"
 
     def state(self, dtype: str) -> ConvState:
         """Describes the window that a block holds for this layer. `dtype` is the window's dtype."""
@@ -40,7 +44,8 @@ class CausalConv1d(ConvTaps):
 
         def run(op, rows: LayerRows, x, pool):
             where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-            return op(x, pool, at.layer, weight, bias, *where, implementation=at.implementation)
+            options = dict(activation=self.activation, implementation=at.implementation)
+            return op(x, pool, at.layer, weight, bias, *where, **options)
 
         decode, prefill = (functools.partial(run, op) for op in (causal_conv1d_update, causal_conv1d_prefill))
         out, pool = at.apply(decode, prefill, (x,), (pool,))

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.layers.attention import paged_attention, rotary_angles
+from mamba_align_jax.layers.attention import paged_attention
 from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.rotation import rotary_angles
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part

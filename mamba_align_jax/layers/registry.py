@@ -7,12 +7,16 @@ from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import SplitMixer
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
+from mamba_align_jax.layers.shared_block import AdaptedAttention
+from mamba_align_jax.layers.short_conv import ShortConv
 
 MIXERS: tuple[type[SplitMixer], ...] = (
+    AdaptedAttention,
     Attention,
     GatedDeltaNet,
     KimiDeltaAttention,
     Mamba1Mixer,
     Mamba2Mixer,
     MultiHeadLatentAttention,
+    ShortConv,
 )

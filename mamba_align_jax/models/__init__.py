@@ -7,17 +7,20 @@ from types import ModuleType
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.models import (
     bailing_hybrid,
+    bamba,
     falcon_h1,
     falcon_mamba,
     granitemoehybrid,
     jamba,
     kimi_linear,
+    lfm2,
     mamba,
     mamba2,
     nemotron_h,
     olmo_hybrid,
     qwen3_5,
     qwen3_next,
+    zamba2,
 )
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
@@ -31,11 +34,14 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
     "NemotronH_Nano_Omni_Reasoning_V3": nemotron_h,
     "NemotronH_Nano_VL_V2": nemotron_h,
     "bailing_hybrid": bailing_hybrid,
+    "bamba": bamba,
     "falcon_h1": falcon_h1,
     "falcon_mamba": falcon_mamba,
     "granitemoehybrid": granitemoehybrid,
     "jamba": jamba,
     "kimi_linear": kimi_linear,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2,
     "mamba": mamba,
     "mamba2": mamba2,
     "nemotron_h": nemotron_h,
@@ -46,6 +52,7 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
     "qwen3_5_moe_text": qwen3_5,
     "qwen3_5_text": qwen3_5,
     "qwen3_next": qwen3_next,
+    "zamba2": zamba2,
 }
 
 

@@ -35,7 +35,7 @@ class Config(kimi_linear.Config):
             # saves the number of rotated dims as head_dim.
             "linear_head_dim": config.get("linear_head_dim") or config.get("head_dim"),
             "linear_num_heads": config.get("linear_num_heads") or config.get("num_attention_heads"),
-            **rotation(config, rope_theta=6e6),
+            **rotation(config, scaled=False, rope_theta=6e6),
             "kda_lower_bound": config.get("kda_lower_bound", -5.0) if safe else None,
         }
 

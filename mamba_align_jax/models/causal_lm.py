@@ -32,6 +32,7 @@ class Carry:
         kv: The pages of keys and values.
         kinds: The kind of each group of `pool`, in order.
         implementation: Implementation of the ops; None chooses by platform.
+        embedded: The embeddings of the step's tokens, as the first layer takes them. [tokens, hidden]
         passed: The kinds of the mixers that have run in this step. The index of the next mixer in its group follows
             from it.
     """
@@ -40,6 +41,7 @@ class Carry:
     kv: KVPages
     kinds: tuple[str, ...]
     implementation: Implementation | None = None
+    embedded: jax.Array | None = None
     passed: tuple[str, ...] = ()
 
     def mix(self, mixer: Mixer, x: jax.Array, step: StepInputs) -> tuple[jax.Array, "Carry"]:
@@ -201,7 +203,7 @@ class CausalLM(nnx.Module):
         """
         x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
-        carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation)
+        carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation, embedded=x)
         stream = Residual(x)
         for layer in self.layers:
             stream, carry = layer(stream, step, carry)

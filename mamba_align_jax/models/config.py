@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from mamba_align_jax.layers.rotation import ROPE_TYPES, attention_factor
 from mamba_align_jax.models.config_files import end_tokens
-from mamba_align_jax.models.fields import check_choices, check_field, check_given, check_multiples, check_sizes
+from mamba_align_jax.models.fields import (
+    SCALING_TYPES,
+    check_choices,
+    check_field,
+    check_given,
+    check_multiples,
+    check_sizes,
+)
 from mamba_align_jax.models.fields import require as require
 
 # Pairs of fields: the second is a multiple of the first.
@@ -18,6 +26,13 @@ _MULTIPLES = (
     ("n_group", "n_routed_experts"),
     ("num_expert_group", "num_experts"),
 )
+# The fields that a stretched rotation must have, by its kind.
+_WANTED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor",),
+    "yarn": ("factor",),
+}
 # Pairs of fields: how many are chosen, and from how many.
 _CHOICES = (
     ("num_experts_per_tok", "num_experts"),
@@ -35,23 +50,53 @@ _SIZES = tuple(
 )
 
 
-def rotation(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any) -> dict[str, Any]:
     """Reads the fields of the rotation by position.
 
-    A field is taken from `rope_parameters`. Older files have it at the top level. If it is in neither place, it has its
-    default.
+    A field is taken from `rope_scaling` or `rope_parameters`. Older files have it at the top level. If it is in neither
+    place, it has its default.
 
     Args:
         config: The fields of config.json.
+        scaled: Whether the architecture supports rotations that are stretched. If so, the result has `rope_scaling`,
+            which is what `make_rotation` takes, and the largest position that it allows.
         **defaults: The default of each field.
 
     Raises:
-        ValueError: the configuration scales the wavelengths, which is not supported.
+        ValueError: the kind of rotation is not supported, or lacks a field. It is named.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     # For text, "mrope" is the same as the default.
-    require(rope, rope_type=("default",), type=("default", "mrope"))
-    return {name: rope.get(name, config.get(name, default)) for name, default in defaults.items()}
+    kinds = ROPE_TYPES if scaled else ROPE_TYPES[:1]
+    require(rope, rope_type=kinds, type=(*kinds, "mrope"))
+    fields = {name: rope.get(name, config.get(name, default)) for name, default in defaults.items()}
+    if not scaled:
+        return fields
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    given = {name: value for name, value in rope.items() if name in SCALING_TYPES and value is not None}
+    for name, value in given.items():
+        check_field(name, value, SCALING_TYPES[name])
+    longest = config.get("max_position_embeddings") or ModelConfig.max_position_embeddings
+    if kind in ("llama3", "longrope", "yarn"):
+        original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+        given["original_max_position_embeddings"] = original or longest
+        if kind == "longrope":
+            given.setdefault("factor", longest / given["original_max_position_embeddings"])
+    missing = next((name for name in _WANTED.get(kind, ()) if name not in given), None)
+    if missing:
+        raise ValueError(f"config.json: a rotation of rope_type {kind!r} must have {missing!r}")
+    if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    given["rope_type"] = kind
+    if kind in ("longrope", "yarn"):
+        given.setdefault("attention_factor", attention_factor(given))
+    if kind == "longrope":
+        # Longer sequences have other factors, from their first token on. Cached keys have one rotation.
+        longest = min(longest, given["original_max_position_embeddings"])
+    elif kind == "yarn":
+        longest = max(longest, int(given["factor"] * given["original_max_position_embeddings"]))
+    is_plain = kind in ("default", "mrope", "dynamic")
+    return fields | {"rope_scaling": None if is_plain else given, "max_position_embeddings": longest}
 
 
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:

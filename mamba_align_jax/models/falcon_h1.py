@@ -1,6 +1,6 @@
 """Falcon-H1: Mamba-2 and attention side by side in every layer, with factors on the inputs and outputs of all parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, require
+from mamba_align_jax.models.config import ModelConfig, require, rotation
 from mamba_align_jax.models.weights import Source, named
 
 
@@ -37,6 +37,7 @@ class Config(ModelConfig):
     projectors_bias: bool = False
     attention_bias: bool = False
     rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
     rms_norm_eps: float = 1e-5
     embedding_multiplier: float = 1.0
     lm_head_multiplier: float = 1.0
@@ -52,9 +53,7 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes sizes that follow from others: see `ModelConfig.derive`."""
-        rope = config.get("rope_parameters") or config
-        require(config, hidden_act=("silu",), mlp_bias=(False,), rope_scaling=())
-        require(rope, rope_type=("default",))
+        require(config, hidden_act=("silu",), mlp_bias=(False,))
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
         inner = config.get("mamba_d_ssm", 1024) or int(config.get("mamba_expand", 2) * hidden)
         mamba_heads = config.get("mamba_n_heads", 128)
@@ -64,7 +63,7 @@ class Config(ModelConfig):
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_n_heads": mamba_heads,
             "mamba_d_head": inner // mamba_heads if mamba_dim == "auto" else mamba_dim,
-            "rope_theta": rope.get("rope_theta", cls.rope_theta),
+            **rotation(config, rope_theta=cls.rope_theta),
             "ssm_multipliers": tuple(config.get("ssm_multipliers") or cls.ssm_multipliers),
             "mlp_multipliers": tuple(config.get("mlp_multipliers") or cls.mlp_multipliers),
         }
@@ -118,6 +117,7 @@ class Layer(nnx.Module):
             rngs=rngs,
             rotary_dim=c.head_dim,
             rope_theta=c.rope_theta,
+            rope_scaling=c.rope_scaling,
             bias=c.attention_bias,
             # The factor of the keys has the same effect as a factor of the scores.
             scale=c.key_multiplier * c.head_dim**-0.5,

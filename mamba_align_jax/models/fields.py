@@ -16,11 +16,16 @@ _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
         "attention_head_dim": int,
         "attn_layer_offset": int,
         "attn_layer_period": int,
+        "block_ff_dim": int,
+        "block_ffn_dim_multiplier": float,
+        "block_multiple_of": int,
         "expand": float,
         "first_k_dense_replace": int,
         "full_attention_interval": int,
+        "full_attn_idxs": tuple[int, ...],
         "full_attn_layers": tuple[int, ...],
         "head_dim": int,
+        "ffn_hidden_size": int,
         "hybrid_override_pattern": str,
         "kda_layers": tuple[int, ...],
         "layer_group_size": int,
@@ -42,16 +47,36 @@ _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
         "rope_theta": float,
         "rotary_dim": int,
         "short_conv_kernel_size": int,
+        "theta": float,
+        "tie_embedding": bool,
+    }
+)
+# Fields of a rotation that is stretched.
+SCALING_TYPES: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "attention_factor": float,
+        "beta_fast": float,
+        "beta_slow": float,
+        "factor": float,
+        "high_freq_factor": float,
+        "low_freq_factor": float,
+        "mscale": float,
+        "mscale_all_dim": float,
+        "original_max_position_embeddings": int,
+        "short_factor": tuple[float, ...],
+        "truncate": bool,
     }
 )
 # Fields for which a configuration may say "auto", so that the architecture computes them.
 _AUTOMATIC = ("mamba_d_head", "mamba_dt_rank", "time_step_rank")
 # Integers that may be 0, besides those whose default is 0.
 _MAY_BE_ZERO = (
+    "attn_layer_indices",
     "attn_layer_offset",
     "eos_token_id",
     "expert_layer_offset",
     "first_k_dense_replace",
+    "full_attn_idxs",
     "mlp_only_layers",
     "num_experts",
     "num_experts_per_tok",
@@ -68,7 +93,10 @@ _COUNTS = (
     "num_shared_experts",
 )
 _NUMBERS = ("eos_token_id", "max_position_embeddings", "model_max_length", "original_max_position_embeddings")
-_POSITIVE = ("expand", "logits_scaling", "mamba_expand", "rope_theta")
+_POSITIVE = (
+    *("attention_factor", "beta_fast", "beta_slow", "expand", "factor", "high_freq_factor", "logits_scaling"),
+    *("low_freq_factor", "mamba_expand", "rope_theta", "block_ffn_dim_multiplier", "theta"),
+)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -118,7 +146,7 @@ def check_given(config: Mapping[str, Any], cls: Any) -> None:
         if value is None or (value == "auto" and name in _AUTOMATIC):
             continue
         default = getattr(cls, name, None)
-        if isinstance(value, dict) and wanted[name] is dict:
+        if isinstance(value, dict) and dict in _options(wanted[name]):
             check_given({key: part for key, part in value.items() if key in _OTHER_TYPES}, cls)
         else:
             check_field(name, value, wanted[name], may_be_zero=default == 0 and default is not False)

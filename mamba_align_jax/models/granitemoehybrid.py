@@ -1,6 +1,6 @@
 """Granite-4 hybrid: a Mamba-2 or attention mixer, then a shared MLP and optional experts, with factors on outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.weights import Source, named, tensor
 from pallas_kernels import Implementation, choose_experts
 
@@ -36,6 +36,7 @@ class Config(ModelConfig):
     attention_bias: bool = False
     position_embedding_type: str = "nope"
     rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
     mamba_n_heads: int = 128
     mamba_d_head: int
     mamba_d_state: int = 256
@@ -58,9 +59,7 @@ class Config(ModelConfig):
         layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
         given = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * layers
         kinds = {"layer_types": [_KINDS.get(kind, kind) for kind in given]}
-        rope = config.get("rope_parameters") or config
-        require(config, hidden_act=("silu",), position_embedding_type=("rope", "nope"), rope_scaling=())
-        require(rope, rope_type=("default",))
+        require(config, hidden_act=("silu",), position_embedding_type=("rope", "nope"))
         heads, dim = config.get("num_attention_heads", 1), config.get("mamba_d_head", "auto")
         inner = int(config.get("mamba_expand", 2) * hidden)
         return {
@@ -68,7 +67,7 @@ class Config(ModelConfig):
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_d_head": inner // config.get("mamba_n_heads", cls.mamba_n_heads) if dim == "auto" else dim,
-            "rope_theta": rope.get("rope_theta", cls.rope_theta),
+            **rotation(config, rope_theta=cls.rope_theta),
         }
 
 
@@ -124,6 +123,7 @@ class Layer(nnx.Module):
                 rngs=rngs,
                 rotary_dim=c.head_dim if c.position_embedding_type == "rope" else 0,
                 rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
                 bias=c.attention_bias,
                 scale=c.attention_multiplier,
             )

@@ -1,7 +1,7 @@
 """OLMo-Hybrid: gated delta nets whose inputs are normed, and full attention whose outputs are normed instead."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
@@ -37,6 +37,7 @@ class Config(ModelConfig):
     linear_conv_kernel_dim: int = 4
     linear_allow_neg_eigval: bool = True
     rope_theta: float = 0.0
+    rope_scaling: dict | None = field(default=None, hash=False)
     model_type: str = "olmo_hybrid"
 
     @classmethod
@@ -99,6 +100,7 @@ class Layer(nnx.Module):
                 rngs=rngs,
                 rotary_dim=c.head_dim if c.rope_theta else 0,
                 rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
                 norm=norm,
                 norm_whole=True,
             )

@@ -1,7 +1,7 @@
 """Qwen3.5, text only: gated delta nets and some layers of gated attention, with MLPs or experts, and a draft head."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
@@ -36,6 +36,7 @@ class Config(ModelConfig):
     linear_value_head_dim: int
     linear_conv_kernel_dim: int = 4
     rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
     partial_rotary_factor: float = 0.25
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -76,11 +77,12 @@ class Config(ModelConfig):
         """Returns the fields as config.json holds them."""
         fields = super().to_dict()
         rope = {name: fields.pop(name) for name in ("rope_theta", "partial_rotary_factor")}
+        rope |= fields.pop("rope_scaling") or {"rope_type": "default"}
         return {
             "architectures": ["Qwen3_5ForCausalLM"],
             **fields,
             "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", **rope},
+            "rope_parameters": rope,
         }
 
 
@@ -127,6 +129,7 @@ class Layer(nnx.Module):
                 rngs=rngs,
                 rotary_dim=int(c.head_dim * c.partial_rotary_factor),
                 rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
                 gated=True,
                 norm=norm,
             )

@@ -12,13 +12,14 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.layers.registry import MIXERS
+from mamba_align_jax.layers.shared_block import AdaptedMLP, SharedMLP
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import nemotron_h
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.sharding import AXIS, Layout, pool_partition
 
 # Modules with a method `split`. The parameters of all other modules are copied to every device.
-_SPLIT = (CausalLM, GatedMLP, nemotron_h.MLP, Experts, *MIXERS)
+_SPLIT = (AdaptedMLP, CausalLM, GatedMLP, nemotron_h.MLP, Experts, SharedMLP, *MIXERS)
 
 
 def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:

@@ -79,6 +79,7 @@ def generated(decode, seed):
 
 MODELS = {
     **{name: published(name) for name in ("kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid")},
+    **{name: published(name) for name in ("bamba", "lfm2", "lfm2_moe", "zamba2")},
     "qwen3_5_text": published("qwen3_5_text"),
     "qwen3_next": with_head("qwen3_next"),
     "qwen3_5_moe_text": random(delta_net_weights.qwen3_5_moe, oracles.qwen),

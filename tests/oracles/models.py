@@ -6,6 +6,7 @@ A model is a function of its configuration, its tensors by name and the tokens o
 
 import functools
 import json
+import math
 
 import numpy as np
 from oracles.layers import (
@@ -327,3 +328,42 @@ def kimi(c, kinds, tensors, tokens):
         mlp = under(w, "block_sparse_moe") | under(w, "mlp")
         x = x + (gated_mlp(mlp, normed) if "gate_proj.weight" in mlp else kimi_mixture(normed, mlp, c))
     return rms(x, epsilon) * tensors["model.norm.weight"] @ tensors["lm_head.weight"].T
+
+
+def zamba2(config, tensors, tokens):
+    epsilon, heads, dtype = config["rms_norm_eps"], config["num_attention_heads"], np.float64
+    kinds = config["layers_block_type"]
+    hybrid, passed, blocks = [n for n, kind in enumerate(kinds) if kind == "hybrid"], [], config["num_mem_blocks"]
+    embedded = tensors["model.embed_tokens.weight"][np.asarray(tokens)].astype(dtype)
+    erf = np.vectorize(math.erf)
+    adapted = lambda w, name, adapter, x: (
+        project(w, name, x) + project(w, f"{adapter}.1", project(w, f"{adapter}.0", x))
+    )
+
+    def block(w, turn, x):
+        both = rms(np.concatenate([x, embedded], axis=1), epsilon) * w["input_layernorm.weight"]
+        a, of = under(w, "self_attn"), lambda y: y.reshape(len(x), heads, -1)
+        if config["use_shared_attention_adapter"]:
+            q, k, v = (of(adapted(a, f"{n}_proj", f"linear_{n}_adapter_list.{turn}", both)) for n in "qkv")
+        else:
+            q, k, v = (of(project(a, f"{n}_proj", both)) for n in "qkv")
+        if config["use_mem_rope"]:
+            theta = config["rope_parameters"]["rope_theta"]
+            q, k = rotate(q, theta), rotate(k, theta)
+        out = project(a, "o_proj", attend(q * 2**0.5, k, v))
+        out, f = rms(out, epsilon) * w["pre_ff_layernorm.weight"], under(w, "feed_forward")
+        gate, up = np.split(adapted(f, "gate_up_proj", f"gate_up_proj_adapter_list.{turn}", out), 2, axis=1)
+        return project(f, "down_proj", gate * (1 + erf(gate / 2**0.5)) / 2 * up)
+
+    def layer(number, w, x):
+        heard = 0.0
+        if kinds[number] == "hybrid":
+            turn = len(passed)
+            passed.append(number)
+            shared = under(tensors, f"model.layers.{hybrid[turn % blocks]}.shared_transformer")
+            heard = project(w, "linear", block(shared, turn, x))
+            w = under(w, "mamba_decoder")
+        normed = rms(x + heard, epsilon) * w["input_layernorm.weight"]
+        return x + mamba2(under(w, "mamba"), normed, state_dim=config["mamba_d_state"], epsilon=1e-5)[0]
+
+    return causal_lm(config, tensors, tokens, layer, norm="final_layernorm")

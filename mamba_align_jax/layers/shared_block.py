@@ -1,0 +1,139 @@
+"""A block of attention and MLP that several layers share, and the adapters that each of them adds to it (Zamba2).
+
+An adapter is a product of low rank, up(down(x)), which is added to a projection of the block.
+
+Sources: Glorioso et al., "The Zamba2 Suite" (2024); Hu et al., "LoRA" (2021).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.split import Cut
+from mamba_align_jax.sharding import Part, repeats
+
+
+class SharedBlock(nnx.Module):
+    """The weights that layers share. Layers run them through `AdaptedAttention` and `AdaptedMLP`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        intermediate_size: int,
+        epsilon: float,
+        dtype: str,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+        rotary_dim: int = 0,
+        rope_theta: float = 1e4,
+        rope_scaling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Makes a block with random weights.
+
+        Args:
+            hidden_size: Channels of the residual stream. Attention reads twice as many: the stream and the embeddings.
+            heads: Number of query heads. A head has 2 * hidden_size / heads dims.
+            kv_heads: Number of key heads and of value heads; divides `heads`.
+            intermediate_size: Channels of the MLP's gate.
+            epsilon: Added to the mean square in the norms.
+            dtype: Dtype of weights and products.
+            rngs: Random numbers for the weights.
+            bias: Whether the MLP's products have biases.
+            rotary_dim: See `Attention`.
+            rope_theta: See `Attention`.
+            rope_scaling: See `Attention`.
+        """
+        head_dim = 2 * hidden_size // heads
+        self.input_layernorm = RMSNorm(2 * hidden_size, epsilon)
+        self.pre_ff_layernorm = RMSNorm(hidden_size, epsilon)
+        self.self_attn = Attention(
+            2 * hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            rngs=rngs,
+            rotary_dim=rotary_dim,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            scale=(head_dim / 2) ** -0.5,
+            out_size=hidden_size,
+        )
+        self.feed_forward = SharedMLP(hidden_size, intermediate_size, dtype, rngs, bias=bias)
+
+
+class SharedMLP(nnx.Module):
+    """The weights of down(gelu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dtype: str, rngs: nnx.Rngs, *, bias: bool) -> None:
+        """Makes a layer with random weights: see `GatedMLP`. With `bias` its products have biases."""
+        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs, bias=bias)
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's share of the intermediate channels: see `SplitMixer.split`."""
+        width = Part(self.down_proj.weight.shape[1], 1)
+        cut.out(self.gate_up_proj, width, width)
+        cut.into(self.down_proj, width)
+
+
+class AdaptedMLP(nnx.Module):
+    """A shared MLP with a layer's adapter of its gate and its factor."""
+
+    def __init__(self, shared: SharedMLP, rank: int, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes an adapter of rank `rank` with random weights."""
+        hidden_size, intermediate_size = shared.down_proj.weight.shape
+        self.shared = shared
+        self.down = Linear(hidden_size, rank, dtype, rngs)
+        self.up = Linear(rank, (intermediate_size, intermediate_size), dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
+        gate, up = (a + b for a, b in zip(self.shared.gate_up_proj(x), self.up(self.down(x)), strict=True))
+        return self.shared.down_proj.sums(jax.nn.gelu(gate, approximate=False) * up)
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's share of the adapter's outputs: see `SplitMixer.split`."""
+        width = Part(self.up.parts[0], 1)
+        cut.out(self.up, width, width)
+
+
+class AdaptedAttention(Attention):
+    """Shared attention with a layer's adapters of its queries, keys and values. Every layer has pages of its own."""
+
+    def __init__(self, shared: Attention, rank: int | None, dtype: str, rngs: nnx.Rngs) -> None:
+        """Makes adapters of rank `rank` with random weights; None makes none."""
+        self.heads, self.kv_heads, self.head_dim = shared.heads, shared.kv_heads, shared.head_dim
+        self.rotation, self.scale = shared.rotation, shared.scale
+        self.gated, self.norm_whole, self.q_norm, self.k_norm = False, False, None, None
+        self.qkv_proj, self.o_proj = shared.qkv_proj, shared.o_proj
+        inputs = shared.qkv_proj.weight.shape[1]
+        self.down: Linear | None = None if rank is None else Linear(inputs, (rank, rank, rank), dtype, rngs)
+        if rank is not None:
+            self.q_up, self.k_up, self.v_up = (Linear(rank, size, dtype, rngs) for size in shared.qkv_proj.parts)
+
+    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projects the inputs [tokens, 2 * hidden] to queries, keys and values, each [tokens, channels]."""
+        q, k, v = self.qkv_proj(x)
+        if self.down is None:
+            return q, k, v
+        to_q, to_k, to_v = self.down(x)
+        return q + self.q_up(to_q), k + self.k_up(to_k), v + self.v_up(to_v)
+
+    def split(self, cut: Cut) -> None:
+        """Keeps one device's heads: see `SplitMixer`. The shared weights are split by themselves."""
+        copies = repeats(self.kv_heads, cut.size)
+        if self.down is not None:
+            keys = Part(self.kv_heads, self.head_dim, copies)
+            for up, part in ((self.q_up, Part(self.heads, self.head_dim)), (self.k_up, keys), (self.v_up, keys)):
+                cut.out(up, part)
+        self.heads //= cut.size
+        self.kv_heads = self.kv_heads * copies // cut.size

@@ -1,0 +1,144 @@
+"""Bamba: a Mamba-2 or attention mixer, then an MLP.
+
+Source: IBM, Princeton, CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model" (2024).
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mixer import Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
+from mamba_align_jax.metadata.step_inputs import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.weights import Source, named
+
+LINEAR, FULL = "linear_attention", "full_attention"
+# The share of a head's dims that is rotated. Configurations do not name it.
+_ROTATED = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, under their published names."""
+
+    attn_layer_indices: tuple[int, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool = False
+    rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
+    rms_norm_eps: float = 1e-5
+    mamba_n_heads: int = 128
+    mamba_d_head: int
+    mamba_d_state: int = 256
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    max_position_embeddings: int = 262144
+    model_type: str = "bamba"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
+        require(config, hidden_act=("silu",), mlp_bias=(False,))
+        layers, hidden, heads = (
+            config.get(name, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        attention = tuple(config.get("attn_layer_indices") or ())
+        if any(number >= layers for number in attention):
+            raise ValueError(
+                f"config.json: attn_layer_indices must be below num_hidden_layers = {layers}, got {attention}"
+            )
+        layer_kinds({"num_hidden_layers": layers, "layer_types": _kinds(attention, layers)}, LINEAR, FULL)
+        mamba_heads, dim = config.get("mamba_n_heads") or cls.mamba_n_heads, config.get("mamba_d_head") or "auto"
+        inner = int((config.get("mamba_expand") or 2) * hidden)
+        return {
+            "attn_layer_indices": attention,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "mamba_d_head": inner // mamba_heads if dim == "auto" else dim,
+            **rotation(config, rope_theta=cls.rope_theta),
+        }
+
+
+def _kinds(attention: tuple[int, ...], layers: int) -> list[str]:
+    return [FULL if number in attention else LINEAR for number in range(layers)]
+
+
+class Layer(nnx.Module):
+    """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        """Makes layer `number` with random weights."""
+        c, norm = config, functools.partial(RMSNorm, epsilon=config.rms_norm_eps)
+        self.input_layernorm = norm(c.hidden_size)
+        self.pre_ff_layernorm = norm(c.hidden_size)
+        if number in c.attn_layer_indices:
+            self.self_attn = Attention(
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                head_dim=c.head_dim,
+                dtype=c.dtype,
+                rngs=rngs,
+                rotary_dim=int(c.head_dim * _ROTATED),
+                rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
+                bias=c.attention_bias,
+            )
+        else:
+            self.mamba = Mamba2Mixer(
+                c.hidden_size,
+                heads=c.mamba_n_heads,
+                head_dim=c.mamba_d_head,
+                state_dim=c.mamba_d_state,
+                groups=c.mamba_n_groups,
+                width=c.mamba_d_conv,
+                dtype=c.dtype,
+                rngs=rngs,
+                epsilon=c.rms_norm_eps,
+                conv_bias=c.mamba_conv_bias,
+                in_bias=c.mamba_proj_bias,
+                out_bias=c.mamba_proj_bias,
+            )
+        self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.mamba if hasattr(self, "mamba") else self.self_attn,)
+
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        (mixer,) = self.mixers
+        normed, x = x.normed(self.input_layernorm)
+        out, carry = carry.mix(mixer, normed, step)
+        normed, x = x.add(out).normed(self.pre_ff_layernorm)
+        return x.add(self.feed_forward(normed)), carry
+
+
+class Model(CausalLM):
+    """The causal language model of this family: see `CausalLM`."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
+        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rngs)
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
+    del config
+    if place.startswith("lm_head"):
+        return [named(place)]
+    return [named(f"model.{'final_layernorm.weight' if place == 'norm.weight' else place}")]

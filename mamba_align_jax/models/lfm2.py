@@ -1,0 +1,181 @@
+"""LFM2: gated short convolutions and some layers of attention, with MLPs or experts.
+
+Source: Liquid AI, "LFM2 Technical Report" (2025).
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.mixer import Mixer
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
+from mamba_align_jax.layers.short_conv import ShortConv
+from mamba_align_jax.metadata.step_inputs import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.weights import Source, experts, joined, named, taps, tensor
+from pallas_kernels import Implementation
+
+CONV, FULL = "conv", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, under their published names.
+
+    `intermediate_size` is the size that MLPs have, after the adjustment that published configurations ask for.
+    """
+
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    rope_scaling: dict | None = field(default=None, hash=False)
+    conv_bias: bool = False
+    conv_L_cache: int = 3
+    block_auto_adjust_ff_dim: bool = False
+    num_dense_layers: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    max_position_embeddings: int = 128_000
+    tie_word_embeddings: bool = True
+    model_type: str = "lfm2"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Computes layer kinds, the size of MLPs and the rotation: see `ModelConfig.derive`."""
+        require(config, use_expert_bias=(True,))
+        layers, hidden, heads = (
+            config.get(name, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        attention = config.get("full_attn_idxs")
+        kinds = config.get("layer_types") or [
+            FULL if attention is None or n in attention else CONV for n in range(layers)
+        ]
+        sparse = config.get("model_type") == "lfm2_moe"
+        size = config.get("block_ff_dim") or config.get("intermediate_size")
+        if size and not sparse and config.get("block_auto_adjust_ff_dim", True):
+            size = int(2 * size / 3)
+            if config.get("block_ffn_dim_multiplier") is not None:
+                multiple = config.get("block_multiple_of", 256)
+                size = math.ceil(int(config["block_ffn_dim_multiplier"] * size) / multiple) * multiple
+        return {
+            "layer_types": layer_kinds(config | {"layer_types": kinds}, CONV, FULL),
+            "intermediate_size": size,
+            "block_auto_adjust_ff_dim": False,
+            "num_dense_layers": config.get("num_dense_layers", 2) if sparse else layers,
+            "num_experts": config.get("num_experts", 32) if sparse else 0,
+            "num_experts_per_tok": config.get("num_experts_per_tok", 4) if sparse else 0,
+            "tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings")),
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "model_type": "lfm2_moe" if sparse else cls.model_type,
+            **rotation(config, rope_theta=config.get("theta") or cls.rope_theta),
+        }
+
+
+class MoE(MixtureOfExperts):
+    """Computes the sum of the chosen experts, weighted by their sigmoids."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights."""
+        c = config
+        self.renormalise, self.scale = c.norm_topk_prob, c.routed_scaling_factor
+        self.gate = SigmoidGate(c.hidden_size, c.num_experts, c.num_experts_per_tok, rngs, renormalise=False)
+        self.experts = Experts(c.num_experts, c.hidden_size, c.moe_intermediate_size, c.dtype, rngs)
+
+    def __call__(
+        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
+    ) -> jax.Array:
+        """Runs packed tokens: see `MixtureOfExperts`."""
+        chosen, weights = self.gate(x, valid, implementation)
+        if self.renormalise:
+            # Other models add nothing that matters to the sum.
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-6)
+        return self.experts(x, chosen, weights * self.scale, implementation)
+
+
+class Layer(nnx.Module):
+    """Computes x = x + mixer(norm(x)), then x = x + feed_forward(norm(x))."""
+
+    def __init__(self, config: Config, number: int, rngs: nnx.Rngs) -> None:
+        """Makes layer `number` with random weights."""
+        c, norm = config, functools.partial(RMSNorm, epsilon=config.norm_eps)
+        self.operator_norm = norm(c.hidden_size)
+        self.ffn_norm = norm(c.hidden_size)
+        if c.layer_types[number] == CONV:
+            self.conv = ShortConv(c.hidden_size, c.conv_L_cache, c.dtype, rngs, bias=c.conv_bias)
+        else:
+            self.self_attn = Attention(
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                head_dim=c.head_dim,
+                dtype=c.dtype,
+                rngs=rngs,
+                rotary_dim=c.head_dim,
+                rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
+                norm=norm,
+            )
+        if number < c.num_dense_layers:
+            self.feed_forward = GatedMLP(c.hidden_size, c.intermediate_size, c.dtype, rngs)
+        else:
+            self.feed_forward = MoE(c, rngs)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's one mixer."""
+        return (self.conv if hasattr(self, "conv") else self.self_attn,)
+
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        (mixer,) = self.mixers
+        normed, x = x.normed(self.operator_norm)
+        out, carry = carry.mix(mixer, normed, step)
+        normed, x = x.add(out).normed(self.ffn_norm)
+        return x.add(carry.feed_forward(self.feed_forward, normed, step)), carry
+
+
+class Model(CausalLM):
+    """The causal language model of this family: see `CausalLM`."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
+        layers = [Layer(config, number, rngs) for number in range(config.num_hidden_layers)]
+        super().__init__(config, layers, RMSNorm(config.hidden_size, config.norm_eps), rngs)
+
+
+_NAMES = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "down_proj": "w2"}
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
+    if place.startswith("lm_head"):
+        return [named(place)]
+    place = f"model.{'embedding_norm.weight' if place == 'norm.weight' else place}"
+    if ".experts." in place:
+        names = experts(place, config.num_experts, up=("w1", "w3"), down=("w2",))
+        return names
+    *path, module, leaf = place.split(".")
+    if module == "gate_up_proj":
+        return [joined([tensor(".".join([*path, part, leaf])) for part in ("w1", "w3")], axis=0)]
+    if place.endswith("conv.conv.weight"):
+        return [taps(place)]
+    if leaf == "e_score_correction_bias":
+        return [tensor(".".join([*path, "expert_bias"]))]
+    return [named(".".join([*path, _NAMES.get(module, module), leaf]))]

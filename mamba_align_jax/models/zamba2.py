@@ -1,0 +1,204 @@
+"""Zamba2: Mamba-2 layers, some of which also hear one of a few shared blocks of attention and MLP.
+
+A shared block has the same weights wherever it is used, except for adapters: products of low rank that are added to
+some of its projections. It reads the layer's inputs beside the embeddings.
+
+Source: Glorioso et al., "The Zamba2 Suite" (2024).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
+from mamba_align_jax.layers.mixer import Mixer
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual, total
+from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, SharedBlock
+from mamba_align_jax.metadata.step_inputs import StepInputs
+from mamba_align_jax.models.causal_lm import Carry, CausalLM
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.weights import Source, joined, named, tensor
+
+MAMBA, HYBRID = "mamba", "hybrid"
+# Epsilon of Mamba-2's output norm. It does not depend on rms_norm_eps.
+_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """The fields of config.json that shape the model, under their published names."""
+
+    layers_block_type: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    rope_theta: float = 1e4
+    rope_scaling: dict | None = field(default=None, hash=False)
+    rms_norm_eps: float = 1e-5
+    n_mamba_heads: int = 8
+    mamba_headdim: int
+    mamba_d_state: int = 64
+    mamba_ngroups: int = 1
+    mamba_d_conv: int = 4
+    add_bias_linear: bool = False
+    num_mem_blocks: int = 1
+    use_shared_attention_adapter: bool = False
+    adapter_rank: int = 128
+    use_mem_rope: bool = False
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = True
+    model_type: str = "zamba2"
+
+    @classmethod
+    def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Computes layer kinds, and sizes that follow from others: see `ModelConfig.derive`."""
+        require(config, hidden_act=("gelu",), use_long_context=(False,), use_conv_bias=(True,))
+        names = {"linear_attention": MAMBA, "m": MAMBA, "g": HYBRID}
+        given = config.get("layers_block_type") or config.get("layer_types") or ()
+        kinds = [names.get(kind, kind) for kind in given]
+        hidden, mamba_heads = config.get("hidden_size", 1), config.get("n_mamba_heads") or cls.n_mamba_heads
+        # Every layer has a Mamba-2 mixer.
+        layer_kinds(config | {"layer_types": [MAMBA if kind == HYBRID else kind for kind in kinds]}, MAMBA, HYBRID)
+        heads = config.get("num_attention_heads", 1)
+        if (2 * hidden) % heads:
+            raise ValueError(
+                f"config.json: 2 * hidden_size must be a multiple of num_attention_heads = {heads}, got {hidden}"
+            )
+        return {
+            "layers_block_type": tuple(kinds),
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "intermediate_size": config.get("intermediate_size") or config.get("ffn_hidden_size") or 4 * hidden,
+            "mamba_headdim": int((config.get("mamba_expand") or 2) * hidden) // mamba_heads,
+            **rotation(config, rope_theta=cls.rope_theta),
+        }
+
+    @property
+    def head_dim(self) -> int:
+        """The dims of a query, a key and a value."""
+        return 2 * self.hidden_size // self.num_attention_heads
+
+    @property
+    def hybrid_layers(self) -> list[int]:
+        """The layers that hear a shared block, in order. They take turns with the blocks."""
+        return [number for number, kind in enumerate(self.layers_block_type) if kind == HYBRID]
+
+
+class Layer(nnx.Module):
+    """Computes x = x + mamba(norm(x + y)), where y = linear(block(x)) if the layer hears a shared block, else 0."""
+
+    def __init__(self, config: Config, block: SharedBlock | None, rngs: nnx.Rngs) -> None:
+        """Makes a layer with random weights around a shared block."""
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mamba = Mamba2Mixer(
+            c.hidden_size,
+            heads=c.n_mamba_heads,
+            head_dim=c.mamba_headdim,
+            state_dim=c.mamba_d_state,
+            groups=c.mamba_ngroups,
+            width=c.mamba_d_conv,
+            dtype=c.dtype,
+            rngs=rngs,
+            epsilon=_EPSILON,
+            in_bias=c.add_bias_linear,
+            out_bias=c.add_bias_linear,
+        )
+        if block is not None:
+            rank = c.adapter_rank if c.use_shared_attention_adapter else None
+            self.self_attn = AdaptedAttention(block.self_attn, rank, c.dtype, rngs)
+            self.feed_forward = AdaptedMLP(block.feed_forward, c.adapter_rank, c.dtype, rngs)
+            self.linear = Linear(c.hidden_size, c.hidden_size, c.dtype, rngs)
+            self.block_norm, self.pre_ff_layernorm = block.input_layernorm, block.pre_ff_layernorm
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The attention of the shared block, if there is one, and the Mamba-2 mixer."""
+        return (self.self_attn, self.mamba) if hasattr(self, "self_attn") else (self.mamba,)
+
+    def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
+        """Runs a step's packed tokens: see `causal_lm.Layer`."""
+        if not hasattr(self, "self_attn"):
+            normed, x = x.normed(self.input_layernorm)
+            out, carry = carry.mix(self.mamba, normed, step)
+            return x.add(out), carry
+        value = x.settled()
+        assert carry.embedded is not None, "a step starts with embeddings"
+        both = self.block_norm(jnp.concatenate([value, carry.embedded], axis=1))
+        out, carry = carry.mix(self.self_attn, both, step)
+        heard = self.feed_forward(self.pre_ff_layernorm(total(out, value.dtype)))
+        heard = self.linear(total(heard, value.dtype))
+        out, carry = carry.mix(self.mamba, self.input_layernorm(value + heard), step)
+        return Residual(value).add(out), carry
+
+
+class Model(CausalLM):
+    """The causal language model of this family: see `CausalLM`."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        """Makes a model with random weights."""
+        c, hybrid = config, config.hybrid_layers
+        blocks = [
+            SharedBlock(
+                c.hidden_size,
+                heads=c.num_attention_heads,
+                kv_heads=c.num_key_value_heads,
+                intermediate_size=c.intermediate_size,
+                epsilon=c.rms_norm_eps,
+                dtype=c.dtype,
+                rngs=rngs,
+                bias=c.add_bias_linear,
+                rotary_dim=c.head_dim if c.use_mem_rope else 0,
+                rope_theta=c.rope_theta,
+                rope_scaling=c.rope_scaling,
+            )
+            for _ in range(min(c.num_mem_blocks, len(hybrid)))
+        ]
+        # The name comes before `layers`, so that the blocks' parameters have their places here and not in a layer.
+        self.blocks = nnx.List(blocks)
+        turns = {number: blocks[turn % c.num_mem_blocks] for turn, number in enumerate(hybrid)}
+        layers = [Layer(c, turns.get(number), rngs) for number in range(c.num_hidden_layers)]
+        super().__init__(c, layers, RMSNorm(c.hidden_size, c.rms_norm_eps), rngs)
+
+
+def ignored(config: Config) -> tuple[str, ...]:
+    """Returns prefixes of tensors that are not loaded: copies of the blocks' weights, at later layers that hear them."""
+    return tuple(
+        f"model.layers.{number}.shared_transformer." for number in config.hybrid_layers[config.num_mem_blocks :]
+    )
+
+
+def sources(place: str, config: Config) -> list[Source]:
+    """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
+    if not place.startswith(("blocks.", "layers.")):
+        return [
+            named({"norm.weight": "model.final_layernorm.weight", "lm_head.weight": place}.get(place, f"model.{place}"))
+        ]
+    kind, index, name = place.split(".", 2)
+    number, hybrid = int(index), config.hybrid_layers
+    if kind == "blocks":
+        prefix = f"model.layers.{hybrid[number]}.shared_transformer"
+        # The gates and their factors are one tensor in the files as well.
+        return [(tensor if "gate_up_proj" in name else named)(f"{prefix}.{name}")]
+    layer = f"model.layers.{number}"
+    if number not in hybrid:
+        return [named(f"{layer}.{name}")]
+    if name.startswith(("mamba.", "input_layernorm.")):
+        return [named(f"{layer}.mamba_decoder.{name}")]
+    if name.startswith("linear."):
+        return [named(f"{layer}.{name}")]
+    # Adapters are listed in the block, in the order of the layers that hear a block.
+    turn = hybrid.index(number)
+    prefix = f"model.layers.{hybrid[turn % config.num_mem_blocks]}.shared_transformer"
+
+    def adapter(projection: str, half: int) -> str:
+        return f"{prefix}.{projection}_adapter_list.{turn}.{half}.weight"
+
+    part, module, _ = name.split(".")
+    if part == "feed_forward":
+        return [tensor(adapter("feed_forward.gate_up_proj", 0 if module == "down" else 1))]
+    if module == "down":
+        return [joined([tensor(adapter(f"self_attn.linear_{x}", 0)) for x in "qkv"], axis=0)]
+    return [tensor(adapter(f"self_attn.linear_{module[0]}", 1))]
