@@ -154,6 +154,7 @@ class Attention(nnx.Module):
             out_size: Channels of the outputs; hidden_size if None.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.rotary_dim = rotary_dim
         self.rotation = make_rotation(rotary_dim, rope_theta, rope_scaling) if rotary_dim else None
         self.gated, self.norm_whole, self.scale = gated, norm_whole, scale
         sizes = ((1 + gated) * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)

@@ -112,7 +112,7 @@ class AdaptedAttention(Attention):
     def __init__(self, shared: Attention, rank: int | None, dtype: str, rngs: nnx.Rngs) -> None:
         """Makes adapters of rank `rank` with random weights; None makes none."""
         self.heads, self.kv_heads, self.head_dim = shared.heads, shared.kv_heads, shared.head_dim
-        self.rotation, self.scale = shared.rotation, shared.scale
+        self.rotary_dim, self.rotation, self.scale = shared.rotary_dim, shared.rotation, shared.scale
         self.gated, self.norm_whole, self.q_norm, self.k_norm = False, False, None, None
         self.qkv_proj, self.o_proj = shared.qkv_proj, shared.o_proj
         inputs = shared.qkv_proj.weight.shape[1]

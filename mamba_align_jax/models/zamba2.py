@@ -163,13 +163,6 @@ class Model(CausalLM):
         super().__init__(c, layers, RMSNorm(c.hidden_size, c.rms_norm_eps), rngs)
 
 
-def ignored(config: Config) -> tuple[str, ...]:
-    """Returns prefixes of tensors that are not loaded: copies of the blocks' weights, at later layers that hear them."""
-    return tuple(
-        f"model.layers.{number}.shared_transformer." for number in config.hybrid_layers[config.num_mem_blocks :]
-    )
-
-
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     if not place.startswith(("blocks.", "layers.")):

@@ -165,6 +165,37 @@ def nemotron_h():
     return config, [outer, norm("backbone.norm_f"), norm("mtp.layers.0.norm"), *layers]
 
 
+def zamba2(num_mem_blocks=1):
+    """Three layers hear a shared block, without adapters of its attention and without a rotation."""
+    config = dict(
+        model_type="zamba2", num_hidden_layers=4, layers_block_type=["hybrid", "mamba", "hybrid", "hybrid"],
+        num_attention_heads=4, intermediate_size=40, hidden_act="gelu", rms_norm_eps=1e-4, n_mamba_heads=6,
+        mamba_d_state=10, mamba_ngroups=2, mamba_expand=2, num_mem_blocks=num_mem_blocks, adapter_rank=5,
+        use_shared_attention_adapter=False, use_mem_rope=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    hybrid = [0, 2, 3]
+
+    def block(number):
+        sizes = dict(q=2 * HIDDEN, k=2 * HIDDEN, v=2 * HIDDEN)
+        attn = {f"self_attn.{name}_proj.weight": (size, 2 * HIDDEN) for name, size in sizes.items()}
+        attn["self_attn.o_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+        norms = {"input_layernorm.weight": (2 * HIDDEN,), "pre_ff_layernorm.weight": (HIDDEN,)}
+        mlp = {"gate_up_proj.weight": (80, HIDDEN), "down_proj.weight": (HIDDEN, 40)}
+        for turn in range(number, len(hybrid), num_mem_blocks):
+            mlp |= {f"gate_up_proj_adapter_list.{turn}.{half}.weight": ((5, HIDDEN), (80, 5))[half] for half in (0, 1)}
+        return under("shared_transformer", attn, norms, under("feed_forward", mlp))
+
+    def layer(n):
+        mamba = under("mamba", mamba2(6, 16, 10, 2)), norm("input_layernorm")
+        if n not in hybrid:
+            return under(f"model.layers.{n}", *mamba)
+        turn = hybrid.index(n)
+        shared = [block(turn)] if turn < num_mem_blocks else []
+        return under(f"model.layers.{n}", {"linear.weight": (HIDDEN, HIDDEN)}, under("mamba_decoder", *mamba), *shared)
+
+    return config, [*ends("final_layernorm"), *map(layer, range(4))]
+
+
 def draw(rng, name, shape):
     """A random tensor: states neither vanish nor blow up, and no norm is all ones, no bias all zeros."""
     value = rng.normal(size=shape)
@@ -178,6 +209,8 @@ def draw(rng, name, shape):
         value = value.copy()
     elif name.endswith("bias"):
         value = 0.3 * value
+    elif "adapter" in name:  # It adds to what it adapts.
+        value = value * 0.4 * shape[-1] ** -0.5
     else:
         value = value * 1.2 * shape[-1] ** -0.5
     return value.astype(np.float32)

@@ -42,6 +42,7 @@ TINY = {
     "jamba": (weights.jamba, oracles.jamba),
     "granitemoehybrid": (weights.granitemoehybrid, oracles.granitemoehybrid),
     "falcon_h1": (weights.falcon_h1, oracles.falcon_h1),
+    "zamba2": (weights.zamba2, oracles.zamba2),
     "published nemotron_h": (weights.nemotron_h, oracles.nemotron_h),
 }
 
@@ -187,6 +188,10 @@ def test_names_of_transformers_load(tmp_path):
         (weights.falcon_h1, {"mlp_bias": True}, "mlp_bias must be one of (False,), got True"),
         (weights.jamba, {"attn_layer_period": 1, "attn_layer_offset": 0}, "layer_types must have a 'mamba' layer"),
         (weights.jamba, {"layer_types": ["mamba"] * 3}, "layer_types must name 4 layers"),
+        (weights.zamba2, {"hidden_act": "silu"}, "hidden_act must be one of ('gelu',), got 'silu'"),
+        (weights.zamba2, {"use_long_context": True}, "use_long_context must be one of (False,), got True"),
+        (weights.zamba2, {"layers_block_type": ["mamba"] * 3}, "layer_types must name 4 layers"),
+        (weights.zamba2, {"num_attention_heads": 7}, "2 * hidden_size must be a multiple of num_attention_heads = 7"),
         (weights.jamba, {"sliding_window": 128}, "sliding_window must be one of (), got 128"),
         (weights.nemotron_h, {"hybrid_override_pattern": "MX"}, "layers_block_type must name layers of"),
         (weights.nemotron_h, {"hybrid_override_pattern": "*-"}, "layers_block_type must name layers of"),
@@ -205,11 +210,22 @@ def test_unsupported_configuration_is_refused(tmp_path, make, change, message):
         load_model(tmp_path)
 
 
+def test_copies_of_a_shared_block_are_refused(tmp_path):
+    """They may differ from the block: transformers shares it only if embeddings are tied."""
+    _, tensors = weights.write(tmp_path, weights.zamba2)
+    name = "shared_transformer.self_attn.q_proj.weight"
+    copy = {f"model.layers.2.{name}": tensors[f"model.layers.0.{name}"]}
+    save_file(tensors | copy, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor 'model.layers.2.{name}' has no place"):
+        load_model(tmp_path)
+
+
 def test_options_change_what_is_loaded(tmp_path):
     """Falcon-H1's mixers may have a norm, and Granite may have no experts."""
     for make, options in (
         (weights.falcon_h1, {"mamba_rms_norm": True}),
         (weights.granitemoehybrid, {"num_local_experts": 0}),
+        (weights.zamba2, {"num_mem_blocks": 2}),
     ):
         _, tensors = weights.write(tmp_path, make, **options)
         loaded = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(load_model(tmp_path), nnx.Param)))

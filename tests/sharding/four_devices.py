@@ -178,6 +178,17 @@ def test_arrays_without_elements_are_not_used(mesh, name):
     assert not any(0 in variable.aval.shape and id(variable) in used for variable in split.invars)
 
 
+@pytest.mark.parametrize(
+    "name", ["zamba2", *(pytest.param(n, marks=pytest.mark.deep) for n in ("bamba", "lfm2", "lfm2_moe"))]
+)
+def test_shared_blocks_and_short_convolutions_are_split(mesh, name):
+    tokens = np.load(DATA / name / "reference.npz")["tokens"][0].tolist()
+    config = EngineConfig(max_num_seqs=2, max_model_len=96, num_state_blocks=16, num_kv_pages=16)
+    engine = Engine(load_model(DATA / name), config, mesh=Mesh(mesh.devices[:2], (AXIS,)))
+    (output,) = engine.generate(tokens[:37], SamplingParams(max_tokens=32, ignore_eos=True))
+    assert list(output.token_ids) == tokens[37:]
+
+
 def test_draft_head_is_placed_as_the_layers_are(model, mesh):
     placed, _ = shard_model(model, mesh)
     lies = lambda module: jax.tree.map(lambda x: x.sharding.spec, nnx.state(module))
