@@ -76,8 +76,10 @@ def make_rotation(dim: int, theta: float, scaling: Mapping[str, Any] | None = No
             them, with one of `ROPE_TYPES`. None is "default".
 
     Raises:
-        ValueError: "longrope" has not one factor for each pair of dims.
+        ValueError: "longrope" has not one factor for each pair of dims, the dims are odd, or "yarn" has no wavelengths.
     """
+    if dim % 2:
+        raise ValueError(f"config.json: the number of dims that are rotated must be even, got {dim}")
     plain, scale = theta ** (-np.arange(dim // 2) / (dim // 2)), 1.0
     scaling = scaling or {}
     kind, factor = scaling.get("rope_type", "default"), scaling.get("factor", 1.0)
@@ -91,6 +93,8 @@ def make_rotation(dim: int, theta: float, scaling: Mapping[str, Any] | None = No
             raise ValueError(f"config.json: short_factor must have {len(plain)} factors, got {len(factors)}")
         plain, scale = plain / np.asarray(factors), scaling["attention_factor"]
     elif kind == "yarn":
+        if theta <= 1:
+            raise ValueError(f"config.json: rope_theta must be above 1 for rope_type 'yarn', got {theta}")
         share = _yarn_share(dim, theta, scaling)
         plain, scale = plain / factor * share + plain * (1 - share), scaling["attention_factor"]
     return Rotation(tuple(plain.astype(np.float32).tolist()), float(scale))

@@ -59,7 +59,7 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
     Args:
         config: The fields of config.json.
         scaled: Whether the architecture supports rotations that are stretched. If so, the result has `rope_scaling`,
-            which is what `make_rotation` takes, and the largest position that it allows.
+            which is what `make_rotation` takes, and `max_position_embeddings` if the rotation changes it.
         **defaults: The default of each field.
 
     Raises:
@@ -87,16 +87,18 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
         raise ValueError(f"config.json: a rotation of rope_type {kind!r} must have {missing!r}")
     if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    if min(given.get("short_factor") or [1]) <= 0:
+        raise ValueError(f"config.json: short_factor must be positive numbers, got {given['short_factor']}")
     given["rope_type"] = kind
     if kind in ("longrope", "yarn"):
         given.setdefault("attention_factor", attention_factor(given))
     if kind == "longrope":
         # Longer sequences have other factors, from their first token on. Cached keys have one rotation.
-        longest = min(longest, given["original_max_position_embeddings"])
+        fields["max_position_embeddings"] = min(longest, given["original_max_position_embeddings"])
     elif kind == "yarn":
-        longest = max(longest, int(given["factor"] * given["original_max_position_embeddings"]))
-    is_plain = kind in ("default", "mrope", "dynamic")
-    return fields | {"rope_scaling": None if is_plain else given, "max_position_embeddings": longest}
+        reach = int(given["factor"] * given["original_max_position_embeddings"])
+        fields["max_position_embeddings"] = max(longest, reach)
+    return fields | {"rope_scaling": None if kind in ("default", "mrope", "dynamic") else given}
 
 
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:

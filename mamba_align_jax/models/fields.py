@@ -41,6 +41,7 @@ _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
         "num_experts_per_tok": int,
         "num_heads": int,
         "num_local_experts": int,
+        "original_max_position_embeddings": int,
         "partial_rotary_factor": float,
         "rope_parameters": dict,
         "rope_scaling": dict,

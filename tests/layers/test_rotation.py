@@ -82,6 +82,9 @@ def test_plain_rotation_turns_pairs_by_powers_of_theta():
         (SCALINGS["llama3"] | {"low_freq_factor": 4.0}, "low_freq_factor must be below high_freq_factor"),
         (SCALINGS["longrope"] | {"short_factor": [1.0]}, "short_factor must have 8 factors, got 1"),
         (SCALINGS["longrope"] | {"short_factor": "1"}, "short_factor must be a list of finite numbers, got"),
+        (SCALINGS["longrope"] | {"short_factor": [0.0] * 8}, "short_factor must be positive numbers, got [0.0,"),
+        (SCALINGS["longrope"] | {"short_factor": []}, "short_factor must have 8 factors, got 0"),
+        (SCALINGS["yarn"] | {"rope_theta": 1}, "rope_theta must be above 1 for rope_type 'yarn', got 1"),
         (SCALINGS["yarn"] | {"factor": 0}, "factor must be above 0, got 0"),
         (SCALINGS["yarn"] | {"factor": "4"}, "factor must be a finite number, got"),
         (SCALINGS["yarn"] | {"truncate": 1}, "truncate must be true or false, got 1"),
@@ -96,3 +99,8 @@ def test_rotation_that_is_not_supported_is_refused(tmp_path, rope, message):
     directory.write_config(rope_scaling=rope)
     with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")):
         load_model(tmp_path)
+
+
+def test_odd_number_of_rotated_dims_is_refused():
+    with pytest.raises(ValueError, match="the number of dims that are rotated must be even, got 7"):
+        make_rotation(7, 100.0)
