@@ -36,7 +36,7 @@ MODULES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
             "mamba_align_jax.metadata.step_inputs",
             "mamba_align_jax.metadata.layer_step",
         ),
-        "mamba_align_jax.models.checkpoint": ("mamba_align_jax.models.weights",),
+        "mamba_align_jax.models.checkpoint": ("mamba_align_jax.models.weights", "mamba_align_jax.models.sources"),
         "mamba_align_jax.engine.demo": ("mamba_align_jax.demo",),
         "mamba_align_jax.engine.device_drafting": (
             "mamba_align_jax.engine.drafting.prompt_lookup_device",

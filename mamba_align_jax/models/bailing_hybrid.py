@@ -7,7 +7,7 @@ from mamba_align_jax.models import kimi_linear
 from mamba_align_jax.models.config import require, rotation
 from mamba_align_jax.models.kimi_linear import FULL, LINEAR, renamed, transformers_sources
 from mamba_align_jax.models.kimi_linear import Model as Model
-from mamba_align_jax.models.weights import Source
+from mamba_align_jax.models.sources import Source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, named
+from mamba_align_jax.models.sources import Source, named
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # The share of a head's dims that is rotated. Configurations do not name it.

@@ -15,7 +15,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require, rotation
-from mamba_align_jax.models.weights import Source, named
+from mamba_align_jax.models.sources import Source, named
 
 
 @dataclass(frozen=True, kw_only=True)

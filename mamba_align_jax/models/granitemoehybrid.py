@@ -18,7 +18,7 @@ from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, named, tensor
+from mamba_align_jax.models.sources import Source, named, tensor
 from pallas_kernels import Implementation, choose_experts
 
 MAMBA, ATTENTION = "mamba", "attention"

@@ -22,7 +22,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.weights import Source, experts, named
+from mamba_align_jax.models.sources import Source, experts, named
 from pallas_kernels import Implementation, choose_experts
 
 MAMBA, ATTENTION = "mamba", "attention"

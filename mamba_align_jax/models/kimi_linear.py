@@ -20,7 +20,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.weights import Source, experts, joined, mapped, named, taps, tensor
+from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"

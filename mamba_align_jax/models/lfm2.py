@@ -22,7 +22,7 @@ from mamba_align_jax.layers.short_conv import ShortConv
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, experts, joined, named, taps, tensor
+from mamba_align_jax.models.sources import Source, experts, joined, named, taps, tensor
 from pallas_kernels import Implementation
 
 CONV, FULL = "conv", "full_attention"

@@ -18,7 +18,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, require
-from mamba_align_jax.models.weights import Source, named
+from mamba_align_jax.models.sources import Source, named
 
 # Prefixes of tensors: in published files, and in those of transformers' current modules.
 PREFIXES = ("backbone", "model")

@@ -19,7 +19,7 @@ from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import mamba
 from mamba_align_jax.models.config import ModelConfig, require
-from mamba_align_jax.models.weights import Source, experts
+from mamba_align_jax.models.sources import Source, experts
 from mamba_align_jax.sharding import Part
 from pallas_kernels import Implementation
 

@@ -15,7 +15,7 @@ from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, joined, named, taps, tensor
+from mamba_align_jax.models.sources import Source, joined, named, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # Epsilon of the delta nets' output norm. It does not depend on rms_norm_eps.

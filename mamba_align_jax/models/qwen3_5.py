@@ -17,7 +17,7 @@ from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.mtp import MTPHead
-from mamba_align_jax.models.weights import Source, experts, joined, named, tensor
+from mamba_align_jax.models.sources import Source, experts, joined, named, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.models.qwen3_5 import Model as Model
-from mamba_align_jax.models.weights import Source, joined, mapped, tensor
+from mamba_align_jax.models.sources import Source, joined, mapped, tensor
 
 
 @dataclass(frozen=True, kw_only=True)

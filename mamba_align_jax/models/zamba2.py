@@ -21,7 +21,7 @@ from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, Sh
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.weights import Source, joined, named, tensor
+from mamba_align_jax.models.sources import Source, joined, named, tensor
 
 MAMBA, HYBRID = "mamba", "hybrid"
 # Epsilon of Mamba-2's output norm. It does not depend on rms_norm_eps.

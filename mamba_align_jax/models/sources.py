@@ -1,0 +1,140 @@
+"""How parameters are made from the tensors of a model directory: a `Source` for each way to make one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mamba_align_jax.layers.moe import shared_experts
+
+
+@dataclass(frozen=True)
+class Source:
+    """One way to make a parameter from the tensors of a model directory.
+
+    Attributes:
+        names: Names of the tensors. Several parameters may be made from the same tensor.
+        make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time.
+        split: Makes the tensors from the parameter and the sizes of its parts along the first axis, if no other parameter is
+            made from them; else None.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[[Iterator[np.ndarray]], np.ndarray] = next
+    split: Callable[[np.ndarray, Sequence[int]], list[np.ndarray]] | None = None
+
+
+# Products of the same inputs that a model computes as one, by the name of the joined one: see `Linear`.
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvzba": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
+
+
+def tensor(name: str) -> Source:
+    """Takes a tensor as it is."""
+    return Source((name,), next, lambda array, _: [array])
+
+
+def product(name: str) -> Source:
+    """Transposes the weight of a dense product, which files hold as [out, in]."""
+    return Source((name,), lambda parts: next(parts).T, lambda array, _: [array.T])
+
+
+def taps(name: str) -> Source:
+    """Takes a convolution's taps, which files hold as [channels, 1, width], to [width, channels]."""
+    return Source((name,), lambda parts: next(parts)[:, 0].T, lambda array, _: [array.T[:, None]])
+
+
+def joined(sources: Sequence[Source], axis: int = -1) -> Source:
+    """Concatenates parameters along an axis."""
+    names = tuple(name for source in sources for name in source.names)
+    return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=axis))
+
+
+def parts(names: Sequence[str]) -> Source:
+    """Concatenates tensors along the first axis: the parts of a `Linear`."""
+    both = joined([tensor(name) for name in names], axis=0)
+    return Source(both.names, both.make, lambda array, sizes: np.split(array, np.cumsum(sizes)[:-1]))
+
+
+def stacked(sources: Sequence[Source]) -> Source:
+    """Stacks parameters of one shape along a new first axis."""
+    names = tuple(name for source in sources for name in source.names)
+
+    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
+        first = sources[0].make(parts)
+        out = np.empty((len(sources), *first.shape), first.dtype)
+        out[0] = first
+        for place, source in enumerate(sources[1:], 1):
+            out[place] = source.make(parts)
+        return out
+
+    return Source(names, make)
+
+
+def mapped(source: Source, function: Callable[[np.ndarray], np.ndarray]) -> Source:
+    """Applies `function` to a parameter."""
+    return Source(source.names, lambda parts: function(source.make(parts)))
+
+
+def named(place: str) -> Source:
+    """Takes the tensors whose name is the parameter's place, with `weight` for `embedding`, or its parts' places."""
+    if place.endswith(".embedding"):
+        return tensor(place.removesuffix("embedding") + "weight")
+    *path, module, leaf = place.split(".")
+    if module in _JOINED:
+        return parts([".".join([*path, part, leaf]) for part in _JOINED[module]])
+    return taps(place) if place.endswith("conv1d.weight") else tensor(place)
+
+
+def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool) -> Source:
+    """Appends a shared expert to the experts that `routed` makes, cut into experts of their size.
+
+    Args:
+        routed: Makes `up` or `down` of the experts that are not shared.
+        names: The tensors of the shared expert's products: those that `up` joins, or that of `down`.
+        is_up: Whether it is `up`.
+    """
+
+    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
+        own = routed.make(parts)
+        size = own.shape[1] // len(names) if is_up else own.shape[2]
+        joined = []
+        for _ in names:
+            tensor = next(parts) if is_up else next(parts).T  # [channels, hidden]
+            pieces = np.zeros((shared_experts(len(tensor), size), size, tensor.shape[1]), own.dtype)
+            pieces.reshape(-1, tensor.shape[1])[: len(tensor)] = tensor
+            joined.append(pieces)
+        shared = np.concatenate(joined, axis=1)
+        return np.concatenate([own, shared if is_up else shared.swapaxes(1, 2)])
+
+    return Source((*routed.names, *names), make)
+
+
+def experts(
+    place: str,
+    number: int,
+    up: Sequence[str] = ("gate_proj", "up_proj"),
+    down: Sequence[str] = ("down_proj",),
+    shared: str | None = None,
+) -> list[Source]:
+    """Lists the ways to make `up` or `down` of `layers.moe.Experts`: from tensors per expert, or from one tensor.
+
+    Args:
+        place: The parameter's place, "...experts.up" or "...experts.down".
+        number: Number of experts.
+        up: Names of an expert's products that `up` joins.
+        down: Names of an expert's products that `down` joins.
+        shared: Name of a shared expert beside "experts", which is appended: see `layers.moe.shared_experts`. None if there
+            is none.
+    """
+    prefix, leaf = place.rsplit(".", 1)
+    names = up if leaf == "up" else down
+    fused = tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj")
+    each = [joined([tensor(f"{prefix}.{expert}.{name}.weight") for name in names], axis=0) for expert in range(number)]
+    if shared is None:
+        return [stacked(each), fused]
+    beside = tuple(f"{prefix.removesuffix('experts')}{shared}.{name}.weight" for name in names)
+    return [_with_shared(way, beside, leaf == "up") for way in (stacked(each), fused)]
