@@ -76,7 +76,8 @@ def make_rotation(dim: int, theta: float, scaling: Mapping[str, Any] | None = No
             them, with one of `ROPE_TYPES`. None is "default".
 
     Raises:
-        ValueError: "longrope" has not one factor for each pair of dims, the dims are odd, or "yarn" has no wavelengths.
+        ValueError: "longrope" has not one factor for each pair of dims, the dims are odd, or frequencies are not
+            finite.
     """
     if dim % 2:
         raise ValueError(f"config.json: the number of dims that are rotated must be even, got {dim}")
@@ -97,6 +98,8 @@ def make_rotation(dim: int, theta: float, scaling: Mapping[str, Any] | None = No
             raise ValueError(f"config.json: rope_theta must be above 1 for rope_type 'yarn', got {theta}")
         share = _yarn_share(dim, theta, scaling)
         plain, scale = plain / factor * share + plain * (1 - share), scaling["attention_factor"]
+    if not (np.abs(plain) < np.finfo(np.float32).max).all():
+        raise ValueError(f"config.json: rope_theta and factor must give finite frequencies, got {theta} and {factor}")
     return Rotation(tuple(plain.astype(np.float32).tolist()), float(scale))
 
 

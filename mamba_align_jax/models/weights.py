@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,7 +168,19 @@ class _Plan:
     tensors: Mapping[str, Tensor]
 
 
+def _check_layers(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that the files have as many layers as the configuration, because making far too many takes minutes."""
+    found = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in tensors if not name.startswith(_HEAD_PREFIX)]
+    layers = 1 + max((int(match[1]) for match in found if match), default=-1)
+    if config.num_hidden_layers > layers:
+        raise ValueError(
+            f"config.json: num_hidden_layers must be at most the number of layers in the files, {layers}, got "
+            f"{config.num_hidden_layers}"
+        )
+
+
 def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: dict[str, Tensor]) -> _Plan:
+    _check_layers(config, tensors)
     model = nnx.eval_shape(lambda: architecture.Model(config, nnx.Rngs(0)))
     sizes = _sizes(model)
     graph, state = nnx.split(model)

@@ -85,6 +85,10 @@ def test_plain_rotation_turns_pairs_by_powers_of_theta():
         (SCALINGS["longrope"] | {"short_factor": [0.0] * 8}, "short_factor must be positive numbers, got [0.0,"),
         (SCALINGS["longrope"] | {"short_factor": []}, "short_factor must have 8 factors, got 0"),
         (SCALINGS["yarn"] | {"rope_theta": 1}, "rope_theta must be above 1 for rope_type 'yarn', got 1"),
+        (
+            {"rope_type": "linear", "factor": 1e-300},
+            "rope_theta and factor must give finite frequencies, got 10000.0 and",
+        ),
         (SCALINGS["yarn"] | {"factor": 0}, "factor must be above 0, got 0"),
         (SCALINGS["yarn"] | {"factor": "4"}, "factor must be a finite number, got"),
         (SCALINGS["yarn"] | {"truncate": 1}, "truncate must be true or false, got 1"),

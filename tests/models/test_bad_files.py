@@ -227,10 +227,19 @@ def test_configuration_that_is_taken_makes_a_model_or_names_a_tensor(name, tmp_p
         weights.write(tmp_path, FAMILIES[name])
     else:
         ModelDirectory(FAMILIES[name].parent, tmp_path)
-    for field, value in itertools.product(config, VALUES):
-        (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
-        said = refusal(outline_model, tmp_path)
-        assert said is None or re.match(r"config\.json|tensor", said), (field, value)
+    make, tried = ARCHITECTURES[config["model_type"]].Config.from_dict, set()
+    for field, value in itertools.product(config, (0, 3, 7, 4096, 1e-300, [1, 2], True)):
+        changed = config | {field: value}
+        if refusal(make, changed) is None and make(changed) not in tried:
+            tried.add(make(changed))
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            said = refusal(outline_model, tmp_path)
+            assert said is None or re.match(r"config\.json|tensor", said), (field, value)
+
+
+def test_more_layers_than_the_files_have_are_refused(directory, capsys):
+    directory.write_config(num_hidden_layers=4000)
+    refused(directory.path, "num_hidden_layers must be at most the number of layers in the files, 3, got 4000", capsys)
 
 
 def test_buffer_of_the_rotation_is_ignored(directory):
