@@ -379,7 +379,8 @@ def test_precision_sees_only_rounding_and_names_ops_without_a_kernel(tmp_path, m
     squares = [row[f"{part}_rms_error"] ** 2 for part in ("prefill", "decode")]
     assert min(squares) < row["rms_error"] ** 2 < max(squares)
     assert row["ops_float32"] == [
-        "causal_conv1d.prefill", "causal_conv1d.update", "selective_state_update.update", "ssd.prefill",
+        "causal_conv1d.prefill", "causal_conv1d.update", "rms_norm.add_rms_norm", "selective_state_update.update",
+        "ssd.prefill",
     ]  # fmt: skip
     # Four tiles of 64 x 256 float32 do not fit in a GPU's shared memory.
     assert (row["xla_ops_float32"], row["xla_ops_bfloat16"]) == (["ssd.prefill"], [])

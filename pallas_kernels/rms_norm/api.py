@@ -66,11 +66,11 @@ def add_rms_norm(
     if x.size == 0:
         return x, x.astype(dtype)
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)
-    return _run((x, addend, weight), tuple(options.items()), implementation, config, interpret)
+    return _add_rms_norm((x, addend, weight), tuple(options.items()), implementation, config, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "implementation", "config", "interpret"))
-def _run(operands, options, implementation, config, interpret):
+def _add_rms_norm(operands, options, implementation, config, interpret):
     return dispatch(
         "add_rms_norm",
         implementation,

@@ -67,7 +67,7 @@ def test_training_the_draft_head_does_not_change_the_model(script, capsys, monke
         trained = script.train_head(corpus, model, options)
     assert trained.config.mtp_num_hidden_layers == 1
     new, kept = nnx.split_state(nnx.state(trained, nnx.Param), nnx.PathContains("mtp"), ...)
-    assert len(jax.tree.leaves(new)) == 15
+    assert len(jax.tree.leaves(new)) == 12
     jax.tree.map(np.testing.assert_array_equal, kept, script.served(nnx.state(model, nnx.Param)))
     assert "heldout: drafts 1 to 1 are the model's own choice" in capsys.readouterr().out
 
