@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "pallas_kernels": (),
     "mamba_align_jax._deprecated": (),
     "mamba_align_jax": ("mamba_align_jax._deprecated",),
+    "mamba_align_jax._values": (),
     "mamba_align_jax.errors": ("pallas_kernels",),
     "mamba_align_jax.data": (),
     "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._deprecated"),
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     ),
     "mamba_align_jax.engine": (
         "pallas_kernels",
+        "mamba_align_jax._values",
         "mamba_align_jax.errors",
         "mamba_align_jax.align",
         "mamba_align_jax.kv",
@@ -179,7 +181,7 @@ def test_a_file_is_short_or_says_why_not(module):
 
 def test_a_forbidden_import_is_seen():
     """The table is read: with one arrow less, the tests above would fail."""
-    reached = {room_of(name) for name, _ in imports_of("mamba_align_jax.engine.engine")}
+    reached = {room_of(name) for name, _ in imports_of("mamba_align_jax.engine.core")}
     assert "mamba_align_jax.cache" in reached
     assert "mamba_align_jax.engine" not in {
         room_of(name)

@@ -4,6 +4,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
+def ensure(condition: bool, message: str) -> None:
+    """Raises AssertionError unless `condition` is true, also where Python leaves out `assert`."""
+    if not condition:
+        raise AssertionError(message)
+
+
 class BlockPool:
     """Keeps reference counts of the block ids 1 to num_blocks - 1. Id 0 is NULL_BLOCK and is never handed out.
 
@@ -169,16 +175,16 @@ class BlockPool:
             holders: The number of holders that each block should have, or None to skip that comparison.
         """
         places = [*self._free, *self._holders, *self._cached]
-        assert sorted(places) == list(range(1, self.num_blocks)), "blocks lost or in two places"
-        assert all(count > 0 for count in self._holders.values()), "a held block has no holder"
-        assert holders is None or dict(holders) == self._holders, "holders and reference counts disagree"
-        assert {b: k for k, b in self._block_of.items()} == self._key_of, "keys and blocks disagree"
-        assert all(block in self._key_of for block in self._cached), "a cached block has no key"
+        ensure(sorted(places) == list(range(1, self.num_blocks)), "blocks lost or in two places")
+        ensure(all(count > 0 for count in self._holders.values()), "a held block has no holder")
+        ensure(holders is None or dict(holders) == self._holders, "holders and reference counts disagree")
+        ensure({b: k for k, b in self._block_of.items()} == self._key_of, "keys and blocks disagree")
+        ensure(all(block in self._key_of for block in self._cached), "a cached block has no key")
         spares = {block: key for key, blocks in self._spares.items() for block in blocks}
-        assert spares == self._spare_key, "spares and keys disagree"
-        assert all(block in self._holders and block not in self._key_of for block in spares), "a spare is not held"
-        assert self._spares.keys() <= self._block_of.keys(), "a spare has no first block"
-        assert not self._evicted.keys() & self._block_of.keys(), "an evicted key can be found"
+        ensure(spares == self._spare_key, "spares and keys disagree")
+        ensure(all(block in self._holders and block not in self._key_of for block in spares), "a spare is not held")
+        ensure(self._spares.keys() <= self._block_of.keys(), "a spare has no first block")
+        ensure(not self._evicted.keys() & self._block_of.keys(), "an evicted key can be found")
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

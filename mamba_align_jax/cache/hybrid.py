@@ -1,10 +1,11 @@
 """A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import last_boundary
+from mamba_align_jax.cache.block_pool import ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
@@ -256,11 +257,27 @@ class HybridCache:
         self.kv.reset()
         self._changed()
 
+    def vacate(self, staying: Container[Hashable]) -> None:
+        """Releases all blocks and pages that requests hold, wherever an earlier call was cut off. What is cached stays.
+
+        Args:
+            staying: The requests that may return. All others are forgotten.
+
+        Raises:
+            AssertionError: The cache doesn't account for every block, because a call was cut off in the middle of a
+                change. It can't be used again.
+        """
+        self.states.vacate(staying)
+        self.kv.vacate()
+        self.check()
+        if self.states.pool.num_held or self.kv.pool.num_held:
+            raise AssertionError("blocks are held, but no request is present")
+
     def check(self) -> None:
         """Raises AssertionError unless both pools account for every block and each cached state has its last page."""
         self.states.check()
         self.kv.check()
-        assert self.states.pool.keys <= self.kv.pool.keys, "a cached state has no pages"
+        ensure(self.states.pool.keys <= self.kv.pool.keys, "a cached state has no pages")
 
     def _changed(self) -> None:
         if self._check:

@@ -105,6 +105,11 @@ class KVPageManager:
         if record is not None:
             self.pool.release(record.pages[::-1])
 
+    def vacate(self) -> None:
+        """Frees every present request."""
+        for request in list(self._requests):
+            self.free(request)
+
     def reset(self) -> None:
         """Makes every page unfindable. Present requests keep their pages but never publish any again."""
         self.pool.reset()

@@ -1,12 +1,12 @@
 """Assigns state blocks to the columns of each request. This is the host's side of the contract in design section 5."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
-from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.block_pool import BlockPool, ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 
@@ -297,6 +297,13 @@ class StateBlockManager:
         if key is not None and request in self._rolling.get(key, ()):
             del self._rolling[key]
 
+    def vacate(self, staying: Container[Hashable]) -> None:
+        """Frees every present request, and forgets those that are not in `staying`."""
+        for request in list(self._requests):
+            self.free(request)
+        for request in [request for request in self._left if request not in staying]:
+            self.forget(request)
+
     def columns(self, request: Hashable) -> dict[int, int]:
         """Returns the blocks that a request holds, by column."""
         return dict(self._requests[request].columns)
@@ -310,9 +317,10 @@ class StateBlockManager:
     def check(self) -> None:
         """Raises AssertionError unless the pool accounts for every block and its holders are the present requests."""
         self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
-        assert self._rolling.keys() <= self.pool.keys, "a rolling boundary is not published"
-        names = self._requests.keys() | self._left.keys()
-        assert names >= set().union(*self._rolling.values()), "a boundary is kept for a request that was forgotten"
+        ensure(self._rolling.keys() <= self.pool.keys, "a rolling boundary is not published")
+        rolling = self._left | {request: record.rolling for request, record in self._requests.items()}
+        kept = [(request, key) for key, requests in self._rolling.items() for request in requests]
+        ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")
 
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
         return {} if hit is None or request in self._requests else dict(hit.blocks)

@@ -1,11 +1,12 @@
 """What a caller chooses: the sizes and modes of an engine, and how a request is sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.policy import POLICIES
 
@@ -15,11 +16,6 @@ STATE_DTYPES = ("float32", "bfloat16", "float16")
 _OLD_SPECULATIONS: Mapping[str, str] = MappingProxyType({"ngram": "prompt_lookup"})
 
 __getattr__ = renamed_names(__name__, {"MODES": "mamba_align_jax.engine.config:PREFIX_CACHE_MODES"})
-
-
-def _require(condition: bool, name: str, wanted: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {wanted}, got {got!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +48,9 @@ class EngineConfig:
         max_prefill_rows: Number of prompts that may have tokens in one step. Many short prompts start sooner with more
             of them; a step with prompts takes a little longer for each.
         max_waiting: Number of requests that may wait to run for the first time; None is no limit.
+        overtaking_limit: Number of later requests that may run before a waiting request, for each level of priority by
+            which they are ahead of it; None lets every request of a lower priority number run first, however long others
+            wait.
         state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
@@ -74,45 +73,46 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_prefill_rows: int = 4
     max_waiting: int | None = None
+    overtaking_limit: int | None = None
     state_dtype: str = "float32"
     checked: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "speculation", renamed_value("speculation", self.speculation, _OLD_SPECULATIONS))
+        if isinstance(self.speculation, str):
+            object.__setattr__(self, "speculation", renamed_value("speculation", self.speculation, _OLD_SPECULATIONS))
         # "all" is a mode of `AlignConfig`, but the scheduler and `StateBlockManager` don't drive it.
-        modes = f"one of {PREFIX_CACHE_MODES} ('all' is not available in the engine yet)"
-        _require(self.prefix_cache in PREFIX_CACHE_MODES, "prefix_cache", modes, self.prefix_cache)
-        _require(self.policy in POLICIES, "policy", f"one of {tuple(POLICIES)}", self.policy)
+        self._check(values.choice, "prefix_cache", PREFIX_CACHE_MODES, " ('all' is not available in the engine yet)")
+        self._check(values.choice, "policy", POLICIES)
+        self._check(values.choice, "speculation", SPECULATIONS)
+        self._check(values.choice, "state_dtype", STATE_DTYPES)
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "max_waiting"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, "None or at least 1", value)
-        _require(0 < self.memory_fraction <= 1, "memory_fraction", "in (0, 1]", self.memory_fraction)
-        _require(self.state_dtype in STATE_DTYPES, "state_dtype", f"one of {STATE_DTYPES}", self.state_dtype)
-        self._check_speculation()
+            self._check(values.integer, name, 1)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            self._check(values.integer, name, 1)
+        for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "checkpoint_interval"):
+            self._check(values.optional_integer, name, 1)
+        for name in ("max_waiting", "overtaking_limit"):
+            self._check(values.optional_integer, name, 1)
+        self._check(values.integer, "num_speculative_tokens", 0)
+        self._check(values.number, "memory_fraction", values.FLOAT32_MIN, 1, "in (0, 1]")
+        self._check(values.flag, "async_stepping")
+        self._check(values.flag, "checked")
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        values.require(longest >= shortest, "prompt_lookup_max", f"at least prompt_lookup_min = {shortest}", longest)
         self._check_blocks()
 
-    def _check_speculation(self) -> None:
-        K = self.num_speculative_tokens
-        _require(K >= 0, "num_speculative_tokens", "at least 0", K)
-        _require(self.speculation in SPECULATIONS, "speculation", f"one of {SPECULATIONS}", self.speculation)
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        _require(shortest >= 1, "prompt_lookup_min", "at least 1", shortest)
-        _require(longest >= shortest, "prompt_lookup_max", f"at least prompt_lookup_min = {shortest}", longest)
+    def _check(self, check: Callable[..., Any], name: str, *limits: Any) -> None:
+        """Checks a field, and replaces it by the plain value that the check returns."""
+        object.__setattr__(self, name, check(name, getattr(self, name), *limits))
 
     def _check_blocks(self) -> None:
         size, page, interval = self.block_size, self.kv_page_size, self.checkpoint_interval
         if self.prefix_cache != "none":
             window = self.num_speculative_tokens + 1
-            _require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
-            _require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
-        _require(
-            interval is None or (interval >= 1 and interval % size == 0),
-            "checkpoint_interval",
-            f"None or a multiple of block_size = {size}",
-            interval,
-        )
+            values.require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
+            values.require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
+        is_multiple = interval is None or interval % size == 0
+        values.require(is_multiple, "checkpoint_interval", f"None or a multiple of block_size = {size}", interval)
 
     @property
     def drafts_with_head(self) -> bool:
@@ -166,16 +166,22 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "checkpoint_at", tuple(self.checkpoint_at))
-        _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
-        _require(self.top_k >= 0, "top_k", "at least 0", self.top_k)
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
-        _require(min(self.checkpoint_at, default=0) >= 0, "checkpoint_at", "offsets of at least 0", self.checkpoint_at)
-        own = self.num_speculative_tokens
-        _require(own is None or own >= 0, "num_speculative_tokens", "None or at least 0", own)
+        checked = dict(
+            max_tokens=values.integer("max_tokens", self.max_tokens, 1),
+            temperature=values.number("temperature", self.temperature, 0, values.FLOAT32_MAX, "finite and at least 0"),
+            top_k=values.integer("top_k", self.top_k, 0),
+            # A smaller number would be 0 on the device.
+            top_p=values.number("top_p", self.top_p, values.FLOAT32_MIN, 1, "in [2**-126, 1]"),
+            seed=values.integer("seed", self.seed, 0),
+            stop_token_ids=values.integers("stop_token_ids", self.stop_token_ids, ordered=False),
+            ignore_eos=values.flag("ignore_eos", self.ignore_eos),
+            cache_salt=values.text("cache_salt", self.cache_salt),
+            checkpoint_at=values.integers("checkpoint_at", self.checkpoint_at, ordered=False),
+            num_speculative_tokens=values.optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0),
+            priority=values.integer("priority", self.priority, maximum=None),
+        )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> Self:

@@ -2,42 +2,36 @@
 
 import contextlib
 import itertools
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
-from mamba_align_jax.cache.hybrid import HybridCache
-from mamba_align_jax.cache.kv_pages import KVPageManager
-from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.admission import check_request
-from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.drafting.choose import choose_drafter
+from mamba_align_jax.engine.core import EngineCore
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.request import Request, RequestOutput
-from mamba_align_jax.engine.results import count_row, is_first_admission, tokens_up_to_end
-from mamba_align_jax.engine.runner import Dispatched, RowResult, StepRunner
-from mamba_align_jax.engine.scheduler import Row, Scheduler
-from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
-from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.request import RequestOutput
 from mamba_align_jax.engine.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids, with_text
-from mamba_align_jax.engine.trace import TracedStep, traced_row, write_trace
-from mamba_align_jax.errors import OutOfBlocksError
+from mamba_align_jax.engine.trace import write_trace
 from mamba_align_jax.models import load_model
-from mamba_align_jax.models.tensor_parallel import shard_model, share
-
-_LOG = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(EngineCore):
     """Continuous batching over one model, on one device or on several, with a prefix cache over states and keys.
+
+    Every method may be called from any thread. One call at a time changes the engine, and the others wait for it, at
+    most for one step or for the compilation of a program. A function that the engine calls, as a drafter, must not call
+    it: that raises a RuntimeError.
+
+    An exception ends only the requests on whose account it was raised. An interrupt, as a KeyboardInterrupt, ends none:
+    those that ran are queued again. [Errors](errors.md) says what happens in which case.
 
     Attributes:
         config: The engine's configuration.
@@ -73,67 +67,13 @@ class Engine:
 
         Raises:
             ValueError: A pool is too small for one request, `max_model_len` exceeds the model's limit, the model lacks
-                the draft head that `config` asks for or can't be split, or `drafter` runs on the host where drafts are
-                made on the device.
+                the draft head that `config` asks for or can't be split, `config` is of another type, or `drafter` runs on
+                the host where drafts are made on the device.
         """
-        config = config or EngineConfig()
-        self.config, self.model_config, self.tokenizer = config, model.config, tokenizer
-        layout, devices, own = None, (), model
-        if mesh is not None:
-            model, layout = shard_model(model, mesh)
-            devices, own = mesh.local_devices, share(model)
-        self.spec = align_config(config, own)
-        self._watch = None
-        if config.prefix_cache == "align":
-            warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
-            self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
-        self._drafters = choose_drafter(config, model, drafter)
-        self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
-        self._counters = Counters.for_drafts(config.num_speculative_tokens)
-        self._make_cache()
-        self.runner = StepRunner(
-            model,
-            self.spec,
-            self.sizes,
-            config.kv_page_size,
-            config.max_prefill_rows,
-            config.max_num_batched_tokens,
-            drafter=self._drafters.device,
-            layout=layout,
-        )
-        self.unread_steps: deque[Dispatched] = deque()
-        self._requests: dict[int, Request] = {}
-        self._ids = itertools.count()
-        # Outputs that `step` has not returned yet.
-        self._outputs: list[RequestOutput] = []
-        self._trace: Callable[[TracedStep], None] | None = None
-
-    def _make_cache(self) -> None:
-        """Makes an empty cache, and a scheduler over it. Both report into the engine's counters."""
-        config, counters = self.config, self._counters
-        self.cache = HybridCache(
-            StateBlockManager(
-                self.sizes.state_blocks,
-                config.block_size,
-                config.num_speculative_tokens,
-                mode=config.prefix_cache,
-                steps_in_flight=config.steps_in_flight,
-                on_eviction=counters.evict_state_block,
-            ),
-            KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
-            checkpoint_interval=config.checkpoint_interval,
-            check=config.checked,
-        )
-        self.scheduler = Scheduler(
-            self.cache,
-            config.max_num_seqs,
-            config.max_prefill_rows,
-            config.max_num_batched_tokens,
-            self._drafters.host,
-            config.num_speculative_tokens,
-            config.max_waiting,
-            counters=counters,
-        )
+        config = EngineConfig() if config is None else config
+        values.require(isinstance(config, EngineConfig), "config", "EngineConfig or None", config)
+        super().__init__(model, config, drafter, mesh)
+        self.tokenizer = tokenizer
 
     @classmethod
     @renamed_keywords(advance="progress")
@@ -182,11 +122,18 @@ class Engine:
         """
         begin = time.perf_counter()
         buckets = [bucket for bucket in self.runner.buckets if draws or not bucket.draws]
-        for _ in self.runner.compile(buckets):
+        programs = self.runner.compile(buckets)
+        # The generator itself stands for its end.
+        while self._alone(next, programs, programs) is not programs:
             progress()
         for bucket in buckets:
-            self.runner.warm(bucket)
+            self._alone(self._warm, bucket)
         return time.perf_counter() - begin
+
+    def _warm(self, bucket: Bucket) -> None:
+        self._is_torn = True
+        self.runner.warm(bucket)
+        self._is_torn = False
 
     @property
     def num_programs(self) -> int:
@@ -194,16 +141,21 @@ class Engine:
         return len(self.runner.buckets)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
-        """Queues a request and returns its id.
+        """Queues a request and returns its id. If anything is raised, the request is not queued.
+
+        Args:
+            prompt_token_ids: The prompt: a sequence of whole numbers, or an array of one axis.
+            params: How the request is sampled; None takes the defaults.
 
         Raises:
-            ValueError: The request can never run: it is empty, too long for the model or the pools, has tokens outside
-                the vocabulary, or wants more draft tokens than the engine makes.
-            QueueFullError: `max_waiting` requests wait already. The request is not queued.
+            ValueError: The request can never run: it is no sequence of tokens, is empty, too long for the model or the
+                pools, has tokens outside the vocabulary, or wants more draft tokens than the engine makes.
+            QueueFullError: `max_waiting` requests wait already.
         """
-        params = params or SamplingParams()
-        prompt = tuple(int(t) for t in prompt_token_ids)
-        check_request(
+        return self._alone(self._add, *self._checked(prompt_token_ids, params), self._outputs)
+
+    def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
+        return check_request(
             prompt,
             params,
             config=self.config,
@@ -211,26 +163,28 @@ class Engine:
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.spec.max_model_len,
         )
-        request = Request(next(self._ids), prompt, params)
-        self.scheduler.add(request)
-        self._requests[request.id] = request
-        return request.id
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        """Ends a request at once and frees exactly its blocks. Returns None if the request has ended or is unknown."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        self.scheduler.remove(request)
-        self._counters.end("abort")
-        return request.output("abort")
+        """Ends a request at once and frees exactly its blocks.
+
+        Returns:
+            The output; None if the request has ended or is unknown. If this call is interrupted after the request has
+            ended, `step` returns the output.
+        """
+        outbox: dict[int, RequestOutput] = {}
+        try:
+            self._alone(self._abort_id, values.integer("request_id", request_id, maximum=None), outbox)
+            return outbox.get(request_id)
+        except BaseException:
+            self._outputs |= outbox
+            raise
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix, for instance after the model's weights were replaced.
 
         Running requests keep the blocks that they hold, but what they have computed and will compute is never shared.
         """
-        self.cache.reset_prefix_cache()
+        self._alone(self._reset_prefix_cache)
 
     @contextlib.contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
@@ -253,90 +207,14 @@ class Engine:
 
         Under asynchronous stepping the step that is read is the one before, unless no step could be dispatched.
 
-        If a step raises, the contents of the pools are lost. The requests that ran end with `finish_reason` "error",
-        the cache is emptied, and waiting requests are served by later steps. If what was raised is not an Exception,
-        for instance a KeyboardInterrupt, it is raised again after that.
-
-        Raises:
-            OutOfBlocksError: Requests wait and none can run. The checks of `add_request` rule this out.
+        If an exception is raised while one request is planned, drafted for or finished, that request ends with
+        `finish_reason` "error", and if the device's step raises, the requests in it do. The others go on. What is cached
+        stays unless the pools are lost: then all requests that ran end. If what was raised is not an Exception, for
+        instance a KeyboardInterrupt, no request ends, and it is raised again. Outputs are then returned by the next call.
         """
-        try:
-            self._step()
-        except OutOfBlocksError:
-            raise
-        except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _step(self) -> None:
-        plan = self.scheduler.schedule(settled=not self.unread_steps)
-        if plan.rows:
-            self.unread_steps.append(self.runner.dispatch(plan))
-            self.scheduler.dispatched(plan)
-        elif not self.unread_steps and self._requests:
-            raise OutOfBlocksError(f"the pools can't run one of {len(self._requests)} requests: {self.sizes}")
-        # A plan that is short of blocks waits for all results: they free blocks, or allow a preemption.
-        max_unread = self.config.steps_in_flight if plan.rows and not plan.is_short else 0
-        while len(self.unread_steps) > max_unread or (self.unread_steps and not self._requests):
-            self._read(self.unread_steps.popleft())
-
-    def _read(self, dispatched: Dispatched) -> None:
-        """Reads a step's result. Rows whose request has ended since are dropped."""
-        self._counters.steps += 1
-        read = self.runner.read(dispatched)
-        self._counters.state_bytes_copied += read.copied_bytes
-        self._counters.null_reads += read.null_reads
-        traced = []
-        for row, result in read.rows:
-            current = row.is_current
-            if current:
-                self._take_in(row, result)
-            if self._trace:
-                size = self.spec.state_block_size
-                traced.append(traced_row(row, result.num_drafts, result.tokens, not current, size))
-        if self._trace:
-            self._trace(
-                TracedStep(
-                    step=self._counters.steps,
-                    copied_bytes=read.copied_bytes,
-                    null_reads=read.null_reads,
-                    rows=tuple(traced),
-                )
-            )
-
-    def _take_in(self, row: Row, result: RowResult) -> None:
-        """Adds a row's result to its request, and ends the request if a token ends it."""
-        request, eos = row.request, self.model_config.eos_token_id
-        count_row(self._counters, row, result)
-        if self._watch and is_first_admission(row):
-            self._watch.admitted(len(request.prompt))
-        tokens, reason = tokens_up_to_end(request, result.tokens, eos)
-        self.scheduler.finished(row, tokens)
-        if reason:
-            self.scheduler.remove(request)
-            self._end(request, reason)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends the requests that ran in a step that raised, and replaces cache, scheduler and pools by new ones."""
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        _LOG.error("a step failed, and with it %d requests", len(running), exc_info=error)
-        for request in running:
-            if self._drafters.host:
-                self._drafters.host.forget(request.id)
-            self._end(request, "error", error)
-        self.unread_steps.clear()
-        self._make_cache()
-        self.scheduler.waiting = waiting
-        self.runner.reset()
-
-    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
-        # An aborted request is gone already, and its caller has the output.
-        if self._requests.pop(request.id, None) is not None:
-            self._counters.end(reason)
-            self._outputs.append(request.output(reason, error))
+        self._alone(self._advance)
+        # In one expression, so that an interrupt comes either before an output is taken or after all are returned.
+        return [*filter(None, map(self._outputs.pop, tuple(self._outputs), itertools.repeat(None)))]
 
     def generate(
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
@@ -347,32 +225,26 @@ class Engine:
         raised, all requests of this call are aborted.
 
         Args:
-            prompts: One prompt or several; each is text or token ids.
+            prompts: One prompt or several; each is text or token ids, and token ids are a sequence or an array.
             params: How they are sampled; None takes the defaults.
 
         Returns:
             The outputs in the order of the prompts.
 
         Raises:
-            ValueError: A prompt can never run, or is text and there is no tokenizer.
+            ValueError: There is no prompt, one can never run, or one is text and there is no tokenizer.
             QueueFullError: There are more prompts than may wait.
-            Exception: The exception of a step in which one of the prompts ran.
+            Exception: The exception that ended one of the requests.
         """
-        ids: list[int] = []
+        requests = [self._checked(prompt, params) for prompt in token_ids(self.tokenizer, prompts)]
         outputs: dict[int, RequestOutput] = {}
         try:
-            for prompt in token_ids(self.tokenizer, prompts):
-                ids.append(self.add_request(prompt, params))
-            while not outputs.keys() >= set(ids):
-                outputs |= {output.request_id: output for output in self.step()}
+            ids = [self._alone(self._add, *request, outputs) for request in requests]
+            while len(outputs) < len(ids):
+                self._alone(self._advance)
         except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
+            self._alone(self._abort_all, outputs)
             raise
-        finally:
-            ended = [*outputs.values(), *self._outputs]
-            self._outputs = [output for output in ended if output.request_id not in ids]
-        outputs = {request_id: outputs[request_id] for request_id in ids}
         for output in outputs.values():
             if output.error is not None:
                 raise output.error

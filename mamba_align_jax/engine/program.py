@@ -277,6 +277,9 @@ def _run_step(
     if drafter is not None:
         finished = SampledStep(model, hidden, step, kv, batch, rows, pending.history, sampled)
         next_drafts, num_next_drafts, kv = drafter.draft(finished, spec.num_speculative_tokens)
+        # Any drafter may be wrong: what is no token becomes one, which is then verified as all drafts are.
+        next_drafts = jnp.clip(next_drafts, 0, model.config.vocab_size - 1)
+        num_next_drafts = jnp.clip(num_next_drafts, 0, spec.num_speculative_tokens)
         pending = propose(pending, sampled.slot, next_drafts, num_next_drafts)
     result = StepResult(
         tokens=sampled.tokens,

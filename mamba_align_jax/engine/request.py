@@ -49,7 +49,7 @@ class RequestOutput:
     text: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """What the host knows of a request.
 
@@ -76,11 +76,14 @@ class Request:
         num_accepted_tokens: Number of drafts that were accepted.
         arrival: When the request came, in seconds of `time.perf_counter`.
         token_times: Seconds from arrival to each sampled token.
+        outbox: Where the output goes, by the request's id.
+        ended: The output; None before the request has ended.
     """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
+    outbox: dict[int, RequestOutput] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
     max_length: int = field(init=False)
     slot: int = -1
@@ -99,6 +102,7 @@ class Request:
     num_accepted_tokens: int = 0
     arrival: float = field(default_factory=time.perf_counter)
     token_times: list[float] = field(default_factory=list)
+    ended: RequestOutput | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -132,8 +136,19 @@ class Request:
 
     def append(self, *tokens: int) -> None:
         """Appends the tokens that a step sampled."""
-        self.tokens.extend(tokens)
+        # In this order, so that no token lacks its time if the caller is interrupted: see `wait`.
         self.token_times.extend([time.perf_counter() - self.arrival] * len(tokens))
+        self.tokens.extend(tokens)
+
+    def leave(self) -> None:
+        """Takes the request from its slot."""
+        self.slot, self.num_ahead, self.num_unsure = -1, 0, 0
+
+    def wait(self) -> None:
+        """Makes the request one that waits: it has no slot, and all its tokens must run again or come from the cache."""
+        self.leave()
+        self.num_computed, self.prefill_end = 0, len(self.tokens)
+        del self.token_times[self.prefill_end - len(self.prompt) :]
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """Returns the output for the caller, with `reason` as its `finish_reason`."""

@@ -18,14 +18,27 @@ def tokens_up_to_end(
 
     The reason is "stop" for a stop token, "length" for the last token that is allowed, and None if the request goes on.
     """
-    params, num_left = request.params, request.num_left
-    ends = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+    num_left = request.num_left
     for number, token in enumerate(sampled, 1):
-        if token in params.stop_token_ids or (token in ends and not params.ignore_eos):
-            return sampled[:number], "stop"
-        if number == num_left:
-            return sampled[:number], "length"
+        reason = _end_reason(request, token, num_left - number, eos_token_id)
+        if reason:
+            return sampled[:number], reason
     return sampled, None
+
+
+def end_reason(request: Request, eos_token_id: EndTokens) -> str | None:
+    """Returns why a request has ended by the tokens that it has: see `tokens_up_to_end`."""
+    if len(request.tokens) == len(request.prompt):
+        return None
+    return _end_reason(request, request.tokens[-1], request.num_left, eos_token_id)
+
+
+def _end_reason(request: Request, token: int, num_left: int, eos_token_id: EndTokens) -> str | None:
+    """Returns why a request ends at a generated token, after which `num_left` more are allowed."""
+    params, ends = request.params, eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+    if token in params.stop_token_ids or (token in ends and not params.ignore_eos):
+        return "stop"
+    return "length" if num_left == 0 else None
 
 
 def count_row(counters: Counters, row: Row, result: RowResult) -> None:

@@ -94,8 +94,22 @@ class StepRunner:
         self._drafter, self._layout = drafter, layout
         self._start()
 
+    def is_intact(self) -> bool:
+        """Waits for the device, and returns whether pools and bookkeeping exist, whatever an earlier call has left.
+
+        They don't if a step has taken them and has not left new ones, or if a step has failed on the device.
+        """
+        if not self._is_sound:
+            return False
+        try:
+            jax.block_until_ready(self.device_state)
+        except Exception:
+            return False
+        return not any(array.is_deleted() for array in jax.tree.leaves(self.device_state))
+
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
+        self._is_sound = False
         # The old arrays go first, because there is no room for both.
         del self.device_state
         self._start()
@@ -114,6 +128,8 @@ class StepRunner:
         )
         self.packer = Packer(spec, self._page_size, keeps_history=history > 0)
         self._checker = StepChecker(spec, sizes.state_blocks)
+        # False while the device's state, or the checker's account of it, may be half changed.
+        self._is_sound = True
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -164,10 +180,13 @@ class StepRunner:
             if row is not None and row.enters and row.start:
                 self._store_tokens(row.slot, row.request.tokens[: row.start])
         inputs = self.packer.pack(bucket, places, early)
+        # A checker that has raised, or that was not told of a step, can't be used again.
+        self._is_sound = not self.spec.checked
         result, self.device_state = run_step(self.params, pack(inputs), self.device_state, **self._static(bucket))
         if self.spec.checked:
             counts = result.unpack().counts
             self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
+        self._is_sound = True
         return result
 
     def _store_pages(self, rows: Sequence[Row]) -> None:

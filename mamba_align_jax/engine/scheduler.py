@@ -82,11 +82,13 @@ class Plan:
         decode: Rows that verify drafts or only decode.
         prefill: Rows that run known tokens.
         is_short: True if rows were left out because there were too few blocks while results were unread.
+        failed: The requests for which the drafter raised, each with the exception. They have no rows.
     """
 
     decode: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
     is_short: bool = False
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
@@ -108,6 +110,10 @@ class Scheduler:
     among those with the highest priority number. It gives all blocks back, waits in its old place in the queue, and
     resumes from what is still cached. No request enters before one that waits ahead of it, nor while a running request
     waits for blocks. Therefore requests of the same priority never keep one of them waiting for ever.
+
+    Attributes:
+        current: The request whose row is being planned, recorded or removed; None between requests. If anything is
+            raised, it is raised on account of this request.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
-        max_waiting: int | None = None,
+        waiting: WaitingQueue | None = None,
         *,
         counters: Counters | None = None,
     ) -> None:
@@ -131,7 +137,7 @@ class Scheduler:
             max_num_batched_tokens: Number of tokens of these rows.
             drafter: Proposes drafts on the host; None if the device drafts, or if nothing does.
             num_speculative_tokens: Largest number of drafts per row, K.
-            max_waiting: Number of requests that may wait to run for the first time; None is no limit.
+            waiting: The queue of requests; a new one without limits if None.
             counters: The engine's counters, in which preemptions are counted; new ones if None.
         """
         self.cache = cache
@@ -139,10 +145,11 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
-        self.waiting = WaitingQueue(max_waiting)
+        self.waiting = WaitingQueue() if waiting is None else waiting
         # By rank: rows are planned from the front on, and the last request is preempted first.
         self.running: list[Request] = []
         self.counters = counters or Counters()
+        self.current: Request | None = None
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
@@ -165,7 +172,8 @@ class Scheduler:
             plan = Plan()
             self._plan_decode(plan, settled)
             self._plan_prefill(plan)
-            if plan.rows or not self.running or not settled:
+            self.current = None
+            if plan.rows or plan.failed or not self.running or not settled:
                 return plan
             # The running requests wait for each other's blocks, in the middle of their prompts.
             self._preempt(self.running[-1])
@@ -176,8 +184,10 @@ class Scheduler:
         Columns that no later step reads are released, and the boundaries that prompts have reached are published.
         """
         for row in plan.rows:
+            self.current = row.request
             tokens = row.request.tokens[: row.start + row.num_tokens] if row.is_prefilling else None
             row.published = self.cache.dispatched(row.request.id, tokens)
+        self.current = None
 
     def finished(self, row: Row, tokens: Sequence[int]) -> None:
         """Records the result of one row of the oldest step whose result has not been read.
@@ -200,32 +210,37 @@ class Scheduler:
         """Removes a request that finished or was aborted, and frees exactly its blocks."""
         if self.drafter:
             self.drafter.forget(request.id)
-        if request in self.running:
-            self._leave(request)
-        else:
+        if request.slot < 0:
             self.waiting.remove(request)
+        else:
+            self._leave(request)
         self.cache.forget(request.id)
 
     def _leave(self, request: Request) -> None:
         self.cache.free(request.id)
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot, request.num_ahead, request.num_unsure = -1, 0, 0
+        request.leave()
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
-        request.num_computed, request.prefill_end = 0, len(request.tokens)
+        request.wait()
         self.waiting.put_back(request)
         self.counters.preemptions += 1
 
     def _plan_decode(self, plan: Plan, settled: bool) -> None:
         for request in list(self.running):
+            self.current = request
             # A step samples one token more than it accepts. max_tokens keeps the request within max_model_len, drafts
             # included.
             room = request.max_length - request.max_computed - 1
             if request.is_prefilling or room < 1:
                 continue
-            drafts = self._drafts(request, room - 1)
+            try:
+                drafts = self._drafts(request, room - 1)
+            except Exception as error:
+                plan.failed.append((request, error))
+                continue
             while (row := self._verify_row(request, drafts)) is None:
                 # Drafts are given up before any request is preempted for them.
                 if drafts:
@@ -270,13 +285,14 @@ class Scheduler:
     def _plan_prefill(self, plan: Plan) -> None:
         budget, blocked = self.max_num_batched_tokens, plan.is_short
         for request in self.running:
+            self.current = request
             if request.is_prefilling:
                 used = self._plan_chunk(plan, request, budget, None)
                 budget -= used or 0
                 blocked |= used is None
         # A request that enters takes blocks, so none enters while a running request waits for some.
         while self.waiting and self._free_slots and not blocked:
-            request = self.waiting.first
+            request = self.current = self.waiting.first
             hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode(), request.chain)
             request.num_computed, request.chain = hit.length, hit.state.chain
             if request.num_admissions == 0:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.engine.request import RequestOutput
 
 
@@ -53,25 +54,37 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         raise ValueError(f"tokenizer.json must be a file of Hugging Face tokenizers, got {file}: {error}") from error
 
 
-def token_ids(tokenizer: Tokenizer | None, prompts: str | Sequence[Any]) -> list[Sequence[int]]:
-    """Returns the token ids of each prompt.
+def token_ids(tokenizer: Tokenizer | None, prompts: Any) -> list[Any]:
+    """Returns the token ids of each prompt. `check_request` checks them.
 
     Args:
         tokenizer: Encodes prompts that are text.
-        prompts: One prompt or several; each is text or token ids.
+        prompts: One prompt or several; each is text or token ids, and token ids are a sequence or an array.
 
     Raises:
-        ValueError: A prompt is text and there is no tokenizer.
+        ValueError: There is no prompt, one is text and there is no tokenizer, or the tokenizer can't encode it.
     """
-    several = not isinstance(prompts, str) and len(prompts) > 0 and isinstance(prompts[0], Sequence)
-    given: Sequence[Any] = prompts if several else [prompts]
-    text = next((prompt for prompt in given if isinstance(prompt, str)), None)
-    if tokenizer is None and text is not None:
+    is_sequence = isinstance(prompts, Sequence) or getattr(prompts, "ndim", 0) > 0
+    wanted = "one prompt or several, each text or token ids"
+    values.require(is_sequence and not isinstance(prompts, bytes | bytearray | memoryview), "prompts", wanted, prompts)
+    values.require(len(prompts) > 0, "prompts", f"{wanted}, at least one", prompts)
+    several = not isinstance(prompts, str) and any(map(_is_prompt, prompts))
+    return [_encode(tokenizer, prompt) for prompt in (prompts if several else [prompts])]
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def _encode(tokenizer: Tokenizer | None, prompt: Any) -> Any:
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
         raise ValueError(
             "prompts must be token ids without a tokenizer (tokenizer.json in the model's directory, and the extra "
-            f"'text'): got {text[:40]!r}"
+            f"'text'): got {prompt[:40]!r}"
         )
-    return [tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt for prompt in given]
+    return tokenizer.encode(values.text("prompts", prompt))
 
 
 def with_text(tokenizer: Tokenizer | None, output: RequestOutput) -> RequestOutput:

@@ -94,8 +94,8 @@ def leave_out(every):
     return lambda method, *args: None if next(turn) % every == 0 else method(*args)
 
 
-def last_come_first(make, queue, limit):
-    make(queue, limit)
+def last_come_first(make, queue, *limits):
+    make(queue, *limits)
     queue._arrivals = itertools.count(0, -1)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 from fakes.speller import VOCAB, Speller
 
@@ -22,6 +23,9 @@ def test_counts_survive_a_step_that_raises(rng, monkeypatch):
 
     def fail(dispatched):
         seen.append(engine.stats)
+        # The pools are lost as well.
+        for array in jax.tree.leaves(engine.runner.device_state):
+            array.delete()
         raise RuntimeError("planned")
 
     cache, scheduler = engine.cache, engine.scheduler

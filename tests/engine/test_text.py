@@ -61,7 +61,7 @@ def test_tokenizer_is_loaded_from_a_directory(directory):
         ([[1, 2], "ab"], [[1, 2], by_hand("ab")]),
         ([1, 2], [[1, 2]]),
         ([[1], [2]], [[1], [2]]),
-        ([], [[]]),
+        (range(2), [[0, 1]]),
     ],
 )
 def test_prompts_may_be_text_or_token_ids(directory, prompts, ids):
@@ -70,7 +70,7 @@ def test_prompts_may_be_text_or_token_ids(directory, prompts, ids):
         with pytest.raises(ValueError, match=r"must be token ids without a tokenizer .*: got 'ab'"):
             token_ids(None, prompts)
     else:
-        assert token_ids(None, prompts) == ids
+        assert [list(prompt) for prompt in token_ids(None, prompts)] == ids
 
 
 def test_without_a_tokenizer_outputs_have_no_text(directory, monkeypatch):

@@ -13,6 +13,7 @@ from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting import UNKNOWN
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.engine.waiting import WaitingQueue
 from mamba_align_jax.errors import QueueFullError
 
 BLOCK, PAGE, SEQS, VOCAB = 8, 4, 3, 1000
@@ -33,7 +34,7 @@ def make(
     """A scheduler over caches that check themselves. `queue` is the most requests that may wait."""
     states = StateBlockManager(num_blocks, BLOCK, K, mode=mode, steps_in_flight=steps_in_flight)
     cache = HybridCache(states, KVPageManager(num_pages, PAGE), checkpoint_interval=interval, check=True)
-    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, queue)
+    return Scheduler(cache, SEQS, prefill_rows, budget, drafter, K, WaitingQueue(queue))
 
 
 def kept(scheduler, tokens):

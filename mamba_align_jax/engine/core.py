@@ -1,0 +1,339 @@
+"""What an engine does between calls: it owns requests, cache, scheduler and device, runs steps, and recovers.
+
+Whatever is raised, and wherever, costs at most the requests on whose account it was raised. A change of the bookkeeping
+is announced first, so that one that was cut off is noticed, and `_recover` makes all parts agree again: it queues every
+unfinished request once more. A request's tokens are always complete, and all else follows from them.
+"""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from jax.sharding import Mesh
+
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.engine.config import EngineConfig, SamplingParams
+from mamba_align_jax.engine.drafting.choose import choose_drafter
+from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
+from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
+from mamba_align_jax.engine.request import Request, RequestOutput
+from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
+from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
+from mamba_align_jax.engine.scheduler import Row, Scheduler
+from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
+from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.trace import TracedStep, traced_row
+from mamba_align_jax.engine.turns import Turns
+from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
+from mamba_align_jax.errors import OutOfBlocksError
+from mamba_align_jax.models.tensor_parallel import shard_model, share
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LOG = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The parts of an engine, and the changes that the methods of `Engine` make to them, one thread at a time.
+
+    Attributes:
+        config: The engine's configuration.
+        model_config: The model's configuration.
+        spec: How states are kept.
+        sizes: Sizes of the pools, on one device.
+        cache: Assigns blocks and pages to requests.
+        scheduler: Plans steps.
+        runner: Runs them.
+        unread_steps: The steps that were dispatched and not read, the oldest first.
+    """
+
+    def __init__(
+        self, model: Any, config: EngineConfig, drafter: Drafter | DeviceDrafter | None, mesh: Mesh | None
+    ) -> None:
+        """Makes the parts: see `Engine`."""
+        self.config, self.model_config = config, model.config
+        layout, devices, own = None, (), model
+        if mesh is not None:
+            model, layout = shard_model(model, mesh)
+            devices, own = mesh.local_devices, share(model)
+        self.spec = align_config(config, own)
+        self._watch = None
+        if config.prefix_cache == "align":
+            warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
+            self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
+        self._drafters = choose_drafter(config, model, drafter)
+        if self._drafters.host:
+            guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
+            self._drafters = self._drafters._replace(host=guarded)
+        self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
+        self._counters = Counters.for_drafts(config.num_speculative_tokens)
+        self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
+        self.cache = self._new_cache()
+        self.scheduler = self._new_scheduler()
+        self.runner = StepRunner(
+            model,
+            self.spec,
+            self.sizes,
+            config.kv_page_size,
+            config.max_prefill_rows,
+            config.max_num_batched_tokens,
+            drafter=self._drafters.device,
+            layout=layout,
+        )
+        self.unread_steps: deque[Dispatched] = deque()
+        # The rows of the step that is being dispatched or read.
+        self._rows_at_work: Sequence[Row | None] = ()
+        self._requests: dict[int, Request] = {}
+        self._ids = itertools.count()
+        # Outputs that `step` has not returned yet.
+        self._outputs: dict[int, RequestOutput] = {}
+        self._trace: Callable[[TracedStep], None] | None = None
+        self._turns = Turns()
+        # True while the bookkeeping is being changed. If a call finds it so, an earlier one was cut off.
+        self._is_torn = False
+
+    def _new_cache(self) -> HybridCache:
+        """Makes an empty cache, which reports into the engine's counters."""
+        config, counters = self.config, self._counters
+        return HybridCache(
+            StateBlockManager(
+                self.sizes.state_blocks,
+                config.block_size,
+                config.num_speculative_tokens,
+                mode=config.prefix_cache,
+                steps_in_flight=config.steps_in_flight,
+                on_eviction=counters.evict_state_block,
+            ),
+            KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
+            checkpoint_interval=config.checkpoint_interval,
+            check=config.checked,
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        """Makes a scheduler over the cache and the queue, which runs no request."""
+        config = self.config
+        return Scheduler(
+            self.cache,
+            config.max_num_seqs,
+            config.max_prefill_rows,
+            config.max_num_batched_tokens,
+            self._drafters.host,
+            config.num_speculative_tokens,
+            self._waiting,
+            counters=self._counters,
+        )
+
+    def _alone(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Makes a change while no other thread makes one, over bookkeeping that is whole, and leaves it whole."""
+        return self._turns.take(self._make_whole_and, change, *args, **kwargs)
+
+    def _make_whole_and(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._is_torn:
+            self._recover()
+        try:
+            return change(*args, **kwargs)
+        except BaseException:
+            if self._is_torn:
+                self._recover()
+            raise
+
+    def _add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
+        """Queues a request that was checked, whose output goes to `outbox`, and returns its id."""
+        self._waiting.check_room()
+        request = Request(next(self._ids), prompt, params, outbox)
+        self._is_torn = True
+        try:
+            self.scheduler.add(request)
+            self._requests[request.id] = request
+            self._is_torn = False
+            return request.id
+        except BaseException:
+            # The caller doesn't know the request.
+            self._is_torn = True
+            self._requests.pop(request.id, None)
+            raise
+
+    def _abort(self, request: Request, outbox: dict[int, RequestOutput]) -> None:
+        """Ends a request at once. The output goes to `outbox`, and to a call of `generate` that waits for it."""
+        self._is_torn = True
+        self.scheduler.remove(request)
+        own = outbox if request.outbox is self._outputs else request.outbox
+        outbox[request.id] = self._end(request, "abort", outbox=own)
+        self._is_torn = False
+
+    def _abort_id(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._abort(request, outbox)
+
+    def _abort_all(self, outbox: dict[int, RequestOutput]) -> None:
+        """Ends the requests whose outputs would go to `outbox`."""
+        for request in [request for request in self._requests.values() if request.outbox is outbox]:
+            self._abort(request, outbox)
+
+    def _reset_prefix_cache(self) -> None:
+        self._is_torn = True
+        self.cache.reset_prefix_cache()
+        self._is_torn = False
+
+    def _advance(self) -> None:
+        """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
+        self._is_torn = True
+        try:
+            self._step()
+        except Exception as error:
+            self._fail(error)
+        self._is_torn = False
+
+    def _step(self) -> None:
+        scheduler = self.scheduler
+        plan = scheduler.schedule(settled=not self.unread_steps)
+        for request, error in plan.failed:
+            scheduler.current = request
+            scheduler.remove(request)
+            self._end(request, "error", error)
+        scheduler.current = None
+        if plan.rows:
+            self._rows_at_work = plan.rows
+            self.unread_steps.append(self.runner.dispatch(plan))
+            self._rows_at_work = ()
+            scheduler.dispatched(plan)
+        elif not self.unread_steps and self._waiting and not plan.failed:
+            # The checks of `add_request` rule this out.
+            scheduler.current = self._waiting.first
+            raise OutOfBlocksError(f"the pools can't run request {self._waiting.first.id}: {self.sizes}")
+        # A plan that is short of blocks waits for all results: they free blocks, or allow a preemption.
+        max_unread = self.config.steps_in_flight if plan.rows and not plan.is_short else 0
+        while len(self.unread_steps) > max_unread or (self.unread_steps and not self._requests):
+            self._rows_at_work = self.unread_steps[0].places
+            self._read(self.unread_steps.popleft())
+
+    def _read(self, dispatched: Dispatched) -> None:
+        """Reads a step's result. Rows whose request has ended since are dropped."""
+        self._counters.steps += 1
+        read = self.runner.read(dispatched)
+        self._rows_at_work = ()
+        self._counters.state_bytes_copied += read.copied_bytes
+        self._counters.null_reads += read.null_reads
+        late = []
+        for row, result in read.rows:
+            if row.is_current:
+                self._take_in(row, result)
+            else:
+                late.append(row)
+        self.scheduler.current = None
+        if self._trace:
+            self._write_trace(self._trace, read, late)
+
+    def _write_trace(self, write: Callable[[TracedStep], None], read: ReadStep, late: Sequence[Row]) -> None:
+        """Writes a step that was read. A trace that can't be written ends, and nothing else does."""
+        size, gone = self.spec.state_block_size, set(map(id, late))
+        copied, lost = read.copied_bytes, read.null_reads
+        try:
+            rows = [traced_row(row, one.num_drafts, one.tokens, id(row) in gone, size) for row, one in read.rows]
+            write(TracedStep(step=self._counters.steps, copied_bytes=copied, null_reads=lost, rows=tuple(rows)))
+        except Exception:
+            _LOG.exception("the trace ends here: a step could not be written")
+            self._trace = None
+
+    def _take_in(self, row: Row, result: RowResult) -> None:
+        """Adds a row's result to its request, and ends the request if a token ends it."""
+        request = self.scheduler.current = row.request
+        count_row(self._counters, row, result)
+        if self._watch and is_first_admission(row):
+            self._watch.admitted(len(request.prompt))
+        tokens, reason = tokens_up_to_end(request, result.tokens, self.model_config.eos_token_id)
+        self.scheduler.finished(row, tokens)
+        if reason:
+            self.scheduler.remove(request)
+            self._end(request, reason)
+
+    def _end(
+        self,
+        request: Request,
+        reason: str,
+        error: BaseException | None = None,
+        outbox: dict[int, RequestOutput] | None = None,
+    ) -> RequestOutput:
+        """Gives a request's output to the request's outbox, or to another one, and returns it."""
+        output = request.output(reason, error)
+        # From here on the request has ended. `_recover` does what is cut off after this line.
+        request.ended = output
+        (request.outbox if outbox is None else outbox)[request.id] = output
+        self._requests.pop(request.id, None)
+        self._counters.end(reason)
+        return output
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the requests on whose account a step raised, and goes on with the others."""
+        failed = self._failed_requests()
+        if not self.runner.is_intact():
+            # Whatever ran would need the pools that are lost.
+            failed |= {request.id: request for request in self._requests.values() if request.slot >= 0}
+        _LOG.error("a step failed, and with it %d requests", len(failed), exc_info=error)
+        for request in failed.values():
+            self._end(request, "error", error)
+            self._forget_drafts(request)
+        self._recover()
+
+    def _failed_requests(self) -> dict[int, Request]:
+        """Returns the requests on whose account a step raised, by id.
+
+        These are the one that the scheduler was at, or those of the step that the runner was at. If it was neither, the
+        request of the highest rank answers for it, so that a failure that comes again and again ends.
+        """
+        scheduler = self.scheduler
+        if scheduler.current is not None:
+            failed = [scheduler.current]
+        elif self._rows_at_work:
+            failed = [row.request for row in self._rows_at_work if row is not None and row.is_current]
+        else:
+            failed = sorted(self._requests.values(), key=by_rank)[:1]
+        return {request.id: request for request in failed if request.id in self._requests}
+
+    def _recover(self) -> None:
+        """Makes requests, queue, scheduler, cache and pools agree after a change was cut off anywhere.
+
+        Every unfinished request waits again, with the tokens that it has. What is cached stays if the pools exist and the
+        cache accounts for every block. This method may be cut off itself: it does nothing that it can't repeat.
+        """
+        self.unread_steps.clear()
+        self._rows_at_work = ()
+        for request in list(self._requests.values()):
+            reason = end_reason(request, self.model_config.eos_token_id)
+            if request.ended is not None:
+                request.outbox[request.id] = request.ended
+                del self._requests[request.id]
+            elif reason is not None:
+                self._forget_drafts(request)
+                self._end(request, reason)
+            else:
+                self._counters.preemptions += request.slot >= 0
+                request.wait()
+        is_intact = self.runner.is_intact()
+        if not is_intact or not self._vacate_cache():
+            # The cache goes first, so that it never describes pools that it doesn't belong to.
+            self.cache = self._new_cache()
+        if not is_intact:
+            self.runner.reset()
+        self._waiting.replace(self._requests.values())
+        self.scheduler = self._new_scheduler()
+        self._is_torn = False
+
+    def _vacate_cache(self) -> bool:
+        """Takes all blocks from the requests. Returns False if the cache has lost count of them."""
+        try:
+            self.cache.vacate(self._requests)
+        except Exception as error:
+            _LOG.error("the cache is emptied, because a change of it was cut off", exc_info=error)
+            return False
+        return True
+
+    def _forget_drafts(self, request: Request) -> None:
+        if self._drafters.host:
+            self._drafters.host.forget(request.id)

@@ -1,0 +1,40 @@
+"""docs/errors.md says the truth: each input in its tables gets the error that stands beside it."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes.speller import Speller
+
+import mamba_align_jax
+import pallas_kernels
+from mamba_align_jax import Engine, EngineConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+ROWS = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", PAGE.read_text(), re.MULTILINE)
+SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=2, max_model_len=32, num_state_blocks=10, num_kv_pages=10)
+
+
+@pytest.fixture(scope="module")
+def names():
+    model = Speller()
+    given = {name: getattr(mamba_align_jax, name) for name in mamba_align_jax.__all__}
+    return (
+        given
+        | vars(pallas_kernels)
+        | dict(model=model, engine=Engine(model, EngineConfig(**SIZES, max_waiting=2)), jnp=jnp, np=np)
+    )
+
+
+def test_page_has_rows():
+    assert len(ROWS) > 30
+
+
+@pytest.mark.parametrize(("given", "error"), ROWS)
+def test_input_gets_the_error_of_the_page(names, given, error):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the text is compared below
+        eval(given, dict(names))
+    assert str(raised.value) == error
+    assert not names["engine"].has_unfinished

@@ -1,0 +1,260 @@
+"""A failure has an owner: whatever is raised, and wherever, only the requests on whose account it was raised end.
+
+An exception is raised at every call that leaves the scheduler, the cache, the drafter and the runner, one at a time.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import depth
+import jax
+import numpy as np
+import pytest
+from fakes.speller import VOCAB, Speller, next_tokens
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.state_blocks import StateBlockManager
+from mamba_align_jax.engine import core, runner
+from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
+from mamba_align_jax.engine.packing import Packer
+from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.engine.scheduler import Scheduler
+from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.waiting import WaitingQueue
+
+pytestmark = pytest.mark.usefixtures("one_program")
+SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=64)
+# Three long requests at once need more blocks and pages, so that some are preempted.
+SIZES |= dict(num_state_blocks=12, num_kv_pages=18, prompt_lookup_min=1)
+DRAFTS = dict(num_speculative_tokens=2)
+STEPPING = {"sync": DRAFTS, "async": DRAFTS | dict(async_stepping=True)}
+STUTTER = 2
+PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
+SPELLER = Speller(STUTTER)
+
+# Every method and function that a step, or the end of a request, calls on another part. The insides of the pools are
+# among them.
+CALLS = [
+    *((Scheduler, name) for name in ("schedule", "dispatched", "finished", "remove", "_leave", "_preempt")),
+    *(
+        (Scheduler, name)
+        for name in ("_plan_decode", "_verify_row", "_planned", "_drafts", "_plan_prefill", "_plan_chunk")
+    ),
+    *((HybridCache, name) for name in ("lookup", "checkpoints", "chunk_end", "allocate", "dispatched", "commit")),
+    *((HybridCache, name) for name in ("free", "forget")),
+    *((StateBlockManager, name) for name in ("lookup", "begin", "fits", "allocate", "publish", "commit", "release")),
+    *((StateBlockManager, name) for name in ("free", "forget", "_offer")),
+    *((KVPageManager, name) for name in ("lookup", "holds", "fits", "allocate", "publish", "free")),
+    *((BlockPool, name) for name in ("allocate", "find", "hold", "release", "publish", "unpublish", "_evict")),
+    (HashChain, "at"),
+    *((PromptLookupDrafter, name) for name in ("draft", "forget")),
+    *((WaitingQueue, name) for name in ("put_back", "remove")),
+    *((Request, name) for name in ("append", "leave", "wait", "output")),
+    *((Counters, name) for name in ("admit", "verify", "end")),
+    *((StepRunner, name) for name in ("dispatch", "read", "_run", "_store_pages")),
+    *((Packer, name) for name in ("pack", "early_rows")),
+    *((runner, name) for name in ("choose_bucket", "run_step", "pack")),
+    *((core, name) for name in ("count_row", "tokens_up_to_end")),
+]
+# Those that a run calls often enough for a later turn.
+FREQUENT = (
+    "commit",
+    "dispatched",
+    "allocate",
+    "finished",
+    "schedule",
+    "dispatch",
+    "read",
+    "publish",
+    "append",
+    "begin",
+)
+
+
+class PlannedError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def raising(owner, name, turn, after=False):
+    """Makes the call number `turn` of a function raise, before or after it does its work. Gives the list of errors."""
+    function, turns, raised = getattr(owner, name), itertools.count(), []
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        due = next(turns) == turn
+        result = function(*args, **kwargs) if after or not due else None
+        if due:
+            raised.append(PlannedError(f"{name}, call {turn}"))
+            raise raised[-1]
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield raised
+
+
+def prompts(rng):
+    shared = rng.integers(0, VOCAB, 17).tolist()
+    return [shared + rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 9)] + [
+        rng.integers(0, VOCAB, n).tolist() for n in (25, 3)
+    ]
+
+
+def serve(engine, asked):
+    """Runs requests to their ends, and returns the outputs in their order."""
+    ids, outputs = [engine.add_request(prompt, PARAMS) for prompt in asked], {}
+    for _ in range(600):
+        if not engine.has_unfinished:
+            break
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs.keys() == set(ids), "a request was lost"
+    return [outputs[number] for number in ids]
+
+
+def assert_right(outputs, asked):
+    for output, prompt in zip(outputs, asked, strict=True):
+        assert list(output.prompt_token_ids) == prompt
+        tokens = [*output.prompt_token_ids, *output.token_ids]
+        assert next_tokens(tokens[:-1], STUTTER)[len(prompt) - 1 :] == list(output.token_ids) or not output.token_ids
+        assert len(output.token_times) == len(output.token_ids)
+        if output.error is None:
+            assert (output.finish_reason, len(output.token_ids)) == ("length", PARAMS.max_tokens)
+
+
+def assert_nothing_is_held(engine):
+    engine.cache.check()
+    assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == engine.stats.null_reads == 0
+    assert not engine.cache.states._requests
+    assert not engine.cache.states._left
+    assert not engine.cache.kv._requests
+    assert not engine.scheduler.running
+    assert len(engine.scheduler.waiting) == 0
+    assert len(engine.scheduler._free_slots) == SIZES["max_num_seqs"]
+
+
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["before", "after"])
+@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.parametrize("place", CALLS, ids=lambda place: f"{place[0].__name__.split('.')[-1]}.{place[1]}")
+def test_failing_call_ends_at_most_the_requests_of_its_step(rng, place, stepping, after):
+    """The turns are early, in the middle and late."""
+    asked, happened = prompts(rng), 0
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]))
+    for turn in (0, 7, 30) if depth.is_full() else (5 if place[1] in FREQUENT else 0,):
+        engine.reset_prefix_cache()
+        with raising(*place, turn, after) as raised:
+            outputs = serve(engine, asked)
+        failed = [output for output in outputs if output.error is not None]
+        assert_right(outputs, asked)
+        assert_nothing_is_held(engine)
+        assert [output.finish_reason for output in failed] == ["error"] * len(failed)
+        assert {output.error for output in failed} <= set(raised)
+        of_a_step = place[0] in (StepRunner, Packer, runner)
+        assert len(failed) <= (SIZES["max_num_seqs"] if of_a_step else len(raised)), "innocent requests ended"
+        happened += bool(raised)
+        # The engine goes on as if nothing had been.
+        assert_right(serve(engine, asked), asked)
+        assert_nothing_is_held(engine)
+    if stepping == "sync" or place[0] is not PromptLookupDrafter:
+        assert happened or place[1] in ("early_rows", "_store_pages", "unpublish"), "the call never came"
+
+
+def test_cache_survives_a_failure_while_the_pools_exist(rng):
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES)), prompts(rng)[:1]
+    serve(engine, asked)
+    for place in ((HybridCache, "allocate"), (HybridCache, "commit"), (StepRunner, "dispatch"), (StepRunner, "read")):
+        with raising(*place, 0):
+            (failed,) = serve(engine, asked)
+        (output,) = serve(engine, asked)
+        assert failed.finish_reason == "error"
+        assert output.num_cached_tokens == 16
+        assert_right([output], asked)
+
+
+def test_lost_pools_end_the_requests_that_ran(rng, monkeypatch):
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES)), prompts(rng)
+    read, ran = engine.runner.read, []
+
+    def lose(dispatched):
+        ran.extend(request.id for request in engine.scheduler.running)
+        monkeypatch.setattr(engine.runner, "read", read)
+        for array in jax.tree.leaves(engine.runner.device_state):
+            array.delete()
+        raise PlannedError
+
+    monkeypatch.setattr(engine.runner, "read", lose)
+    outputs = serve(engine, asked)
+    assert 0 < len(ran) < len(outputs)
+    assert [output.request_id for output in outputs if output.finish_reason == "error"] == sorted(ran)
+    assert_right(outputs, asked)
+    assert_nothing_is_held(engine)
+
+
+class Drafting:
+    """A drafter that proposes what it is given, whatever that is."""
+
+    def __init__(self, proposed):
+        self.proposed = proposed
+
+    def draft(self, request, tokens, max_drafts):
+        if isinstance(self.proposed, Exception):
+            raise self.proposed
+        return self.proposed
+
+    def forget(self, request):
+        raise PlannedError("forget")
+
+
+NO_DRAFTS = ([999], [-1], [VOCAB], [1.5, 2], ["a"], [None], None, 3, "ab", b"ab", [[1]], [True], {1: 2}, [2**70])
+
+
+@pytest.mark.parametrize("proposed", [*NO_DRAFTS, np.array([999, 1]), [1] * 50, np.array([3, 4])], ids=repr)
+def test_wrong_drafts_change_nothing(rng, proposed):
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=Drafting(proposed))
+    for _ in range(2):
+        asked = prompts(rng)
+        outputs = serve(engine, asked)
+        assert all(output.error is None for output in outputs)
+        assert_right(outputs, asked)
+        assert_nothing_is_held(engine)
+
+
+def test_request_whose_drafter_raises_ends_alone(rng):
+    class Choosy(Drafting):
+        def draft(self, request, tokens, max_drafts):
+            if tokens[:2] == asked[1][:2] and len(tokens) > len(asked[1]) + 4:
+                raise PlannedError("draft")
+            return []
+
+    asked = [rng.integers(0, VOCAB, n).tolist() for n in (5, 6, 7, 8)]
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=Choosy(None))
+    outputs = serve(engine, asked)
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length", "length"]
+    assert isinstance(outputs[1].error, PlannedError)
+    assert engine.stats.preemptions == 0, "the others are not disturbed"
+    assert_right(outputs, asked)
+    assert_nothing_is_held(engine)
+
+
+def test_trace_that_can_not_be_written_ends_alone(rng, tmp_path, monkeypatch):
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES)), prompts(rng)
+    with engine.trace(tmp_path / "trace"):
+        monkeypatch.setattr(engine, "_trace", lambda step: 1 / 0)
+        assert_right(serve(engine, asked), asked)
+
+
+def test_engine_refuses_calls_from_what_it_calls(rng):
+    class Caller(Drafting):
+        def draft(self, request, tokens, max_drafts):
+            return engine.step()
+
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=Caller(None))
+    with pytest.raises(RuntimeError, match="the engine was called by a function that it is calling itself"):
+        engine.generate([1, 2, 3], PARAMS)
+    assert_nothing_is_held(engine)
