@@ -1,0 +1,181 @@
+"""Interrupts lose nothing: a KeyboardInterrupt at any line leaves every request running, waiting or finished."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import depth
+import numpy as np
+import pytest
+from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
+from fakes.speller import VOCAB
+
+import mamba_align_jax
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_program")
+PACKAGE = str(Path(mamba_align_jax.__file__).parent)
+STEPPING = {
+    "sync": dict(DRAFTS, checked=True),
+    "async": dict(DRAFTS, async_stepping=True),
+    "pre_copy": dict(policy="pre_copy", max_waiting=20, overtaking_limit=3),
+}
+PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt once, before the line number `turn` of this package that runs within the context."""
+
+    def __init__(self, turn):
+        self.turn, self.lines, self.place = turn, 0, None
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines > self.turn and self.place is None:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self.trace
+
+
+class Calls:
+    """Draws calls of an engine, and keeps account of all requests that were ever added, whatever interrupts a call."""
+
+    def __init__(self, engine, rng):
+        self.engine, self.rng = engine, rng
+        self.prompts, self.outputs = {}, {}
+        self.shared = rng.integers(0, VOCAB, 40).tolist()
+
+    def prompt(self):
+        rng = self.rng
+        return self.shared[: rng.integers(1, 20)] + rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()
+
+    def take(self, outputs):
+        for output in outputs:
+            assert output.request_id not in self.outputs, "an output came twice"
+            self.outputs[output.request_id] = output
+
+    def add(self):
+        prompt = self.prompt()
+        self.prompts[self.engine.add_request(prompt, PARAMS)] = prompt
+
+    def step(self):
+        self.take(self.engine.step())
+
+    def abort(self):
+        live = sorted(self.prompts.keys() - self.outputs.keys())
+        if live:
+            output = self.engine.abort(live[self.rng.integers(len(live))])
+            self.take([output] if output else [])
+
+    def generate(self):
+        prompts = [self.prompt(), self.prompt()]
+        outputs = self.engine.generate(prompts, PARAMS)
+        assert_right(outputs, prompts)
+
+    def drain(self):
+        for _ in range(600):
+            if not self.engine.has_unfinished:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self):
+        """Every request that was added has come out once, with the right tokens or some of them."""
+        assert self.outputs.keys() == self.prompts.keys(), "a request was lost, or came from nowhere"
+        aborted = [n for n, output in self.outputs.items() if output.finish_reason == "abort"]
+        whole = sorted(self.outputs.keys() - set(aborted))
+        assert all(self.outputs[n].finish_reason == "length" for n in whole)
+        assert_right([self.outputs[n] for n in whole], [self.prompts[n] for n in whole])
+        assert_nothing_is_held(self.engine)
+        self.prompts, self.outputs = {}, {}
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+def test_interrupt_at_any_line_loses_nothing(stepping):
+    """The calls and the lines are drawn. Requests run, wait and are cached when the interrupt comes."""
+    rng = np.random.default_rng(len(stepping))
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]))
+    calls, places = Calls(engine, rng), set()
+    calls.generate()
+    lines = dict.fromkeys(("add", "step", "abort", "generate"), 300)
+    for number in itertools.count():
+        for _ in range(rng.integers(0, 4)):
+            calls.add()
+        for _ in range(rng.integers(0, 12)):
+            calls.step()
+        name = ("step", "generate", "abort", "add")[rng.choice(4, p=(0.55, 0.2, 0.15, 0.1))]
+        before = set(calls.prompts)
+        with Interrupt(int(rng.integers(lines[name]))) as interrupt:
+            getattr(calls, name)()
+        # The next turns are within what this kind of call takes.
+        lines[name] = max(lines[name] if interrupt.place else interrupt.lines, 10)
+        if interrupt.place:
+            places.add(interrupt.place)
+            assert calls.prompts.keys() == before
+        assert not engine._turns._lock._is_owned()
+        assert not engine._turns._gate.locked()
+        engine.cache.check()
+        calls.drain()
+        calls.check()
+        if number >= depth.examples(40, 700) and len(places) > depth.examples(15, 150):
+            break
+
+
+def test_every_line_of_the_short_calls_may_be_interrupted():
+    """`add_request`, `abort` and a step that ends a request are cut off at each of their lines in turn."""
+    engine = Engine(SPELLER, EngineConfig(**SIZES))
+    calls = Calls(engine, np.random.default_rng(0))
+    for name in ("add", "abort", "step"):
+        for turn in itertools.count(0, 1 if depth.is_full() else 9):
+            calls.add()
+            calls.step()
+            if name == "step":
+                for _ in range(PARAMS.max_tokens - 1):
+                    calls.step()
+            with Interrupt(turn) as interrupt:
+                getattr(calls, name)()
+            calls.drain()
+            calls.check()
+            if interrupt.place is None:
+                break
+
+
+def test_two_interrupts_leak_nothing():
+    """The second one comes while the engine recovers from the first."""
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS))
+    rng = np.random.default_rng(2)
+    calls = Calls(engine, rng)
+    recover = engine._recover
+    for turn in range(0, 400, 1 if depth.is_full() else 20):
+        for _ in range(4):
+            calls.add()
+        for _ in range(rng.integers(1, 8)):
+            calls.step()
+
+        def interrupted(turn=turn):
+            engine._recover = recover
+            with pytest.MonkeyPatch.context():
+                second = Interrupt(turn)
+                sys.settrace(second.trace)
+                try:
+                    recover()
+                finally:
+                    sys.settrace(None)
+
+        engine._recover = interrupted
+        with Interrupt(int(rng.integers(200))):
+            calls.step()
+        engine._recover = recover
+        calls.drain()
+        calls.check()
