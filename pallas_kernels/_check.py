@@ -2,59 +2,124 @@
 
 import functools
 import inspect
+import numbers
 import types
 import typing
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import AbstractArray, jaxtyped
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_INT32 = np.iinfo(np.int32)
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
-    return typing.get_args(annotation) if is_union else (annotation,)
+class _Contract(NamedTuple):
+    """What an argument may be: arrays of these annotations, or instances of these classes."""
+
+    arrays: tuple[type[AbstractArray], ...]
+    others: tuple[type, ...]
+
+    @classmethod
+    def of(cls, annotation: Any) -> "_Contract | None":
+        """Returns the contract of an annotation. None if it says more than a class, as a Literal does."""
+        is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+        members = typing.get_args(annotation) if is_union else (annotation,)
+        if not all(isinstance(member, type) for member in members):
+            return None
+        arrays = tuple(member for member in members if issubclass(member, AbstractArray))
+        return cls(arrays, tuple(member for member in members if member not in arrays))
+
+    @property
+    def wanted(self) -> str:
+        """The contract in words."""
+        arrays = [f"{a.dtype.__name__}[{a.dim_str}]" for a in self.arrays]
+        return " or ".join([*arrays, *(o.__name__.replace("NoneType", "None") for o in self.others)])
+
+    def to_array(self, value: np.ndarray) -> Any:
+        """Returns a NumPy array as one of the contract's kind."""
+        on_host = any(array.array_type is np.ndarray for array in self.arrays)
+        return value if on_host else jnp.asarray(value)
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value keeps the contract. Any real number stands for a float, and True for no number."""
+        if any(cls in self.others for cls in (int, float)) and isinstance(value, bool) and bool not in self.others:
+            return False
+        is_number = float in self.others and isinstance(value, numbers.Real)
+        return is_number or isinstance(value, (*self.others, *self.arrays))
+
+
+def _plain(value: Any, to_array: Callable[[Any], Any]) -> Any:
+    """Returns NumPy's arrays by `to_array` and its whole numbers as Python's, if both hold the same values."""
+    if isinstance(value, np.bool_ | np.integer):
+        return value.item()
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.kind in "iu" and (not value.size or _INT32.min <= value.min() <= value.max() <= _INT32.max):
+        return to_array(value.astype(np.int32))
+    is_same_in_jax = value.dtype in (np.float32, np.float16, np.bool_) or value.dtype == jnp.bfloat16
+    return to_array(value) if is_same_in_jax else value
 
 
 def _describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{type(value).__module__.split('.')[0]} {value.dtype}{list(value.shape)}"
-    return repr(value)
+        library = "jax" if isinstance(value, jax.Array) else type(value).__module__.split(".")[0]
+        return f"{library} {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _with_axis(contracts: dict[str, _Contract], axis: str) -> Iterator[str]:
+    """Yields the arguments whose arrays have `axis` as their first axis."""
+    for name, contract in contracts.items():
+        if any(array.dim_str.split()[:1] == [axis] for array in contract.arrays):
+            yield name
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `function` check its array arguments against their jaxtyping annotations.
+    """Makes `function` check its arguments against their annotations: arrays by jaxtyping's, others by their classes.
 
-    An axis name means the same size in all arguments of one call. The check reads shapes and dtypes only, so it works
-    on tracers, and a jitted caller pays for it at trace time only.
+    An axis name means the same size in all arguments of one call. The axis "rows_plus_1" has one entry more than the axis
+    "rows", and an argument `layer` that is known is one of the "layers". The check reads shapes and dtypes only, so it
+    works on tracers, and a jitted caller pays for it at trace time only. NumPy arrays are taken in place of JAX arrays.
 
     Raises:
         ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation
             wants, and what came.
     """
     signature = inspect.signature(function)
-    contracts = {}
-    for name, parameter in signature.parameters.items():
-        members = _members(parameter.annotation)
-        arrays = tuple(m for m in members if isinstance(m, type) and issubclass(m, AbstractArray))
-        if arrays:
-            others = tuple(m for m in members if isinstance(m, type) and m not in arrays)
-            contracts[name] = arrays, others
+    contracts = {name: _Contract.of(parameter.annotation) for name, parameter in signature.parameters.items()}
+    contracts = {name: contract for name, contract in contracts.items() if contract is not None}
+    rows, bounds = next(_with_axis(contracts, "rows"), None), next(_with_axis(contracts, "rows_plus_1"), None)
+    pool = next(_with_axis(contracts, "layers"), None)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
         with jaxtyped("context"):
-            for name, value in bound.arguments.items():
-                arrays, others = contracts.get(name, ((), ()))
-                if not arrays or (others and isinstance(value, others)) or isinstance(value, arrays):
-                    continue
-                wanted = " or ".join(f"{a.dtype.__name__}[{a.dim_str}]" for a in arrays)
-                raise ValueError(f"{function.__name__}: {name} must be {wanted}, got {_describe(value)}")
-        return function(*args, **kwargs)
+            for name, contract in contracts.items():
+                if name in given and not contract.admits(came := given[name]):
+                    given[name] = _plain(came, contract.to_array)
+                    if not contract.admits(given[name]):
+                        got = _describe(came)
+                        raise ValueError(f"{function.__name__}: {name} must be {contract.wanted}, got {got}")
+        if rows and bounds:
+            wanted, got = given[rows].shape[0] + 1, given[bounds].shape[0]
+            message = f"{bounds} must have {wanted} entries, one more than {rows} has rows, got {got}"
+            require(got == wanted, f"{function.__name__}: {message}")
+        if pool:
+            shape = list(given[pool].shape)
+            require(0 not in shape, f"{function.__name__}: {pool} must have no axis of length 0, got {shape}")
+        layer = given.get("layer")
+        if pool and isinstance(layer, int):
+            layers = given[pool].shape[0]
+            require(0 <= layer < layers, f"{function.__name__}: layer must be in [0, {layers}), got {layer}")
+        return function(*bound.args, **bound.kwargs)
 
     return wrapper
 

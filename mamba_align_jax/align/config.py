@@ -1,11 +1,13 @@
 """The static description of a model's recurrent states, which determines all shapes, sizes and columns."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
@@ -22,9 +24,31 @@ def _itemsize(dtype: str) -> int:
     return sizes[dtype]
 
 
+def _set(instance: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass to the plain values that their checks returned."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+
+
+def _members(name: str, given: Any) -> tuple[Any, ...]:
+    """Checks a sequence of anything."""
+    values.require(isinstance(given, Sequence) and not isinstance(given, str | bytes), name, "a sequence", given)
+    return tuple(given)
+
+
 def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type."""
-    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        # NumPy takes None for float64.
+        return np.dtype("" if dtype is None else dtype).name
+    except (TypeError, ValueError):
+        raise ValueError(f"dtype must be the name of a dtype or a dtype, got {dtype!r}") from None
 
 
 @dataclass(frozen=True)
@@ -46,11 +70,13 @@ class ConvState:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         _itemsize(self.dtype)
+        width, channels = (values.integer(f"ConvState: {name}", getattr(self, name)) for name in ("width", "channels"))
+        _set(self, width=width, channels=channels)
         if not 2 <= self.width <= 5 or self.channels < 1:
             raise ValueError(
                 f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
             )
-        if self.layout not in ("SD", "DS"):
+        if not isinstance(self.layout, str) or self.layout not in ("SD", "DS"):
             raise ValueError(f"ConvState: layout must be 'SD' or 'DS', got {self.layout!r}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
@@ -73,7 +99,7 @@ class RecurrentState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        object.__setattr__(self, "shape", tuple(self.shape))
+        _set(self, shape=values.integers("RecurrentState: shape", self.shape, -values.INT32_MAX))
         _itemsize(self.dtype)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
@@ -99,9 +125,14 @@ class GroupSpec:
     states: tuple[ConvState | RecurrentState, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "states", tuple(self.states))
+        num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
+        states = _members(f"GroupSpec {self.name!r}: states", self.states)
+        _set(self, name=values.text("GroupSpec: name", self.name), num_layers=num_layers, states=states)
         if self.num_layers < 1 or not self.states:
-            raise ValueError(f"GroupSpec {self.name!r}: must have at least one layer and one state")
+            raise ValueError(
+                f"GroupSpec {self.name!r}: must have at least one layer and one state, "
+                f"got num_layers = {self.num_layers} and states = {self.states}"
+            )
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
@@ -139,7 +170,13 @@ class AlignConfig:
     state_block_size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
+        groups, checked = (
+            _members("AlignConfig: groups", self.groups),
+            values.flag("AlignConfig: checked", self.checked),
+        )
+        _set(self, groups=groups, checked=checked)
+        for group in self.groups:
+            values.require(isinstance(group, GroupSpec), "AlignConfig: groups", "GroupSpec each", group)
         if not self.groups:
             raise ValueError("AlignConfig: groups must not be empty")
         names = [group.name for group in self.groups]
@@ -151,11 +188,10 @@ class AlignConfig:
             ("max_num_seqs", 1),
             ("max_model_len", 1),
         ):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"AlignConfig: {name} must be at least {minimum}, got {getattr(self, name)}")
-        if self.mode not in ("none", "align", "all"):
+            _set(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
+        if not isinstance(self.mode, str) or self.mode not in ("none", "align", "all"):
             raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
-        if self.policy not in POLICIES:
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
         if self.mode != "none" and self.block_size < self.num_speculative_tokens + 1:
             # Otherwise a decode step could jump over a whole column, and the boundary to save would have no block.

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from mamba_align_jax import _values as values
+
 
 def ensure(condition: bool, message: str) -> None:
     """Raises AssertionError unless `condition` is true, also where Python leaves out `assert`."""
@@ -43,6 +45,7 @@ class BlockPool:
         Raises:
             ValueError: `num_blocks` leaves no block to hand out.
         """
+        num_blocks = values.integer("BlockPool: num_blocks", num_blocks)
         if num_blocks < 2:
             raise ValueError(f"BlockPool: num_blocks must be at least 2, one of them NULL_BLOCK, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -84,7 +87,13 @@ class BlockPool:
         return count + sum(block in self._cached for block in hits) <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer."""
+        """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer.
+
+        Raises:
+            ValueError: `count` is no whole number, or negative.
+        """
+        if type(count) is not int or count < 0:
+            raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
         if not self.fits(count):
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -104,12 +113,24 @@ class BlockPool:
         return key in self._evicted
 
     def hold(self, block: int) -> None:
-        """Adds a holder to a block that is held or cached."""
+        """Adds a holder to a block that is held or cached.
+
+        Raises:
+            ValueError: The block is neither.
+        """
+        if block not in self._holders and block not in self._cached:
+            raise ValueError(f"hold: block must be held or cached, got {block!r}")
         self._cached.pop(block, None)
         self._holders[block] = self._holders.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes one holder from each block. Blocks that become cached will be evicted in the given order."""
+        """Removes one holder from each block. Blocks that become cached will be evicted in the given order.
+
+        Raises:
+            ValueError: A block is not held. Nothing has changed.
+        """
+        if not self._holders.keys() >= set(blocks):
+            raise ValueError(f"release: blocks must be held, got {blocks}")
         for block in blocks:
             self._holders[block] -= 1
             if self._holders[block] > 0:
@@ -129,7 +150,12 @@ class BlockPool:
 
         Returns:
             True if `key` is new.
+
+        Raises:
+            ValueError: The block is not held.
         """
+        if block not in self._holders:
+            raise ValueError(f"publish: block must be held, got {block!r}")
         if block in self._key_of or block in self._spare_key:
             return False
         if key in self._block_of:

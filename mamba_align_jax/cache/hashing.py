@@ -4,6 +4,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from mamba_align_jax import _values as values
+
 
 class HashChain:
     """Computes the hashes of the full blocks of a growing token list.
@@ -18,8 +20,12 @@ class HashChain:
         Args:
             block_size: Tokens per block.
             salt: Separates tenants. Prefixes with different salts never match.
+
+        Raises:
+            ValueError: `block_size` is no whole number from 1 on, or `salt` is no bytes.
         """
-        self.block_size = block_size
+        self.block_size = values.integer("HashChain: block_size", block_size, 1)
+        values.require(isinstance(salt, bytes), "HashChain: salt", "bytes", salt)
         self.salt = salt
         self._root = hashlib.sha256(b"mamba-align:" + salt).digest()
         self._hashes: list[bytes] = []
@@ -30,9 +36,20 @@ class HashChain:
         Args:
             tokens: Must begin with the tokens that earlier calls were given.
             end: A multiple of `block_size`, at least `block_size`.
+
+        Raises:
+            ValueError: `end` is something else, or there are fewer tokens.
         """
+        if type(end) is not int or end < self.block_size or end % self.block_size:
+            raise ValueError(f"at: end must be a positive multiple of block_size = {self.block_size}, got {end!r}")
+        if len(self._hashes) < end // self.block_size and len(tokens) < end:
+            raise ValueError(f"at: tokens must be at least end = {end}, got {len(tokens)}")
         for block in range(len(self._hashes), end // self.block_size):
-            content = array("q", tokens[block * self.block_size : (block + 1) * self.block_size]).tobytes()
+            own = tokens[block * self.block_size : (block + 1) * self.block_size]
+            try:
+                content = array("q", own).tobytes()
+            except (TypeError, OverflowError) as error:
+                raise ValueError(f"at: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error
             parent = self._hashes[-1] if self._hashes else self._root
             self._hashes.append(hashlib.sha256(parent + content).digest())
         return self._hashes[end // self.block_size - 1]

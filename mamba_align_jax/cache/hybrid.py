@@ -3,6 +3,7 @@
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.block_pool import ensure
@@ -11,6 +12,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
+from mamba_align_jax.cache.steps import check_step
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,17 @@ class HybridCache:
         Raises:
             ValueError: The block size is not a multiple of the page size, or the interval is not one of the block size.
         """
+        values.require(isinstance(states, StateBlockManager), "HybridCache: states", "a StateBlockManager", states)
+        values.require(isinstance(kv, KVPageManager), "HybridCache: kv", "a KVPageManager", kv)
+        values.flag("HybridCache: check", check)
         if states.mode == "align" and states.block_size % kv.page_size:
             raise ValueError(
                 f"HybridCache: block_size must be a multiple of the page size {kv.page_size}, got {states.block_size}"
             )
-        if checkpoint_interval is not None and (checkpoint_interval < 1 or checkpoint_interval % states.block_size):
+        interval, size = checkpoint_interval, states.block_size
+        if interval is not None and (not values.is_integer(interval) or interval < 1 or interval % size):
             raise ValueError(
-                f"HybridCache: checkpoint_interval must be None or a multiple of {states.block_size}, "
-                f"got {checkpoint_interval}"
+                f"HybridCache: checkpoint_interval must be None or a multiple of {size}, got {checkpoint_interval!r}"
             )
         self.states = states
         self.kv = kv
@@ -184,8 +189,12 @@ class HybridCache:
 
         Returns:
             The new entries of the request's rows. None, with nothing changed or evicted, if a pool has too few blocks.
+
+        Raises:
+            ValueError: The counts are no step's, or `hit` is not what `lookup` would return now.
         """
         step = request, min_computed, max_computed, num_tokens, num_drafts
+        check_step(self.states.num_speculative_tokens, *step[1:])
         end = max_computed + num_tokens
         if self.kv.holds(request, end) and self.states.begin(*step):
             return _NOTHING
@@ -212,11 +221,11 @@ class HybridCache:
         Returns:
             The boundary, in tokens, if its key is new in the cache. 0 otherwise.
         """
-        self.states.release(request)
         boundary = 0
         if tokens is not None and self.states.mode != "none":
-            self.kv.publish(request, tokens, len(tokens))
             boundary = self.states.publish(request, tokens)
+            self.kv.publish(request, tokens, len(tokens))
+        self.states.release(request)
         self._changed()
         return boundary
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.hashing import HashChain
 
@@ -27,8 +28,11 @@ class KVPageManager:
             num_pages: Size of the pool, page 0 included, which is never handed out.
             page_size: Tokens per page.
             on_eviction: Called without arguments once for each cached page that is evicted.
+
+        Raises:
+            ValueError: A size is no whole number, or too small.
         """
-        self.page_size = page_size
+        self.page_size = values.integer("KVPageManager: page_size", page_size, 1)
         self.pool = BlockPool(num_pages, on_eviction=on_eviction)
         self._requests: dict[Hashable, _Request] = {}
 
@@ -57,7 +61,15 @@ class KVPageManager:
         return record is not None and num_tokens <= len(record.pages) * self.page_size
 
     def fits(self, request: Hashable, num_tokens: int, hit: Sequence[int] = ()) -> bool:
-        """True if `allocate` with the same arguments would succeed."""
+        """True if `allocate` with the same arguments would succeed.
+
+        Raises:
+            ValueError: As for `allocate`.
+        """
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"allocate: num_tokens must be a whole number, at least 0, got {num_tokens!r}")
+        if request not in self._requests:
+            self._check_hit(hit)
         shared = () if request in self._requests else hit
         return self.pool.fits(self._missing(request, num_tokens, len(shared)), shared)
 
@@ -75,11 +87,18 @@ class KVPageManager:
         Returns:
             The (number, page) entries that are new in the request's row. None, with nothing changed, if the pool has
             too few pages.
+
+        Raises:
+            ValueError: `num_tokens` is no number of tokens, or a page of `hit` is not cached any more.
         """
         if not self.fits(request, num_tokens, hit):
             return None
         record = self._requests.get(request)
         shared = [] if record else list(hit)
+        if chain and any(self.pool.key_of(page) != chain.at((), self._end(n)) for n, page in enumerate(shared)):
+            raise ValueError(
+                "allocate: hit must be what lookup returns now, got pages that are cached for other tokens"
+            )
         for page in shared:
             self.pool.hold(page)
         fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
@@ -91,8 +110,17 @@ class KVPageManager:
         return list(enumerate(record.pages[first:], start=first))
 
     def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> None:
-        """Makes the request's full pages of `tokens[:end]` findable."""
-        record = self._requests[request]
+        """Makes the request's full pages of `tokens[:end]` findable.
+
+        Raises:
+            ValueError: The request is unknown, or has no pages for so many tokens.
+        """
+        record = self._requests.get(request)
+        if record is None:
+            raise ValueError(f"publish: request must be one that holds pages, got {request!r}")
+        if not 0 <= end <= len(tokens) or end // self.page_size > len(record.pages):
+            held = min(len(tokens), len(record.pages) * self.page_size)
+            raise ValueError(f"publish: end must be from 0 to {held} tokens of request {request!r}, got {end}")
         if end // self.page_size == record.num_published:
             return
         for number in range(record.num_published, end // self.page_size if record.shares else 0):
@@ -119,6 +147,17 @@ class KVPageManager:
     def check(self) -> None:
         """Raises AssertionError unless the pool accounts for every page and its holders are the present requests."""
         self.pool.check(Counter(page for record in self._requests.values() for page in record.pages))
+
+    def _end(self, number: int) -> int:
+        """The number of tokens up to the end of page `number`."""
+        return (number + 1) * self.page_size
+
+    def _check_hit(self, hit: Sequence[int]) -> None:
+        gone = [page for page in hit if self.pool.key_of(page) is None]
+        if gone:
+            raise ValueError(
+                f"allocate: hit must be what lookup returns now, got page {gone[0]!r}, which is not cached"
+            )
 
     def _missing(self, request: Hashable, num_tokens: int, shared: int) -> int:
         record = self._requests.get(request)

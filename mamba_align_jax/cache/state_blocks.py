@@ -4,35 +4,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool, ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A cached prefix.
-
-    Attributes:
-        length: Its number of tokens.
-        blocks: The (column, block) pairs that hold its state.
-        chain: The hashes by which it was looked up.
-    """
-
-    length: int
-    blocks: tuple[tuple[int, int], ...] = ()
-    chain: HashChain | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step whose result the host has not read. `offered` is true if `publish` was called for it."""
-
-    num_tokens: int
-    num_drafts: int
-    offered: bool = False
+from mamba_align_jax.cache.steps import Hit as Hit
+from mamba_align_jax.cache.steps import Step, check_hit, check_step
 
 
 @dataclass
@@ -41,7 +20,7 @@ class _Request:
     committed: int
     keep: Checkpoints | None
     columns: dict[int, int] = field(default_factory=dict)
-    in_flight: deque[_Step] = field(default_factory=deque)
+    in_flight: deque[Step] = field(default_factory=deque)
     # The key of the newest boundary, if that boundary is released when the request passes the next one.
     rolling: bytes | None = None
     # False after a reset of the cache: the request's states must not become findable any more.
@@ -80,22 +59,18 @@ class StateBlockManager:
         Raises:
             ValueError: An argument is out of range, or `num_blocks` is too small for one request.
         """
-        if mode not in ("none", "align"):
+        if not isinstance(mode, str) or mode not in ("none", "align"):
             raise ValueError(f"StateBlockManager: mode must be 'none' or 'align', got {mode!r}")
-        if num_speculative_tokens < 0:
-            raise ValueError(f"StateBlockManager: num_speculative_tokens must be >= 0, got {num_speculative_tokens}")
-        if mode == "align" and block_size < num_speculative_tokens + 1:
-            raise ValueError(
-                f"StateBlockManager: block_size must be at least {num_speculative_tokens + 1}, got {block_size}"
-            )
-        self.block_size = block_size
-        self.num_speculative_tokens = num_speculative_tokens
-        self.mode = mode
+        num_blocks = values.integer("StateBlockManager: num_blocks", num_blocks)
+        block_size = values.integer("StateBlockManager: block_size", block_size, 1)
+        K = values.integer("StateBlockManager: num_speculative_tokens", num_speculative_tokens, 0)
+        steps_in_flight = values.integer("StateBlockManager: steps_in_flight", steps_in_flight, 0)
+        if mode == "align" and block_size < K + 1:
+            raise ValueError(f"StateBlockManager: block_size must be at least {K + 1}, got {block_size}")
+        self.block_size, self.num_speculative_tokens, self.mode = block_size, K, mode
         min_blocks = 1 + self.blocks_needed(steps_in_flight)
-        if num_blocks < min_blocks:
-            raise ValueError(
-                f"StateBlockManager: num_blocks must be at least {min_blocks} for one request, got {num_blocks}"
-            )
+        wanted = f"at least {min_blocks} for one request"
+        values.require(num_blocks >= min_blocks, "StateBlockManager: num_blocks", wanted, num_blocks)
         # Rolling keys: each stays only until all of its requests, running or preempted, have passed the next boundary.
         self._rolling: dict[bytes, set[Hashable]] = {}
         # The rolling key of each request that was freed and may come back.
@@ -144,13 +119,14 @@ class StateBlockManager:
         Returns:
             False, with nothing changed, if it lacks one.
         """
+        check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
         record = self._requests.get(request)
         if record is None:
             return False
         wanted, columns = self._wanted(min_computed, max_computed, num_tokens, num_drafts), record.columns
         if wanted.start not in columns or not all(map(columns.__contains__, wanted[1:])):
             return False
-        record.in_flight.append(_Step(num_tokens, num_drafts))
+        record.in_flight.append(Step(num_tokens, num_drafts))
         return True
 
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
@@ -164,8 +140,14 @@ class StateBlockManager:
         *,
         hit: Hit | None = None,
     ) -> bool:
-        """True if `allocate` with the same arguments would succeed."""
+        """True if `allocate` with the same arguments would succeed.
+
+        Raises:
+            ValueError: As for `allocate`.
+        """
+        check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
         held = self._held(request, hit)
+        check_hit(hit, held, self.pool)
         missing = self._missing(request, min_computed, max_computed, num_tokens, num_drafts, held)
         return self.pool.fits(len(missing), held.values())
 
@@ -197,6 +179,10 @@ class StateBlockManager:
         Returns:
             The (column, block) entries that are new in the request's row. None, with nothing changed, if the pool has
             too few blocks.
+
+        Raises:
+            ValueError: The counts are no step's, as a step with more drafts than `num_speculative_tokens`, or `hit` is
+                not what `lookup` would return now.
         """
         if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None
@@ -212,7 +198,7 @@ class StateBlockManager:
             self._requests[request] = record
         record = self._requests[request]
         record.columns.update(entries)
-        record.in_flight.append(_Step(num_tokens, num_drafts))
+        record.in_flight.append(Step(num_tokens, num_drafts))
         return entries
 
     def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
@@ -224,8 +210,19 @@ class StateBlockManager:
 
         Returns:
             The boundary, in tokens, if its key is new. 0 otherwise.
+
+        Raises:
+            ValueError: The request is unknown or has no step in flight.
         """
-        record = self._requests[request]
+        record = self._present("publish", request)
+        if not record.in_flight:
+            raise ValueError(f"publish: request {request!r} has no step in flight")
+        end = record.committed + sum(step.num_tokens - step.num_drafts for step in record.in_flight)
+        if len(tokens) != end:
+            raise ValueError(
+                f"publish: tokens of request {request!r} must be those up to the end of its newest step, {end}, "
+                f"got {len(tokens)}"
+            )
         record.in_flight[-1].offered = True
         if len(tokens) % self.block_size:
             return 0
@@ -245,18 +242,18 @@ class StateBlockManager:
             The boundary that the request keeps, in tokens, or 0 for none.
 
         Raises:
-            ValueError: The request has no step in flight, or the step cannot have left so many tokens.
+            ValueError: The request is unknown or has no step in flight, or the step cannot have left so many tokens.
         """
-        record = self._requests[request]
+        record = self._present("commit", request)
         if not record.in_flight:
             raise ValueError(f"commit: request {request!r} has no step in flight")
         step = record.in_flight[0]
         computed = len(tokens) if computed is None else computed
         certain = record.committed + step.num_tokens - step.num_drafts
-        if not certain <= computed <= min(certain + step.num_drafts, len(tokens)):
+        if type(computed) is not int or not certain <= computed <= min(certain + step.num_drafts, len(tokens)):
             raise ValueError(
                 f"commit: request {request!r} must have {certain} to {certain + step.num_drafts} computed tokens, "
-                f"got {computed} of {len(tokens)}"
+                f"got {computed!r} of {len(tokens)}"
             )
         record.in_flight.popleft()
         record.committed = computed
@@ -271,8 +268,11 @@ class StateBlockManager:
 
         Call it after a step with tokens of this request was dispatched. Until then, a column that `commit` has moved
         past may still contain the state that the next step reads.
+
+        Raises:
+            ValueError: The request is unknown.
         """
-        record = self._requests[request]
+        record = self._present("release", request)
         if self.mode == "none":
             return
         gone = [column for column in record.columns if column < record.committed // self.block_size]
@@ -305,8 +305,12 @@ class StateBlockManager:
             self.forget(request)
 
     def columns(self, request: Hashable) -> dict[int, int]:
-        """Returns the blocks that a request holds, by column."""
-        return dict(self._requests[request].columns)
+        """Returns the blocks that a request holds, by column.
+
+        Raises:
+            ValueError: The request is unknown.
+        """
+        return dict(self._present("columns", request).columns)
 
     def reset(self) -> None:
         """Makes every state unfindable. Present requests keep their blocks but never publish any again."""
@@ -321,6 +325,12 @@ class StateBlockManager:
         rolling = self._left | {request: record.rolling for request, record in self._requests.items()}
         kept = [(request, key) for key, requests in self._rolling.items() for request in requests]
         ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")
+
+    def _present(self, method: str, request: Hashable) -> _Request:
+        record = self._requests.get(request)
+        if record is None:
+            raise ValueError(f"{method}: request must be one that holds blocks, got {request!r}")
+        return record
 
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
         return {} if hit is None or request in self._requests else dict(hit.blocks)

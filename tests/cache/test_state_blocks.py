@@ -199,7 +199,7 @@ def test_allocation_is_all_or_nothing():
     assert manager.pool.num_available == 1
     assert manager.allocate("b", 0, 0, 4) is not None
     assert manager.allocate("c", 0, 0, 4) is None
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="columns: request must be one that holds blocks, got 'c'"):
         manager.columns("c")
 
 

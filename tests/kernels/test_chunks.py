@@ -82,4 +82,4 @@ def test_errors_name_the_bad_argument():
     with pytest.raises(ValueError, match="at least one row"):
         chunk_rows(loc[:1], computed[:0], 0)
     with pytest.raises(ValueError, match="query_start_loc must be Int32"):
-        chunk_rows(loc.astype(np.int64), computed, 2)
+        chunk_rows(loc.astype(np.float32), computed, 2)

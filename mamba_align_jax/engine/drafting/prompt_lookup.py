@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
 
 
@@ -29,8 +30,10 @@ class PromptLookupDrafter:
         """Makes a drafter that looks up n-grams of `longest` down to `shortest` tokens.
 
         Raises:
-            ValueError: The sizes aren't 1 <= shortest <= longest.
+            ValueError: The sizes aren't whole numbers with 1 <= shortest <= longest.
         """
+        longest = values.integer("PromptLookupDrafter: longest", longest)
+        shortest = values.integer("PromptLookupDrafter: shortest", shortest)
         if not 1 <= shortest <= longest:
             raise ValueError(f"PromptLookupDrafter: wanted 1 <= shortest <= longest, got {shortest} and {longest}")
         self._sizes = range(longest, shortest - 1, -1)

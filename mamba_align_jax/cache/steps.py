@@ -1,0 +1,76 @@
+"""What a caller tells a cache for a step of a request: the counts of the step, and the hit on which the request enters."""
+
+from dataclasses import dataclass, field
+
+from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.hashing import HashChain
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A cached prefix.
+
+    Attributes:
+        length: Its number of tokens.
+        blocks: The (column, block) pairs that hold its state.
+        chain: The hashes by which it was looked up.
+    """
+
+    length: int
+    blocks: tuple[tuple[int, int], ...] = ()
+    chain: HashChain | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step whose result the host has not read. `offered` is true if `publish` was called for it."""
+
+    num_tokens: int
+    num_drafts: int
+    offered: bool = False
+
+
+def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> None:
+    """Checks the counts of a step: see `StateBlockManager.allocate`.
+
+    Args:
+        max_drafts: The largest number of drafts in a step.
+        min_computed: The smallest number of tokens that may have been computed before it.
+        max_computed: The largest such number.
+        num_tokens: The number of tokens in the step, drafts included.
+        num_drafts: How many of them are drafts.
+
+    Raises:
+        ValueError: A count is no whole number of Python, or the counts are not those of a step.
+    """
+    if not (
+        type(min_computed) is type(max_computed) is type(num_tokens) is type(num_drafts) is int
+        and 0 <= min_computed <= max_computed
+        and 0 <= num_drafts <= max_drafts
+        and (num_drafts < num_tokens or num_tokens == num_drafts == 0)
+    ):
+        raise ValueError(
+            f"allocate: a step must have 0 <= min_computed <= max_computed and at most num_speculative_tokens = "
+            f"{max_drafts} drafts, fewer than its tokens, got min_computed = {min_computed!r}, max_computed = "
+            f"{max_computed!r}, num_tokens = {num_tokens!r} and num_drafts = {num_drafts!r}"
+        )
+
+
+def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool) -> None:
+    """Checks that the blocks of a hit are still cached for the same tokens.
+
+    Args:
+        hit: What `StateBlockManager.lookup` returned.
+        held: The hit's blocks that the request will hold, by column.
+        pool: The pool of these blocks.
+
+    Raises:
+        ValueError: A block is not cached any more, or for other tokens.
+    """
+    if hit is None or not held:
+        return
+    key = hit.chain.at((), hit.length) if hit.chain else None
+    for block in held.values():
+        found = pool.key_of(block)
+        if found is None or key not in (None, found):
+            raise ValueError(f"allocate: hit must be what lookup returns now, got {hit}")

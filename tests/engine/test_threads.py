@@ -1,0 +1,130 @@
+"""Several threads call one engine: requests come and are aborted while steps run, and calls of `generate` share steps."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
+from fakes.speller import VOCAB
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.turns import Turns
+
+pytestmark = pytest.mark.usefixtures("one_program")
+PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
+STEPPING = {"sync": DRAFTS, "async": dict(DRAFTS, async_stepping=True)}
+
+
+def run_all(*functions):
+    """Runs functions in threads of their own, and raises the first exception of any."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture(params=STEPPING)
+def engine(request):
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[request.param]))
+    engine.generate([1, 2], PARAMS)
+    return engine
+
+
+def prompt(rng):
+    return rng.integers(0, VOCAB, rng.integers(1, 25)).tolist()
+
+
+def test_requests_come_and_go_while_steps_run(engine):
+    asked, outputs, aborted = {}, {}, {}
+    adding = threading.Event()
+
+    def step():
+        while engine.has_unfinished or not adding.is_set():
+            for output in engine.step():
+                assert output.request_id not in outputs
+                outputs[output.request_id] = output
+
+    def add(seed):
+        rng = np.random.default_rng(seed)
+        for number in range(12):
+            tokens = prompt(rng)
+            name = engine.add_request(tokens, PARAMS)
+            asked[name] = tokens
+            time.sleep(float(rng.uniform(0, 0.01)))
+            if number % 3 == 0:
+                output = engine.abort(name)
+                if output is not None:
+                    aborted[name] = output
+
+    def add_all():
+        try:
+            run_all(*(lambda seed=seed: add(seed) for seed in range(4)))
+        finally:
+            adding.set()
+
+    run_all(step, step, add_all, lambda: [engine.reset_prefix_cache() for _ in range(5)])
+    assert len(asked) == 48
+    assert outputs.keys() | aborted.keys() == asked.keys()
+    assert not outputs.keys() & aborted.keys(), "an output came twice"
+    assert all(output.finish_reason == "abort" for output in aborted.values())
+    names = sorted(outputs)
+    assert_right([outputs[name] for name in names], [asked[name] for name in names])
+    assert_nothing_is_held(engine)
+
+
+def test_calls_of_generate_share_the_steps(engine):
+    def generate(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(3):
+            asked = [prompt(rng) for _ in range(3)]
+            assert_right(engine.generate(asked, PARAMS), asked)
+
+    run_all(*(lambda seed=seed: generate(seed) for seed in range(6)), engine.warmup)
+    assert_nothing_is_held(engine)
+    assert not engine.has_unfinished
+
+
+def test_abort_from_another_thread_ends_a_call_of_generate(engine):
+    def abort():
+        while len(engine._requests) < 2:
+            time.sleep(0.0005)
+        assert all(engine.abort(name) is not None for name in list(engine._requests))
+
+    def generate():
+        outputs = engine.generate([[1, 2, 3], [4, 5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))
+        assert [output.finish_reason for output in outputs] == ["abort", "abort"]
+
+    run_all(generate, abort)
+    assert_nothing_is_held(engine)
+
+
+def test_waiting_thread_gets_its_turn():
+    """A thread that takes the lock again and again lets another one in after each call."""
+    turns, calls, got_in = Turns(), [], threading.Event()
+
+    def often():
+        while not got_in.is_set():
+            turns.take(lambda: (calls.append(1), time.sleep(0.002)))
+            assert len(calls) < 2000, "the other thread starves"
+
+    def once():
+        for _ in range(20):
+            before = len(calls)
+            turns.take(lambda: None)
+            assert len(calls) - before < 10
+        got_in.set()
+
+    run_all(often, once)

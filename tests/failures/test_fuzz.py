@@ -1,0 +1,232 @@
+"""Values of wrong types, ranges, shapes and dtypes get a clear error before anything changes, or right behaviour."""
+
+import math
+
+import depth
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from failures.test_owners import SPELLER, assert_nothing_is_held, assert_right
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernels.test_check import OPS, arguments, on_device
+
+from mamba_align_jax import AlignConfig, ConvState, Engine, EngineConfig, GroupSpec, RecurrentState, SamplingParams
+from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hybrid import HybridCache
+from mamba_align_jax.cache.kv_pages import KVPageManager
+from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
+from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
+from mamba_align_jax.errors import QueueFullError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_program")
+QUIET = dict(deadline=None, suppress_health_check=list(HealthCheck))
+NUMBERS = st.one_of(
+    st.integers(-3, 70),
+    st.sampled_from([2**31 - 1, 2**31, -(2**31), 2**63, 10**30, -(10**30)]),
+    st.sampled_from([0.0, -0.0, 1.0, 1.5, 0.5, math.nan, math.inf, -math.inf, 1e-39, 5e-324, 1e39]),
+    st.sampled_from([np.int64(3), np.int8(-1), np.uint64(2**63), np.float32(0.5), np.float64("nan"), np.bool_(True)]),
+)
+OTHERS = st.one_of(
+    st.sampled_from([None, True, False, "", "a", "1", "\ud800", b"", b"x", (), [], {}, frozenset(), 1j, object(), int]),
+    st.sampled_from([np.zeros(0), np.zeros((2, 2)), np.arange(3), np.array(2), np.array(["a"]), np.array([None])]),
+    st.sampled_from(["align", "none", "all", "copy_free", "pre_copy", "float32", "bfloat16", "int8", "mtp", "SD"]),
+    st.text(max_size=3),
+)
+VALUES = st.one_of(
+    NUMBERS, OTHERS, st.lists(st.one_of(NUMBERS, OTHERS), max_size=3), st.sets(st.integers(), max_size=2)
+)
+
+GROUP = GroupSpec("a", 1, (ConvState(4, 8), RecurrentState((1, 2, 3))))
+ALIGN = dict(groups=(GROUP,), block_size=8, num_speculative_tokens=2, max_num_seqs=2, max_model_len=64, mode="align")
+# The constructors, each with arguments that it takes.
+MAKERS = {
+    "SamplingParams": (SamplingParams, dict.fromkeys(SamplingParams.__dataclass_fields__)),
+    "EngineConfig": (EngineConfig, dict.fromkeys(EngineConfig.__dataclass_fields__)),
+    "ConvState": (ConvState, dict(width=4, channels=8, dtype="float32", layout="SD")),
+    "RecurrentState": (RecurrentState, dict(shape=(1, 2, 3), dtype="float32")),
+    "GroupSpec": (GroupSpec, dict(name="a", num_layers=1, states=(ConvState(4, 8),))),
+    "AlignConfig": (AlignConfig, ALIGN | dict(policy="copy_free", checked=False)),
+    "BlockPool": (BlockPool, dict(num_blocks=4)),
+    "HashChain": (HashChain, dict(block_size=4, salt=b"")),
+    "KVPageManager": (KVPageManager, dict(num_pages=4, page_size=4)),
+    "StateBlockManager": (
+        StateBlockManager,
+        dict(num_blocks=9, block_size=8, num_speculative_tokens=2, mode="align", steps_in_flight=1),
+    ),
+    "PromptLookupDrafter": (PromptLookupDrafter, dict(longest=3, shortest=1)),
+}
+SMALL = 1 << 20
+
+
+def assert_clear(error, *names):
+    """Asserts that an error says what was wanted, and names an argument."""
+    text = str(error)
+    assert "must" in text or "wanted" in text or "no step in flight" in text, text
+    assert not names or any(name in text for name in names), text
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=depth.examples(25, 300), **QUIET)
+@given(data=st.data())
+def test_constructors_refuse_what_they_can_not_take(name, data):
+    """What is accepted is plain, hashable where it is frozen, and within the limits of the device."""
+    make, good = MAKERS[name]
+    changed = data.draw(st.dictionaries(st.sampled_from(sorted(good)), VALUES, min_size=1, max_size=3))
+    given = {key: value for key, value in good.items() if value is not None} | changed
+    # A pool's blocks are listed.
+    if any(isinstance(given.get(key), int | np.integer) and given[key] > SMALL for key in ("num_blocks", "num_pages")):
+        return
+    try:
+        made = make(**given)
+    except ValueError as error:
+        assert_clear(error, *good, "blocks")
+        return
+    if name in ("SamplingParams", "EngineConfig", "ConvState", "RecurrentState", "GroupSpec", "AlignConfig"):
+        assert hash(made) == hash(make(**given)) or name == "AlignConfig"
+        assert made == make(**given)
+        for key in changed:
+            kept = getattr(made, key)
+            assert not isinstance(kept, np.generic | np.ndarray)
+            assert type(kept) is not float or math.isfinite(kept)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    sizes = dict(block_size=8, kv_page_size=4, max_num_seqs=3, max_num_batched_tokens=20, max_model_len=64)
+    sizes |= dict(num_state_blocks=12, num_kv_pages=18, prompt_lookup_min=1, num_speculative_tokens=2)
+    return Engine(SPELLER, EngineConfig(**sizes, max_waiting=6))
+
+
+@settings(max_examples=depth.examples(60, 1000), **QUIET)
+@given(data=st.data())
+def test_requests_are_refused_or_end_well(engine, data):
+    """A request that is accepted never fails later, and its neighbours' tokens are right."""
+    good = SamplingParams(max_tokens=6, ignore_eos=True)
+    neighbour = engine.add_request([1, 2, 3], good)
+    accepted = {}
+    for _ in range(data.draw(st.integers(1, 3))):
+        prompt = data.draw(st.one_of(VALUES, st.lists(st.integers(0, 60), min_size=1, max_size=20)))
+        try:
+            fields = st.dictionaries(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), VALUES, max_size=2)
+            params = SamplingParams(**{"max_tokens": 5} | data.draw(fields))
+            accepted[engine.add_request(prompt, params)] = params
+        except ValueError as error:
+            assert_clear(error)
+        except QueueFullError:
+            pass
+        if data.draw(st.booleans()):
+            try:
+                engine.abort(data.draw(st.one_of(NUMBERS, OTHERS)))
+            except ValueError as error:
+                assert_clear(error, "request_id")
+    outputs = {}
+    for _ in range(300):
+        if not engine.has_unfinished:
+            break
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert not engine.has_unfinished
+    assert all(output.error is None for output in outputs.values())
+    if neighbour in outputs:
+        tokens = outputs[neighbour]
+        assert_right([tokens], [[1, 2, 3]]) if len(tokens.token_ids) == 18 else None
+        assert len(tokens.token_ids) == 6
+    for number in accepted.keys() & outputs.keys():
+        assert outputs[number].finish_reason in ("length", "stop")
+    assert_nothing_is_held(engine)
+
+
+@settings(max_examples=depth.examples(40, 300), **QUIET)
+@given(prompts=st.one_of(VALUES, st.lists(VALUES, max_size=3)), params=st.one_of(st.none(), VALUES))
+def test_generate_refuses_or_answers(engine, prompts, params):
+    before = engine.stats
+    params = SamplingParams(max_tokens=2) if params is None else params
+    try:
+        assert all(output.finish_reason == "length" for output in engine.generate(prompts, params))
+    except ValueError as error:
+        assert_clear(error)
+        assert engine.stats == before, "something has changed"
+    assert_nothing_is_held(engine)
+
+
+def contents(cache):
+    """Everything that a cache keeps account of, as text."""
+    pools = [sorted((key, repr(value)) for key, value in vars(m.pool).items() if key != "on_lost") for m in cache]
+    requests = [repr(vars(m)["_requests"]) for m in cache]
+    return pools, requests
+
+
+@settings(max_examples=depth.examples(60, 600), **QUIET)
+@given(data=st.data())
+def test_caches_refuse_what_is_no_step(data):
+    """Steps with any counts, hits that are stale, results that can't be: nothing changes if a call raises."""
+    states, kv = StateBlockManager(9, 8, 2), KVPageManager(12, 4)
+    cache = HybridCache(states, kv)
+    tokens, hits = [data.draw(st.integers(0, 2)) for _ in range(30)], [cache.lookup([0] * 20)]
+    count = st.one_of(st.integers(-2, 40), NUMBERS)
+    for _ in range(data.draw(st.integers(1, 12))):
+        name, request = data.draw(st.sampled_from(["allocate", "dispatched", "commit", "free", "lookup"])), "ab"
+        request = data.draw(st.sampled_from("ab"))
+        before = contents((states, kv))
+        try:
+            if name == "lookup":
+                hits.append(cache.lookup(tokens[: data.draw(st.integers(0, 30))]))
+            elif name == "allocate":
+                hit = data.draw(st.sampled_from([None, *hits]))
+                low, span, size, drafts = (data.draw(count) for _ in range(4))
+                high = low + span if type(low) is type(span) is int else low
+                cache.allocate(request, low, high, size, drafts, hit=hit)
+            elif name == "dispatched":
+                cache.dispatched(request, data.draw(st.sampled_from([None, tokens, tokens[:8], tokens[:3]])))
+            elif name == "commit":
+                cache.commit(request, tokens, data.draw(count))
+            else:
+                cache.free(request)
+        except ValueError as error:
+            assert_clear(error)
+            assert contents((states, kv)) == before, f"{name} has changed something"
+        cache.check()
+    for request in "ab":
+        cache.free(request)
+        cache.forget(request)
+    cache.check()
+    assert states.pool.num_held == kv.pool.num_held == 0
+
+
+def test_stale_hits_are_refused():
+    manager, tokens = StateBlockManager(4, 4), list(range(8))
+    manager.allocate("a", 0, 0, 4)
+    manager.publish("a", tokens[:4])
+    manager.commit("a", tokens[:4])
+    manager.free("a")
+    hit = manager.lookup(tokens)
+    manager.reset()
+    with pytest.raises(ValueError, match="hit must be what lookup returns now"):
+        manager.allocate("b", 4, 4, 4, hit=hit)
+    with pytest.raises(ValueError, match="hit must be what lookup returns now"):
+        manager.allocate("b", 4, 4, 4, hit=Hit(4, ((0, 3),)))
+    manager.check()
+
+
+SHAPES = st.lists(st.integers(0, 3), max_size=6)
+DTYPES = st.sampled_from(["float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8", "bool", "complex64"])
+
+
+@settings(max_examples=depth.examples(60, 800), **QUIET)
+@given(data=st.data())
+def test_ops_refuse_what_breaks_their_contracts(data):
+    """Arrays of any shape and dtype, of JAX and of NumPy. The ops are traced and not run."""
+    op = OPS[data.draw(st.sampled_from(sorted(OPS)))]
+    given = on_device(arguments(op))
+    for key in data.draw(st.lists(st.sampled_from(sorted(given)), min_size=1, max_size=2)):
+        if data.draw(st.booleans()):
+            given[key] = data.draw(VALUES)
+        else:
+            array = np.zeros(data.draw(SHAPES), jnp.dtype(data.draw(DTYPES)))
+            given[key] = array if data.draw(st.booleans()) else jnp.asarray(array)
+    try:
+        jax.eval_shape(lambda: op(**given))
+    except (ValueError, UnsupportedError) as error:
+        assert_clear(error)

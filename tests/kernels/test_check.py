@@ -1,0 +1,110 @@
+"""Every op refuses arguments that break its contract, by their names, and takes NumPy arrays."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import chunk_rows
+
+TOKENS, ROWS, LAYERS, BLOCKS, HEADS, DIM, PAGE, WINDOW = 5, 2, 3, 6, 2, 4, 4, 3
+SHAPES = dict(
+    tokens=TOKENS, rows=ROWS, rows_plus_1=ROWS + 1, layers=LAYERS, blocks=BLOCKS, window=WINDOW, width=WINDOW + 1,
+    channels=3 * HEADS * DIM, heads=HEADS, groups=1, key_heads=HEADS, value_heads=HEADS, kv_heads=1, head_dim=DIM,
+    state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2, shares=1,
+    checkpoints=1,
+)  # fmt: skip
+NUMBERS = dict(query_start_loc=[0, 2, 5], read_block=[1, 2], write_block=[3, 4], num_computed_tokens=[0, 0])
+OPS = {
+    name: op
+    for name, op in vars(pallas_kernels).items()
+    if inspect.isfunction(op)
+    and "query_start_loc" in inspect.signature(op).parameters
+    and name not in ("chunk_rows", "spans")
+} | {"state_copy": pallas_kernels.state_copy}
+OPS.pop("token_rows", None)
+
+
+def arguments(op):
+    """Returns small arguments of an op, by its annotations, as NumPy arrays."""
+    given = {}
+    for name, parameter in inspect.signature(op).parameters.items():
+        members = getattr(parameter.annotation, "__args__", (parameter.annotation,))
+        array = next((member for member in members if hasattr(member, "dim_str")), None)
+        if name == "layer":
+            given[name] = 1
+        elif name == "chunks":
+            given[name] = chunk_rows(np.array([0, 2, 5], np.int32), np.zeros(ROWS, np.int32), TOKENS)
+        elif array is not None and parameter.default is inspect.Parameter.empty:
+            shape = [SHAPES[axis] for axis in array.dim_str.replace("*state", "window channels").split()]
+            whole = "Int" in array.dtype.__name__
+            given[name] = np.ones(shape, np.int32) if whole else np.full(shape, -0.5, np.float32)
+            if name in NUMBERS:
+                given[name] = np.array(NUMBERS[name], np.int32)
+    return given
+
+
+def on_device(given):
+    return {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+
+
+def test_ops_are_found():
+    assert len(OPS) >= 9
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_numpy_arrays_give_what_jax_arrays_give(name):
+    """Whole numbers of any width are taken, and so is a layer of NumPy's."""
+    given = arguments(OPS[name])
+    wide = {key: x.astype(np.int64) if getattr(x, "dtype", None) == np.int32 else x for key, x in given.items()}
+    wide |= {"layer": np.int64(1)} if "layer" in given else {}
+    expected = jax.tree.leaves(OPS[name](**on_device(given)))
+    for got in (OPS[name](**given), OPS[name](**wide)):
+        for a, b in zip(expected, jax.tree.leaves(got), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "state_copy"])
+def test_query_start_loc_of_another_length_is_refused(name):
+    given = on_device(arguments(OPS[name]))
+    for short in (jnp.array([0, 5], jnp.int32), jnp.array([0, 1, 2, 5], jnp.int32)):
+        with pytest.raises(ValueError, match=f"{name}: query_start_loc must have 3 entries, .* got {short.size}"):
+            OPS[name](**given | dict(query_start_loc=short))
+        with pytest.raises(ValueError, match="query_start_loc must have 3 entries"):
+            jax.jit(lambda loc, given=given: OPS[name](**given | dict(query_start_loc=loc)))(short)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "layer" in inspect.signature(op).parameters])
+@pytest.mark.parametrize("layer", [-1, LAYERS, np.int64(LAYERS), 10**12, True, None, 1.0, "1", np.array([1])], ids=repr)
+def test_layer_out_of_range_is_refused(name, layer):
+    with pytest.raises(ValueError, match=f"{name}: layer must be "):
+        OPS[name](**on_device(arguments(OPS[name])) | dict(layer=layer))
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "chunks" in inspect.signature(op).parameters])
+@pytest.mark.parametrize("chunks", [None, 3, (), np.zeros(3)], ids=repr)
+def test_chunks_of_another_type_are_refused(name, chunks):
+    with pytest.raises(ValueError, match=f"{name}: chunks must be Chunks, got"):
+        OPS[name](**on_device(arguments(OPS[name])) | dict(chunks=chunks))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_wrong_argument_is_refused_by_its_name(name):
+    """Each array in turn is of another type, dtype or number of axes, and each option of another type."""
+    op, given = OPS[name], on_device(arguments(OPS[name]))
+    for key, value in given.items():
+        if key in ("layer", "chunks"):
+            continue
+        wrong = [None, "a", 3, [1], object(), value.reshape(-1)[0], value.astype(jnp.complex64)]
+        wrong += [np.full(value.shape, 2**40), np.array(["a"]), np.zeros(value.shape, object)]
+        for other in wrong:
+            if not (other is None and key in ("bias", "values")):
+                with pytest.raises(ValueError, match=rf"{name}: {key} must be"):
+                    op(**given | {key: other})
+    for key, parameter in inspect.signature(op).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            with pytest.raises(ValueError, match=f"{key} must be|implementation must be"):
+                op(**given | {key: object()})
