@@ -73,6 +73,22 @@ def test_requests_run_by_priority_then_by_arrival():
     assert_complete(requests)
 
 
+@pytest.mark.parametrize(("limit", "overtaken"), [(None, 40), (3, 6), (1, 2)])
+def test_overtaking_limit_bounds_how_many_later_requests_run_first(limit, overtaken):
+    """Under an endless stream of requests that are two levels more important, a request waits for at most 2 * limit."""
+    scheduler, device = make(), Device("align")
+    scheduler.waiting.overtaking_limit = limit
+    first = [request(n, [n] * 9, 10) for n in range(3)]
+    late = request(100, [5] * 9, priority=2)
+    stream = [request(200 + n, [6] * 9, priority=0) for n in range(40)]
+    done = serve(scheduler, [*first, late, *stream], [0, 0, 0, 1, *[1 + n // 3 for n in range(40)]], device=device)
+    assert len([n for n in device.entered[: device.entered.index(100)] if n >= 200]) == overtaken
+    assert len(done) == 44
+    # Requests of one level still run in the order of their arrival.
+    assert [n for n in device.entered if n >= 200] == [r.id for r in stream]
+    assert_complete([*first, late, *stream])
+
+
 def test_newest_request_of_the_highest_priority_number_is_preempted():
     """It comes back before newer requests and before those of higher priority numbers."""
     scheduler, device = make(num_pages=14), Device("align")

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+import numpy as np
 import pytest
 from fakes.foresight import Foresight, in_turn, one_by_one
 
@@ -132,9 +133,9 @@ def assert_order(rank, before, plan, scheduler):
     waits = [rank[r.id] for r in scheduler.waiting]
     assert waits == sorted(waits)
     admitted = [rank[row.request.id] for row in plan.rows if row.enters]
-    assert max(admitted, default=(-9,)) < min(waits, default=(9,))
+    assert max(admitted, default=(-np.inf,)) < min(waits, default=(np.inf,))
     preempted = [rank[r.id] for r in before if r in scheduler.waiting]
-    assert max((rank[r.id] for r in scheduler.running), default=(-9,)) < min(preempted, default=(9,))
+    assert max((rank[r.id] for r in scheduler.running), default=(-np.inf,)) < min(preempted, default=(np.inf,))
 
 
 def serve(
@@ -166,7 +167,9 @@ def serve(
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone, in_flight = set(), deque()
-    rank = {r.id: (r.params.priority, n) for n, r in enumerate(scheduler.waiting)}
+    limit = scheduler.waiting.overtaking_limit
+    place = lambda priority, arrival: (priority, arrival) if limit is None else (arrival + limit * priority, priority)
+    rank = {r.id: place(r.params.priority, n) for n, r in enumerate(scheduler.waiting)}
     while waiting or scheduler.waiting or scheduler.running:
         between(step)
         while waiting and waiting[0][0] <= step:
@@ -180,7 +183,7 @@ def serve(
                 break
             scheduler.add(request)
             waiting.pop(0)
-            rank[request.id] = request.params.priority, len(rank)
+            rank[request.id] = place(request.params.priority, len(rank))
         for at, number in aborts:
             request = requests[number]
             if at == step and number not in gone and (request in scheduler.waiting or request in scheduler.running):
