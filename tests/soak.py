@@ -3,16 +3,19 @@
 The requests share prefixes, continue others' answers, wait, and are aborted. The soak checks every token of every request:
 a stub model's are known exactly, and the bundled model's are judged by its float32 reference. After each step both pools
 must account for all their blocks, and whenever no request runs, no block may be held. No request may be overtaken by a
-later one or by one of lower priority, and none may be refused while the queue has room.
+later one or by one of lower priority, and none may be refused while the queue has room. Some calls raise, some lose the
+pools, some steps are interrupted at a line that is drawn, and during some others threads add and abort requests.
 """
 
 import argparse
 import dataclasses
 import logging
 import sys
+import threading
 import time
 import types
 from collections import deque
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ import numpy as np
 from fakes.engines import poison
 from fakes.speller import VOCAB, Speller, next_tokens
 
+import mamba_align_jax
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.data import BYTE_MODEL, encode
@@ -219,6 +223,34 @@ class PlannedError(Exception):
     """The error that a soak makes a step raise."""
 
 
+PACKAGE = str(Path(mamba_align_jax.__file__).parent)
+# What may raise, as attributes of an engine. "lost" stands for a step that takes the pools with it.
+FAILING = ("runner.read", "runner.dispatch", "cache.allocate", "cache.commit", "cache.lookup", "cache.free", "lost")
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the line number `turn` of the package that runs within the context."""
+
+    def __init__(self, turn):
+        self.left = turn
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, kind, error, traceback):
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def trace(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+
 class Watch:
     """Checks an engine at every step.
 
@@ -231,6 +263,10 @@ class Watch:
     def __init__(self, engine):
         self.engine, self.live, self.leaked, self.wrong = engine, {}, 0, []
         self.aborted = self.refused = self.stalled = 0
+        # Whether something has failed or was interrupted since the last step. The order of requests then changes.
+        self.is_disturbed = False
+        # What `fail` has made raise: an object and the name of its method.
+        self.armed = self, ""
         # Requests that have never run.
         self.new = set()
         # Which request had each prefix, by salt; 0 for several. Only what another request had can be cached for a request.
@@ -273,26 +309,83 @@ class Watch:
 
     def abort(self, number):
         """Aborts a request, if it has not finished."""
-        output = self.engine.abort(number)
+        try:
+            output = self.engine.abort(number)
+        except PlannedError:
+            # The request goes on.
+            return []
         if output is not None:
             self.aborted += 1
         return [] if output is None else self.took([output])
 
-    def fail(self):
-        """Makes the next read of a result raise."""
+    def fail(self, what="lost"):
+        """Makes the next call of something raise, one of `FAILING`."""
+        self.spare()
+        part, name = ("runner", "read") if what == "lost" else what.split(".")
+        self.armed = owner, name = getattr(self.engine, part), name
 
-        def once(dispatched):
-            del self.engine.runner.read
+        def once(*args, **options):
+            self.spare()
+            self.is_disturbed = True
+            if what == "lost":
+                for array in jax.tree.leaves(self.engine.runner.device_state):
+                    array.delete()
             raise PlannedError
 
-        self.engine.runner.read = once
+        setattr(owner, name, once)
+
+    def spare(self):
+        """Lets the next call succeed, if it has not raised yet."""
+        owner, name = self.armed
+        vars(owner).pop(name, None)
+
+    def interrupt(self, turn):
+        """Interrupts a step at a line; the outputs that it would have returned come later."""
+        outputs = []
+        with Interrupt(turn):
+            outputs = self.engine.step()
+        self.is_disturbed = True
+        return self.took(outputs) + self.step()
+
+    def crowded_step(self, request, victim):
+        """Runs steps while another thread adds a request and aborts one.
+
+        Returns:
+            Whether the request was queued, and what `step` returns.
+        """
+        number, aborted = None, None
+        self.spare()
+
+        def disturb():
+            nonlocal number, aborted
+            try:
+                number = self.engine.add_request(*request)
+            except QueueFullError:
+                self.refused += 1
+            aborted = self.engine.abort(victim)
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        outputs = [output for _ in range(3) for output in self.engine.step()]
+        thread.join()
+        if number is not None:
+            prompt, self.live[number] = request
+            self.new.add(number)
+            self.remember(number, self.live[number], prompt)
+        self.aborted += aborted is not None
+        served = self.took([*outputs, *([aborted] if aborted else [])])
+        self.is_disturbed = True
+        return number is not None, served + self.step()
 
     def step(self):
         """Runs a step; returns the requests that it finished as pairs of (params, output)."""
         rank = {number: (params.priority, number) for number, params in self.live.items()}
         before = set(self.waiting)
         served = self.took(self.engine.step())
-        self.check_order(rank, before, set(self.waiting))
+        if not self.is_disturbed:
+            self.check_order(rank, before, set(self.waiting))
+        self.is_disturbed = False
+        self.new &= {request.id for request in self.engine.scheduler.waiting if request.num_admissions == 0}
         for pool in self.pools:
             self.leaked += abs(len(pool._free) + pool.num_cached + pool.num_held - (pool.num_blocks - 1))
         self.stalled = 0 if served or not rank else self.stalled + 1
@@ -303,7 +396,6 @@ class Watch:
         """Checks that every request that was admitted ranks before those that wait, and every preempted one after those
         that still run.
         """
-        self.new &= waiting
         last = lambda numbers: max((rank[number] for number in numbers), default=(-np.inf,))
         first = lambda numbers: min((rank[number] for number in numbers), default=(np.inf,))
         if last(before - waiting) > first(waiting) or last(rank.keys() - waiting) > first(waiting - before):
@@ -339,6 +431,7 @@ class Watch:
             The number of records outside the block pools.
         """
         assert not self.engine.has_unfinished
+        self.spare()
         self.engine.generate([1], SamplingParams(max_tokens=1))
         self.engine.cache.check()
         for pool in self.pools:
@@ -388,8 +481,14 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
             done += watch.abort(list(watch.live)[rng.integers(len(watch.live))])
         if rng.random() < 0.001:
             engine.reset_prefix_cache()
-        if watch.live and rng.random() < 0.0005:
-            watch.fail()
+        if watch.live and rng.random() < 0.004:
+            watch.fail(traffic.pick(*FAILING))
+        if watch.live and rng.random() < 0.004:
+            done += watch.interrupt(int(rng.integers(1, 3000)))
+        if watch.live and added < count and rng.random() < 0.004:
+            is_added, more = watch.crowded_step(traffic.request(), list(watch.live)[rng.integers(len(watch.live))])
+            added += is_added
+            done += more
         if rng.random() < 0.02:
             engine.cache.check()
         done += watch.step()
@@ -397,9 +496,9 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
             traffic.done(params, output)
         served += done
         if len(served) >= 500 or not watch.live:
-            verdict, more = judge(served)
+            verdict, tied = judge(served)
             wrong += verdict
-            ties, judged, served = ties + more, judged + len(served), []
+            ties, judged, served = ties + tied, judged + len(served), []
         if time.perf_counter() - said > 5:
             said = time.perf_counter()
             report(f"{judged}/{count} requests, {engine.stats.steps} steps, {said - begin:.0f} s")
