@@ -31,7 +31,7 @@ class Engine(EngineCore):
     it: that raises a RuntimeError.
 
     An exception ends only the requests on whose account it was raised. An interrupt, as a KeyboardInterrupt, ends none:
-    those that ran are queued again. [Errors](errors.md) says what happens in which case.
+    those that ran are queued again. docs/errors.md says what happens in which case.
 
     Attributes:
         config: The engine's configuration.

@@ -123,7 +123,7 @@ BAD_PROMPTS = (
 )
 
 
-@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=repr)
+@pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda value: type(value).__name__)
 def test_bad_prompt_is_refused_and_changes_nothing(engine, prompt):
     with pytest.raises(ValueError, match="prompt_token_ids must"):
         engine.add_request(prompt)
@@ -131,7 +131,9 @@ def test_bad_prompt_is_refused_and_changes_nothing(engine, prompt):
     assert len(engine.scheduler.waiting) == 0
 
 
-@pytest.mark.parametrize("params", [{}, dict(max_tokens=3), 3, "greedy", SamplingParams], ids=repr)
+@pytest.mark.parametrize(
+    "params", [{}, dict(max_tokens=3), 3, "greedy", SamplingParams], ids=lambda value: type(value).__name__
+)
 def test_params_of_another_type_are_refused(engine, params):
     with pytest.raises(ValueError, match="params must be SamplingParams or None"):
         engine.add_request([1], params)
@@ -147,13 +149,19 @@ def test_prompts_of_every_kind_of_sequence_are_equal(engine, kind):
         assert {type(token) for token in output.prompt_token_ids} == {int}
 
 
-@pytest.mark.parametrize("prompts", [None, 3, [], (), b"12", np.zeros((0, 3), int), {1: 2}, {1}, iter([[1]])], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 3, [], (), b"12", np.zeros((0, 3), int), {1: 2}, {1}, iter([[1]])],
+    ids=lambda value: type(value).__name__,
+)
 def test_prompts_that_are_none_are_refused(engine, prompts):
     with pytest.raises(ValueError, match="prompts must be one prompt or several"):
         engine.generate(prompts, SamplingParams(max_tokens=3))
 
 
-@pytest.mark.parametrize("prompts", [[[1], 2], [1, [2]], [[1], []], [[1], None], [[1], [VOCAB]]], ids=repr)
+@pytest.mark.parametrize(
+    "prompts", [[[1], 2], [1, [2]], [[1], []], [[1], None], [[1], [VOCAB]]], ids=lambda value: type(value).__name__
+)
 def test_one_bad_prompt_of_several_is_refused_and_none_runs(engine, prompts):
     before = engine.stats
     with pytest.raises(ValueError, match="prompt_token_ids must"):

@@ -214,7 +214,9 @@ class Drafting:
 NO_DRAFTS = ([999], [-1], [VOCAB], [1.5, 2], ["a"], [None], None, 3, "ab", b"ab", [[1]], [True], {1: 2}, [2**70])
 
 
-@pytest.mark.parametrize("proposed", [*NO_DRAFTS, np.array([999, 1]), [1] * 50, np.array([3, 4])], ids=repr)
+@pytest.mark.parametrize(
+    "proposed", [*NO_DRAFTS, np.array([999, 1]), [1] * 50, np.array([3, 4])], ids=lambda value: type(value).__name__
+)
 def test_wrong_drafts_change_nothing(rng, proposed):
     engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=Drafting(proposed))
     for _ in range(2):
