@@ -182,7 +182,8 @@ def test_kept_boundaries_depend_on_the_request_only(data):
         serve(scheduler, [request(0, [7] * 30)], device=device)
         scheduler.max_num_batched_tokens, scheduler.max_prefill_rows = budget, rows
 
-        def preempt(step, scheduler=scheduler, preempted=preempted):
+        # The scheduler preempts no request while a result is unread.
+        def preempt(step, scheduler=scheduler, preempted=() if in_flight else preempted):
             if step in preempted and scheduler.running:
                 scheduler._preempt(scheduler.running[-1])
 
