@@ -204,6 +204,16 @@ def attention_table(rows: list[Row]) -> str:
     return pivot(kept, ("case", "TB/s of triton"), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
 
 
+def linear_table(rows: list[Row]) -> str:
+    """Tabulates dense products: the default setting when it was timed, XLA's product, and the fastest setting."""
+    timed = [row for row in rows if "us" in row]
+    fastest = {row["case"]: row for row in sorted(timed, key=lambda row: row["us"], reverse=True)}
+    kept = [row for row in timed if row["candidate"] in ("triton", "xla")]
+    kept += [row | {"candidate": "fastest setting"} for row in fastest.values()]
+    show = lambda row: f"{row['us']:.1f} us, {row['of_copy']:.2f}"
+    return pivot(kept, ("case",), lambda row: row["candidate"], show)
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -218,7 +228,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
     "models": ("floor_us", model_table),
-    "attention": ("candidate", attention_table),
+    "attention": ("same_bits", attention_table),
+    "linear": ("of_copy", linear_table),
 }
 
 

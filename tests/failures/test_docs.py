@@ -34,6 +34,10 @@ def test_every_test_exists():
     assert [name for file, name in split if name not in names(ROOT / file)] == []
 
 
+# Files whose failures are injected here, instead of having been seen elsewhere.
+INJECTED = ("test_errors", "test_fuzz", "test_interrupts", "test_owners")
+
+
 def test_every_row_has_a_test_or_a_reason():
     for row in ROWS:
         _, ids, wrong, here, tests, _ = (cell.strip() for cell in row.split("|"))
@@ -49,6 +53,6 @@ def test_every_test_of_this_folder_is_in_a_row():
         f"{file.relative_to(ROOT)}::{name}"
         for file in here.glob("test_*.py")
         for name in names(file)
-        if name.startswith("test_") and file != Path(__file__)
+        if name.startswith("test_") and file != Path(__file__) and file.stem not in INJECTED
     }
     assert written <= set(TESTS)
