@@ -1,5 +1,6 @@
 """The dense product of all layers, which is exact in float32 models, and the taps of their convolutions."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,11 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> Any:
         """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given."""
         rows = self._rows(x)
-        split = self.axis is not None
-        outs = (self.sums(rows)[0].astype(rows.dtype),) if split else self._product(rows, parts=self.parts)
+        if self.axis is None:
+            outs = self._product(rows, parts=self.parts)
+        else:
+            ends = list(itertools.accumulate(self.parts))
+            outs = jnp.split(self.sums(rows)[0].astype(rows.dtype), ends[:-1], axis=1)
         outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
         return outs[0] if self._is_whole else outs
 
