@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import Row, machines, read_rows, tables
-from docs.figures import serving, step
+from benchmarks.report import Row, machines, newest, read_rows, tables
+from docs.figures import models, serving, step
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -94,7 +94,12 @@ def files() -> dict[Path, str]:
     """Every file that this script writes, and its content."""
     figures = ROOT / "docs" / "figures"
     pages = {path: page(path.read_text()) for path in PAGES}
-    return {figures / "step.svg": step.draw(), figures / "serving.svg": serving.draw(rows("serving"))} | pages
+    drawn = {
+        "step": step.draw(),
+        "serving": serving.draw(rows("serving")),
+        "models": models.draw(list(newest(rows("model")))),
+    }
+    return {figures / f"{name}.svg": text for name, text in drawn.items()} | pages
 
 
 if __name__ == "__main__":
