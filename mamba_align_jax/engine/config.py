@@ -9,6 +9,7 @@ from typing import Any, Self
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.policy import POLICIES
+from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 
 PREFIX_CACHE_MODES = ("none", "align")
 SPECULATIONS = ("prompt_lookup", "mtp")
@@ -40,7 +41,7 @@ class EngineConfig:
         async_stepping: If True, a step is dispatched before the tokens of the last one are read, so that the device
             never waits for the host. Drafts are then made on the device, and a running request holds one state block
             more, or a few if blocks are small.
-        prompt_lookup_max: Number of tokens of the longest n-gram that is looked up for drafts.
+        prompt_lookup_max: Number of tokens of the longest n-gram that is looked up for drafts; at most 256.
         prompt_lookup_min: Number of tokens of the shortest one.
         max_model_len: Number of tokens of the longest sequence; None is the model's own limit.
         max_num_seqs: Number of requests that run at once.
@@ -88,7 +89,7 @@ class EngineConfig:
         for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows"):
             self._check(values.integer, name, 1)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            self._check(values.integer, name, 1)
+            self._check(values.integer, name, 1, LONGEST_LOOKUP)
         for name in ("num_state_blocks", "num_kv_pages", "max_model_len", "checkpoint_interval"):
             self._check(values.optional_integer, name, 1)
         for name in ("max_waiting", "overtaking_limit"):

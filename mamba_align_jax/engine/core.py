@@ -25,7 +25,7 @@ from mamba_align_jax.engine.request import Request, RequestOutput
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Row, Scheduler
-from mamba_align_jax.engine.sizing import PoolSizes, align_config, pool_sizes
+from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.trace import TracedStep, traced_row
 from mamba_align_jax.engine.turns import Turns
@@ -71,6 +71,7 @@ class EngineCore:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
         self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
+        check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
         self._counters = Counters.for_drafts(config.num_speculative_tokens)
         self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
         self.cache = self._new_cache()

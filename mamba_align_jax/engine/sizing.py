@@ -1,6 +1,7 @@
 """What an engine's configuration means for a model: its `AlignConfig`, and how many blocks and pages fit."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,11 @@ from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
 from mamba_align_jax.kv import KVSpec
+
+# At least, a step's bytes for each token: where it is in its row, its sequence and the pages.
+_TOKEN_BYTES = 32
+# The bytes of a free id in a list of Python.
+_ID_BYTES = 36
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,52 @@ def pool_sizes(
     if pages < 2:
         raise ValueError(f"num_kv_pages must be at least 2, got {pages}")
     return PoolSizes(blocks, pages, spec.bytes_per_block, page_bytes)
+
+
+def memory_bytes(devices: Sequence[jax.Device] = ()) -> int:
+    """Returns all bytes of memory of the device that has the least, used or not: those of the host for a CPU.
+
+    Args:
+        devices: The devices; JAX's first one if empty.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices or jax.devices()[:1]]
+    return min(_host_bytes() if limit is None else limit for limit in limits)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(
+    spec: AlignConfig, config: EngineConfig, sizes: PoolSizes, vocab_size: int, devices: Sequence[jax.Device] = ()
+) -> None:
+    """Refuses sizes that can't be in memory whatever else is, before any memory is asked for.
+
+    Args:
+        spec: How states are kept.
+        config: The engine's configuration.
+        sizes: The sizes of the pools.
+        vocab_size: The number of tokens that the model knows.
+        devices: As for `pool_sizes`.
+
+    Raises:
+        ValueError: The pools, the tables of all slots or the arrays of the largest step need more memory than there is.
+    """
+    logits = 4 * vocab_size
+    pages = -(-spec.max_model_len // config.kv_page_size)
+    tables = 4 * (len(spec.groups) * spec.num_columns + pages)
+    needed = {
+        "num_state_blocks": (sizes.state_blocks, sizes.state_block_bytes),
+        "num_kv_pages": (sizes.kv_pages, sizes.kv_page_bytes),
+        "max_num_seqs": (config.max_num_seqs, tables + spec.window * logits),
+        "max_prefill_rows": (config.max_prefill_rows, logits),
+        "max_num_batched_tokens": (config.max_num_batched_tokens, _TOKEN_BYTES),
+    }
+    ids = sizes.state_blocks + sizes.kv_pages + config.max_num_seqs + config.max_prefill_rows
+    for limit, total in (
+        (memory_bytes(devices), sum(count * size for count, size in needed.values())),
+        (_host_bytes(), ids * _ID_BYTES),
+    ):
+        if total > limit:
+            got = ", ".join(f"{name} = {count} of {size} bytes each" for name, (count, size) in needed.items())
+            raise ValueError(f"the engine must fit in {limit} bytes of memory, got at least {total}: {got}")

@@ -7,6 +7,9 @@ from itertools import count
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
 
+# The longest n-gram that may be looked up. Each length is looked up by itself, in every step.
+LONGEST_LOOKUP = 256
+
 
 @dataclass
 class _Index:
@@ -30,9 +33,9 @@ class PromptLookupDrafter:
         """Makes a drafter that looks up n-grams of `longest` down to `shortest` tokens.
 
         Raises:
-            ValueError: The sizes aren't whole numbers with 1 <= shortest <= longest.
+            ValueError: The sizes aren't whole numbers with 1 <= shortest <= longest <= `LONGEST_LOOKUP`.
         """
-        longest = values.integer("PromptLookupDrafter: longest", longest)
+        longest = values.integer("PromptLookupDrafter: longest", longest, maximum=LONGEST_LOOKUP)
         shortest = values.integer("PromptLookupDrafter: shortest", shortest)
         if not 1 <= shortest <= longest:
             raise ValueError(f"PromptLookupDrafter: wanted 1 <= shortest <= longest, got {shortest} and {longest}")
