@@ -5,9 +5,11 @@ The error names the argument, says what was wanted, and shows what came. This mo
 
 import numbers
 from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 # Sizes and ids must fit the device's int32.
 INT32_MAX = 2**31 - 1
@@ -104,6 +106,52 @@ def integers(
         outside = next(value for value in found if not minimum <= value <= maximum)
         require(False, name, f"in [{minimum}, {maximum + 1})", outside)
     return found
+
+
+def members(name: str, given: Any, wanted: str = "a sequence") -> tuple[Any, ...]:
+    """Checks a sequence, or an array of one axis or more, and returns its members. Text and bytes are none."""
+    is_text = isinstance(given, str | bytes | bytearray | memoryview)
+    is_array = hasattr(given, "__array__") and getattr(given, "ndim", 0) > 0
+    require((isinstance(given, Sequence) or is_array) and not is_text, name, wanted, given)
+    return tuple(given)
+
+
+def rows(name: str, given: Any, width: int) -> list[tuple[int, ...]]:
+    """Checks a sequence of rows, each of `width` whole numbers of 32 bits."""
+    wanted = f"a sequence of rows of {width} whole numbers each"
+    found = members(name, given, wanted)
+    # Entries are checked in every step, so rows of plain numbers are looked at together.
+    if all(type(row) is tuple and len(row) == width for row in found):
+        numbers = [number for row in found for number in row]
+        if {*map(type, numbers)} <= {int} and (not numbers or -INT32_MAX <= min(numbers) <= max(numbers) <= INT32_MAX):
+            return list(found)
+    found = tuple(integers(name, row, -INT32_MAX) for row in found)
+    other = [row for row in found if len(row) != width]
+    require(not other, name, wanted, other[:1] and other[0])
+    return list(found)
+
+
+def tokens(name: str, given: Any) -> None:
+    """Checks that token ids are a sequence or an array of one axis. The ids themselves are not looked at."""
+    if type(given) is list or type(given) is tuple:
+        return
+    is_text = isinstance(given, str | bytes | bytearray | memoryview)
+    is_array = hasattr(given, "__array__") and getattr(given, "ndim", 0) == 1
+    require((isinstance(given, Sequence) or is_array) and not is_text, name, "a sequence of tokens", given)
+
+
+def known(requests: Mapping[Any, T], request: Any) -> T | None:
+    """Returns what is kept for a request, or None. A name that can't be a key of a dict is refused."""
+    try:
+        return requests.get(request)
+    except TypeError:
+        raise ValueError(f"request must be a hashable name, got {request!r:.200}") from None
+
+
+def instance(name: str, value: Any, *classes: type, optional: bool = False) -> None:
+    """Checks that a value is of one of the classes, or perhaps None."""
+    wanted = " or ".join([*(each.__name__ for each in classes), *(["None"] if optional else [])])
+    require(isinstance(value, classes) or (optional and value is None), name, wanted, value)
 
 
 def is_integer(value: Any) -> bool:

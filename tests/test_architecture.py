@@ -18,9 +18,14 @@ MAY_IMPORT = {
     "mamba_align_jax.errors": ("pallas_kernels",),
     "mamba_align_jax.data": (),
     "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._values", "mamba_align_jax._deprecated"),
-    "mamba_align_jax.kv": ("mamba_align_jax.align",),
+    "mamba_align_jax.kv": ("mamba_align_jax._values", "mamba_align_jax.align"),
     "mamba_align_jax.cache": ("mamba_align_jax.align", "mamba_align_jax._values", "mamba_align_jax._deprecated"),
-    "mamba_align_jax.metadata": ("pallas_kernels", "mamba_align_jax.align", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.metadata": (
+        "pallas_kernels",
+        "mamba_align_jax._values",
+        "mamba_align_jax.align",
+        "mamba_align_jax._deprecated",
+    ),
     "mamba_align_jax.sharding": ("mamba_align_jax.align", "mamba_align_jax.kv"),
     "mamba_align_jax.vllm_compat": ("pallas_kernels", "mamba_align_jax.align", "mamba_align_jax._deprecated"),
     "mamba_align_jax.layers": (

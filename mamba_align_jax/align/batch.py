@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import dropped_fields, warn_dropped
 from mamba_align_jax.align.config import AlignConfig
 
@@ -59,6 +60,11 @@ class StepBatch:
         """
         if is_prefilling is not None:
             warn_dropped("StepBatch.from_host: argument 'is_prefilling'")
+        values.instance("StepBatch: spec", spec, AlignConfig)
+        bucket = values.integer("StepBatch: bucket", bucket, 0)
+        idx_mapping = values.integers("StepBatch: idx_mapping", idx_mapping, -values.INT32_MAX)
+        query_start_loc = values.integers("StepBatch: query_start_loc", query_start_loc, -values.INT32_MAX)
+        num_drafts = values.integers("StepBatch: num_drafts", num_drafts, -values.INT32_MAX)
         rows = len(idx_mapping)
         lengths = {"query_start_loc": len(query_start_loc) - 1, "num_drafts": len(num_drafts)}
         for name, length in lengths.items():
@@ -68,13 +74,13 @@ class StepBatch:
             raise ValueError(f"StepBatch: bucket must be at least {rows} rows, got {bucket}")
         if rows and query_start_loc[0] != 0:
             raise ValueError(f"StepBatch: query_start_loc must start at 0, got {query_start_loc[0]}")
-        arrays = [np.asarray(values, np.int64) for values in (idx_mapping, query_start_loc, num_drafts)]
+        arrays = [np.asarray(given, np.int64) for given in (idx_mapping, query_start_loc, num_drafts)]
         if rows and not _is_right(spec, *arrays):
             _raise_for_row(spec, idx_mapping, query_start_loc, num_drafts)
 
-        def pad(values: np.ndarray, length: int, fill: int) -> jax.Array:
+        def pad(given: np.ndarray, length: int, fill: int) -> jax.Array:
             padded = np.full(length, fill, np.int32)
-            padded[: len(values)] = values
+            padded[: len(given)] = given
             return put(padded)
 
         end = query_start_loc[-1] if len(query_start_loc) else 0

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import (
     accepted_after_save,
@@ -52,8 +53,10 @@ class StepChecker:
         Raises:
             ValueError: `num_blocks` does not have one number per group.
         """
+        values.instance("StepChecker: spec", spec, AlignConfig)
         groups, slots = len(spec.groups), spec.max_num_seqs
-        counts = [num_blocks] * groups if isinstance(num_blocks, int) else list(num_blocks)
+        each = [num_blocks] * groups if values.is_integer(num_blocks) else num_blocks
+        counts = values.integers("StepChecker: num_blocks", each, 1)
         if len(counts) != groups:
             raise ValueError(f"StepChecker: num_blocks must be one number or {groups}, got {len(counts)}")
         self.spec = spec
@@ -130,8 +133,8 @@ class StepChecker:
                 self._set(slot, computed, 1, entering[slot])
         return entering
 
-    def _set(self, slot: int, *values: int) -> None:
-        for array, value in zip(self._slots.values(), values, strict=True):
+    def _set(self, slot: int, *counts: int) -> None:
+        for array, value in zip(self._slots.values(), counts, strict=True):
             array[slot] = value
 
     def _allocate(self, updates: TableUpdates, entering: dict[int, int]) -> None:

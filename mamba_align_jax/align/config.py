@@ -1,7 +1,6 @@
 """The static description of a model's recurrent states, which determines all shapes, sizes and columns."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,12 +27,6 @@ def _set(instance: Any, **fields: Any) -> None:
     """Sets fields of a frozen dataclass to the plain values that their checks returned."""
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
-
-
-def _members(name: str, given: Any) -> tuple[Any, ...]:
-    """Checks a sequence of anything."""
-    values.require(isinstance(given, Sequence) and not isinstance(given, str | bytes), name, "a sequence", given)
-    return tuple(given)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -126,7 +119,7 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
-        states = _members(f"GroupSpec {self.name!r}: states", self.states)
+        states = values.members(f"GroupSpec {self.name!r}: states", self.states)
         _set(self, name=values.text("GroupSpec: name", self.name), num_layers=num_layers, states=states)
         if self.num_layers < 1 or not self.states:
             raise ValueError(
@@ -171,7 +164,7 @@ class AlignConfig:
 
     def __post_init__(self) -> None:
         groups, checked = (
-            _members("AlignConfig: groups", self.groups),
+            values.members("AlignConfig: groups", self.groups),
             values.flag("AlignConfig: checked", self.checked),
         )
         _set(self, groups=groups, checked=checked)

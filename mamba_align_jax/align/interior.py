@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import NULL_BLOCK, choose, column_of, last_boundary
 
 
@@ -23,7 +24,14 @@ def prefill_checkpoints(
         The prefill ops' `checkpoint_offset` and `checkpoint_block`: for each boundary the number of the row's tokens
         before it, in rising order, and its block, or NULL_BLOCK if the column has none. To pad them, repeat
         `num_tokens` and NULL_BLOCK.
+
+    Raises:
+        ValueError: An argument is no whole number, or negative.
     """
+    num_computed_tokens = values.integer("prefill_checkpoints: num_computed_tokens", num_computed_tokens, 0)
+    num_tokens = values.integer("prefill_checkpoints: num_tokens", num_tokens, 0)
+    block_size = values.integer("prefill_checkpoints: block_size", block_size, 1)
+    block_row = values.integers("prefill_checkpoints: block_row", block_row)
     first = last_boundary(num_computed_tokens, block_size) + block_size
     boundaries = range(first, num_computed_tokens + num_tokens, block_size)
     columns = [column_of(boundary, block_size) for boundary in boundaries]

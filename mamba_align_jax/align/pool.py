@@ -3,11 +3,13 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.config import AlignConfig
 from pallas_kernels import NULL_BLOCK
 
@@ -53,6 +55,9 @@ class StatePool:
         Raises:
             ValueError: `num_blocks` is too small for one request.
         """
+        values.instance("StatePool.create: spec", spec, AlignConfig)
+        values.instance("StatePool.create: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
+        num_blocks = values.integer("StatePool.create: num_blocks", num_blocks)
         minimum = 1 + spec.blocks_per_request()
         if num_blocks < minimum:
             raise ValueError(
@@ -70,6 +75,9 @@ class StatePool:
         Raises:
             ValueError: An array does not have the shape or dtype that `spec` gives it.
         """
+        values.instance("StatePool.from_arrays: spec", spec, AlignConfig)
+        name = "StatePool.from_arrays: states"
+        states = [_arrays(name, group) for group in values.members(name, states)]
         if [len(group) for group in states] != [len(group.states) for group in spec.groups]:
             raise ValueError(
                 f"StatePool.from_arrays: states must have {[len(g.states) for g in spec.groups]} arrays per group, "
@@ -95,6 +103,8 @@ class StatePool:
         Raises:
             ValueError: `states` does not have as many arrays as the group.
         """
+        group = self._group("with_group", group)
+        states = _arrays("StatePool.with_group: states", states)
         if len(states) != len(self.states[group]):
             raise ValueError(
                 f"StatePool.with_group: states of group {group} must be {len(self.states[group])} arrays, "
@@ -113,7 +123,7 @@ class StatePool:
         Raises:
             ValueError: There is no such group or block, or the block is NULL_BLOCK.
         """
-        self._check_block("read_block", group, block)
+        group, block = self._block("read_block", group, block)
         return [np.asarray(array) for array in _take_block(self.states[group], jnp.int32(block))]
 
     def write_block(self, group: int, block: int, states: Sequence[np.ndarray]) -> "StatePool":
@@ -125,7 +135,8 @@ class StatePool:
             ValueError: There is no such group or block, or an array has a wrong shape or dtype. Then the pool is
                 unchanged.
         """
-        self._check_block("write_block", group, block)
+        group, block = self._block("write_block", group, block)
+        states = _arrays("StatePool.write_block: states", states)
         if len(states) != len(self.states[group]):
             raise ValueError(
                 f"StatePool.write_block: states must be {len(self.states[group])} arrays, got {len(states)}"
@@ -140,12 +151,27 @@ class StatePool:
         written = _put_block(self.states[group], jnp.int32(block), tuple(map(jnp.asarray, states)))
         return self.with_group(group, written)
 
-    def _check_block(self, function: str, group: int, block: int) -> None:
+    def _group(self, function: str, group: int) -> int:
+        group = values.integer(f"StatePool.{function}: group", group)
         if not 0 <= group < len(self.states):
             raise ValueError(f"StatePool.{function}: group must be in [0, {len(self.states)}), got {group}")
+        return group
+
+    def _block(self, function: str, group: int, block: int) -> tuple[int, int]:
+        group, block = self._group(function, group), values.integer(f"StatePool.{function}: block", block)
         blocks = self.states[group][0].shape[1]
         if not NULL_BLOCK < block < blocks:
             raise ValueError(f"StatePool.{function}: block must be in [1, {blocks}), got {block}")
+        return group, block
+
+
+def _arrays(name: str, given: Any) -> tuple[Any, ...]:
+    """Checks a sequence of arrays of at least two axes, on the host or on the device."""
+    wanted = "arrays [layers, blocks, ...] for each state of a group"
+    found = values.members(name, given, wanted)
+    other = [array for array in found if not (hasattr(array, "dtype") and getattr(array, "ndim", 0) > 1)]
+    values.require(not other, name, wanted, other[:1] and other[0])
+    return found
 
 
 @jax.jit

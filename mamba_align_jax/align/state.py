@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
@@ -33,6 +34,7 @@ class AlignState:
     @classmethod
     def create(cls, spec: AlignConfig) -> "AlignState":
         """Creates the state in which no slot has computed any token."""
+        values.instance("AlignState: spec", spec, AlignConfig)
         fill = lambda value: jnp.full((spec.max_num_seqs,), value, jnp.int32)
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
 
@@ -74,6 +76,10 @@ class Additions:
         Raises:
             ValueError: An entry is wrong. The text names it.
         """
+        values.instance("Additions: spec", spec, AlignConfig)
+        bucket = values.integer("Additions: bucket", bucket, 0)
+        slots = values.integers("Additions: slots", slots, -values.INT32_MAX)
+        num_computed_tokens = values.integers("Additions: num_computed_tokens", num_computed_tokens, -values.INT32_MAX)
         if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
             raise ValueError(
                 f"Additions: slots and num_computed_tokens must have the same length, at most {bucket}, "
@@ -100,7 +106,7 @@ def add_requests(state: AlignState, additions: Additions) -> AlignState:
     """Initialises the slots that requests enter. Other slots do not change. A jitted caller may donate `state`."""
     # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
     slot = jnp.where(additions.slot >= 0, additions.slot, state.running_column.shape[0])
-    put = lambda array, values: array.at[slot].set(values, mode="drop")
+    put = lambda array, new: array.at[slot].set(new, mode="drop")
     return AlignState(
         num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),
         num_accepted_tokens=put(state.num_accepted_tokens, 1),

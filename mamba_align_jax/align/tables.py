@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.config import AlignConfig
 from pallas_kernels import NULL_BLOCK
@@ -26,6 +27,7 @@ class BlockTables:
     @classmethod
     def create(cls, spec: AlignConfig) -> "BlockTables":
         """Creates tables in which every entry is NULL_BLOCK."""
+        values.instance("BlockTables: spec", spec, AlignConfig)
         shape = (len(spec.groups), spec.max_num_seqs, spec.num_columns)
         return cls(blocks=jnp.full(shape, NULL_BLOCK, jnp.int32))
 
@@ -66,7 +68,7 @@ class TableUpdates:
         cls,
         spec: AlignConfig,
         bucket: int,
-        entries: Sequence[tuple[int, int, int, int]],
+        entries: Sequence[tuple[int, ...]],
         put: Put = jax.device_put,
     ) -> "TableUpdates":
         """Checks (group, slot, column, block) entries and pads them to `bucket`.
@@ -81,6 +83,9 @@ class TableUpdates:
             ValueError: There are more than `bucket` entries, an entry is out of range, or two entries give different
                 blocks to one place.
         """
+        values.instance("TableUpdates: spec", spec, AlignConfig)
+        bucket = values.integer("TableUpdates: bucket", bucket, 0)
+        entries = values.rows("TableUpdates: entries", entries, 4)
         if len(entries) > bucket:
             raise ValueError(f"TableUpdates: entries must be at most bucket = {bucket}, got {len(entries)}")
         limits = (len(spec.groups), spec.max_num_seqs, spec.num_columns)

@@ -83,8 +83,15 @@ class BlockPool:
         return frozenset(self._block_of)
 
     def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
-        """True if the pool can hold the blocks `hits` and allocate `count` further blocks."""
-        return count + sum(block in self._cached for block in hits) <= self.num_available
+        """True if the pool can hold the blocks `hits` and allocate `count` further blocks.
+
+        Raises:
+            ValueError: As for `allocate`.
+        """
+        if type(count) is not int or count < 0:
+            raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
+        values.require(isinstance(hits, Iterable), "fits: hits", "block ids", hits)
+        return count + sum(type(block) is int and block in self._cached for block in hits) <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer.
@@ -92,8 +99,6 @@ class BlockPool:
         Raises:
             ValueError: `count` is no whole number, or negative.
         """
-        if type(count) is not int or count < 0:
-            raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
         if not self.fits(count):
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -102,15 +107,15 @@ class BlockPool:
 
     def find(self, key: bytes) -> int | None:
         """Returns the block that is published under `key`, or None."""
-        return self._block_of.get(key)
+        return self._block_of.get(key) if isinstance(key, bytes) else None
 
     def key_of(self, block: int) -> bytes | None:
         """Returns the key under which `block` is found, or None."""
-        return self._key_of.get(block)
+        return self._key_of.get(block) if type(block) is int else None
 
     def was_evicted(self, key: bytes) -> bool:
         """True if `key` cannot be found because its block was evicted recently."""
-        return key in self._evicted
+        return isinstance(key, bytes) and key in self._evicted
 
     def hold(self, block: int) -> None:
         """Adds a holder to a block that is held or cached.
@@ -118,7 +123,7 @@ class BlockPool:
         Raises:
             ValueError: The block is neither.
         """
-        if block not in self._holders and block not in self._cached:
+        if type(block) is not int or (block not in self._holders and block not in self._cached):
             raise ValueError(f"hold: block must be held or cached, got {block!r}")
         self._cached.pop(block, None)
         self._holders[block] = self._holders.get(block, 0) + 1
@@ -129,8 +134,9 @@ class BlockPool:
         Raises:
             ValueError: A block is not held. Nothing has changed.
         """
-        if not self._holders.keys() >= set(blocks):
-            raise ValueError(f"release: blocks must be held, got {blocks}")
+        is_list = isinstance(blocks, Sequence) and {*map(type, blocks)} <= {int}
+        if not is_list or not self._holders.keys() >= set(blocks):
+            raise ValueError(f"release: blocks must be held, got {blocks!r}")
         for block in blocks:
             self._holders[block] -= 1
             if self._holders[block] > 0:
@@ -154,7 +160,8 @@ class BlockPool:
         Raises:
             ValueError: The block is not held.
         """
-        if block not in self._holders:
+        values.instance("publish: key", key, bytes)
+        if type(block) is not int or block not in self._holders:
             raise ValueError(f"publish: block must be held, got {block!r}")
         if block in self._key_of or block in self._spare_key:
             return False
@@ -176,10 +183,10 @@ class BlockPool:
         Returns:
             The block that was found under the key, or None.
         """
-        block = self._block_of.pop(key, None)
+        block = self.find(key)
         if block is None:
             return None
-        del self._key_of[block]
+        del self._block_of[key], self._key_of[block]
         for spare in self._spares.pop(key, ()):
             del self._spare_key[spare]
         if block in self._cached:

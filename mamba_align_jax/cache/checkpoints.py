@@ -3,9 +3,10 @@
 The decision depends on the request's tokens and options, and on what the cache contained when the request entered.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import last_boundary
 
 
@@ -27,6 +28,12 @@ class Checkpoints:
     offsets: tuple[int, ...] = ()
     interval: int | None = None
 
+    def __post_init__(self) -> None:
+        """Checks the fields. A ValueError names the field."""
+        object.__setattr__(self, "prompt", values.integer("Checkpoints: prompt", self.prompt, 0))
+        object.__setattr__(self, "offsets", values.integers("Checkpoints: offsets", self.offsets))
+        object.__setattr__(self, "interval", values.optional_integer("Checkpoints: interval", self.interval, 1))
+
     def stays(self, boundary: int) -> bool:
         """True if the state at `boundary` stays cached whatever the request does later."""
         return boundary in self.offsets or (self.interval is not None and boundary % self.interval == 0)
@@ -41,8 +48,11 @@ class Checkpoints:
         return [offset for offset in self.offsets if offset > start] + periodic
 
 
-def requested_offsets(wanted: Iterable[int], prompt: int, block_size: int) -> tuple[int, ...]:
+def requested_offsets(wanted: Collection[int], prompt: int, block_size: int) -> tuple[int, ...]:
     """Rounds offsets down to boundaries, and drops 0, duplicates and offsets that the prompt does not reach."""
+    prompt = values.integer("requested_offsets: prompt", prompt, 0)
+    block_size = values.integer("requested_offsets: block_size", block_size, 1)
+    wanted = values.integers("requested_offsets: wanted", wanted, ordered=False)
     return tuple(sorted({last_boundary(offset, block_size) for offset in wanted if offset < prompt} - {0}))
 
 
@@ -58,5 +68,9 @@ def request_checkpoints(
         junction: The boundary up to which pages but no state were cached (`HybridHit.junction`), or 0.
         interval: Tokens between further boundaries that stay cached, or None.
     """
+    prompt = values.integer("request_checkpoints: prompt", prompt, 1)
+    block_size = values.integer("request_checkpoints: block_size", block_size, 1)
+    junction = values.integer("request_checkpoints: junction", junction, 0)
+    requested = values.integers("request_checkpoints: requested", requested)
     last = last_boundary(prompt - 1, block_size)
     return Checkpoints(prompt, tuple(sorted({last, junction, *requested} - {0})), interval)

@@ -1,6 +1,6 @@
 """A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 
 from mamba_align_jax import _values as values
@@ -12,7 +12,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
-from mamba_align_jax.cache.steps import check_step
+from mamba_align_jax.cache.steps import chain_of, check_step
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class HybridCache:
             chain: The hashes of an earlier lookup of these tokens (`HybridHit.state.chain`), to be used instead of
                 `salt`.
         """
-        chain = chain or HashChain(self.kv.page_size, salt)
+        chain = chain_of(chain, self.kv.page_size, salt)
+        values.tokens("lookup: tokens", tokens)
         if self.states.mode == "none":
             return HybridHit(0, Hit(0, (), chain))
         pages = self.kv.lookup(tokens, chain)
@@ -124,7 +125,7 @@ class HybridCache:
             miss=self._why(tokens, chain, state.length, branch, paged),
         )
 
-    def requested_offsets(self, wanted: Iterable[int], prompt: int) -> tuple[int, ...]:
+    def requested_offsets(self, wanted: Collection[int], prompt: int) -> tuple[int, ...]:
         """Rounds the offsets `wanted` into a prompt of `prompt` tokens to boundaries. Returns none in mode "none"."""
         return () if self.states.mode == "none" else requested_offsets(wanted, prompt, self.states.block_size)
 
@@ -140,7 +141,7 @@ class HybridCache:
 
     @renamed_keywords(most="max_num_batched_tokens")
     def chunk_end(
-        self, start: int, budget: int, max_num_batched_tokens: int, prompt: int, stops: Iterable[int] = ()
+        self, start: int, budget: int, max_num_batched_tokens: int, prompt: int, stops: Collection[int] = ()
     ) -> int:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
@@ -153,9 +154,12 @@ class HybridCache:
             prompt: The number of tokens known so far.
             stops: Positions at which a chunk should end: see `next_chunk_end`.
         """
+        start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
+        prompt = values.integer("chunk_end: prompt", prompt, 0)
+        max_num_batched_tokens = values.integer("chunk_end: max_num_batched_tokens", max_num_batched_tokens, 1)
         if self.states.mode == "none":
             return min(start + budget, prompt) if budget > 0 else 0
-        size, stops = self.states.block_size, tuple(stops)
+        size = self.states.block_size
         end = next_chunk_end(start, start + budget, prompt, size, stops)
         inside = end < prompt and end % size != 0
         if inside and next_chunk_end(start, start + max_num_batched_tokens, prompt, size, stops) != end:
@@ -198,6 +202,8 @@ class HybridCache:
         end = max_computed + num_tokens
         if self.kv.holds(request, end) and self.states.begin(*step):
             return _NOTHING
+        values.instance("allocate: hit", hit, HybridHit, optional=True)
+        values.instance("allocate: keep", keep, Checkpoints, optional=True)
         hit = hit or HybridHit(0, Hit(0, (), HashChain(self.kv.page_size)))
         if not self.kv.fits(request, end, hit.pages) or not self.states.fits(*step, hit=hit.state):
             return None
@@ -223,8 +229,12 @@ class HybridCache:
         """
         boundary = 0
         if tokens is not None and self.states.mode != "none":
+            values.tokens("dispatched: tokens", tokens)
+            # What can't be published raises before anything changes.
+            fills_pages = self.kv.can_publish(request, tokens, len(tokens))
             boundary = self.states.publish(request, tokens)
-            self.kv.publish(request, tokens, len(tokens))
+            if fills_pages:
+                self.kv.publish(request, tokens, len(tokens))
         self.states.release(request)
         self._changed()
         return boundary
@@ -243,8 +253,9 @@ class HybridCache:
         Raises:
             ValueError: The request has no step in flight, or the step cannot have left so many tokens.
         """
+        fills_pages = self.states.mode != "none" and self.kv.can_publish(request, tokens, computed)
         boundary = self.states.commit(request, tokens, computed)
-        if self.states.mode != "none":
+        if fills_pages:
             self.kv.publish(request, tokens, computed)
         self._changed()
         return boundary

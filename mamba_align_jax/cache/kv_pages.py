@@ -38,6 +38,8 @@ class KVPageManager:
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns how many pages `num_tokens` tokens need. The last page may be partly filled."""
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"allocate: num_tokens must be a whole number, at least 0, got {num_tokens!r}")
         return -(-num_tokens // self.page_size)
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
@@ -47,6 +49,8 @@ class KVPageManager:
             tokens: The request's tokens.
             chain: The hashes of these tokens in blocks of `page_size`.
         """
+        values.tokens("lookup: tokens", tokens)
+        values.instance("lookup: chain", chain, HashChain)
         pages = []
         for end in range(self.page_size, len(tokens) + 1, self.page_size):
             page = self.pool.find(chain.at(tokens, end))
@@ -57,8 +61,10 @@ class KVPageManager:
 
     def holds(self, request: Hashable, num_tokens: int) -> bool:
         """True if the request has pages for its first `num_tokens` positions: `allocate` would give it none."""
-        record = self._requests.get(request)
-        return record is not None and num_tokens <= len(record.pages) * self.page_size
+        record = values.known(self._requests, request)
+        if type(num_tokens) is not int or record is None:
+            return self.pages_for(num_tokens) < 0
+        return num_tokens <= len(record.pages) * self.page_size
 
     def fits(self, request: Hashable, num_tokens: int, hit: Sequence[int] = ()) -> bool:
         """True if `allocate` with the same arguments would succeed.
@@ -66,11 +72,11 @@ class KVPageManager:
         Raises:
             ValueError: As for `allocate`.
         """
-        if type(num_tokens) is not int or num_tokens < 0:
-            raise ValueError(f"allocate: num_tokens must be a whole number, at least 0, got {num_tokens!r}")
-        if request not in self._requests:
+        self.pages_for(num_tokens)
+        shared = ()
+        if values.known(self._requests, request) is None:
+            shared = hit
             self._check_hit(hit)
-        shared = () if request in self._requests else hit
         return self.pool.fits(self._missing(request, num_tokens, len(shared)), shared)
 
     def allocate(
@@ -95,6 +101,7 @@ class KVPageManager:
             return None
         record = self._requests.get(request)
         shared = [] if record else list(hit)
+        values.instance("allocate: chain", chain, HashChain, optional=True)
         if chain and any(self.pool.key_of(page) != chain.at((), self._end(n)) for n, page in enumerate(shared)):
             raise ValueError(
                 "allocate: hit must be what lookup returns now, got pages that are cached for other tokens"
@@ -109,28 +116,38 @@ class KVPageManager:
         record.pages += shared + fresh
         return list(enumerate(record.pages[first:], start=first))
 
+    def can_publish(self, request: Hashable, tokens: Sequence[int], end: int) -> bool:
+        """True if `publish` with the same arguments would publish a page. It raises what that would raise."""
+        record = values.known(self._requests, request)
+        values.tokens("publish: tokens", tokens)
+        if record is None:
+            raise ValueError(f"publish: request must be one that holds pages, got {request!r}")
+        if type(end) is not int or not 0 <= end <= len(tokens) or end // self.page_size > len(record.pages):
+            held = min(len(tokens), len(record.pages) * self.page_size)
+            raise ValueError(f"publish: end must be from 0 to {held} tokens of request {request!r}, got {end!r}")
+        if not record.shares or end // self.page_size <= record.num_published:
+            return False
+        record.chain.at(tokens, end // self.page_size * self.page_size)
+        return True
+
     def publish(self, request: Hashable, tokens: Sequence[int], end: int) -> None:
         """Makes the request's full pages of `tokens[:end]` findable.
 
         Raises:
-            ValueError: The request is unknown, or has no pages for so many tokens.
+            ValueError: The request is unknown, has no pages for so many tokens, or the tokens are no whole numbers.
         """
-        record = self._requests.get(request)
-        if record is None:
-            raise ValueError(f"publish: request must be one that holds pages, got {request!r}")
-        if not 0 <= end <= len(tokens) or end // self.page_size > len(record.pages):
-            held = min(len(tokens), len(record.pages) * self.page_size)
-            raise ValueError(f"publish: end must be from 0 to {held} tokens of request {request!r}, got {end}")
-        if end // self.page_size == record.num_published:
+        if not self.can_publish(request, tokens, end):
             return
-        for number in range(record.num_published, end // self.page_size if record.shares else 0):
+        record = self._requests[request]
+        for number in range(record.num_published, end // self.page_size):
             self.pool.publish(record.pages[number], record.chain.at(tokens, (number + 1) * self.page_size))
             record.num_published = number + 1
 
     def free(self, request: Hashable) -> None:
         """Releases all pages of a request. Published pages stay findable until eviction, which takes the last first."""
-        record = self._requests.pop(request, None)
+        record = values.known(self._requests, request)
         if record is not None:
+            del self._requests[request]
             self.pool.release(record.pages[::-1])
 
     def vacate(self) -> None:
@@ -153,6 +170,7 @@ class KVPageManager:
         return (number + 1) * self.page_size
 
     def _check_hit(self, hit: Sequence[int]) -> None:
+        values.members("allocate: hit", hit, "pages that lookup returned")
         gone = [page for page in hit if self.pool.key_of(page) is None]
         if gone:
             raise ValueError(

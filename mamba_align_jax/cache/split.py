@@ -1,11 +1,12 @@
 """Decides where a prefill chunk ends."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import last_boundary
 
 
-def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stops: Iterable[int] = ()) -> int:
+def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stops: Collection[int] = ()) -> int:
     """Returns the position at which the chunk that starts at `start` ends.
 
     A state exists only where a chunk ends. Therefore a chunk ends on a block boundary, except for the last chunk of a
@@ -22,7 +23,15 @@ def next_chunk_end(start: int, proposed: int, prompt: int, block_size: int, stop
 
     Returns:
         The end of the chunk, greater than `start` and at most min(proposed, prompt), or 0 if no token can be scheduled.
+
+    Raises:
+        ValueError: An argument is no whole number, or negative.
     """
+    start = values.integer("next_chunk_end: start", start, 0)
+    proposed = values.integer("next_chunk_end: proposed", proposed)
+    prompt = values.integer("next_chunk_end: prompt", prompt, 0)
+    block_size = values.integer("next_chunk_end: block_size", block_size, 1)
+    stops = values.integers("next_chunk_end: stops", stops, ordered=False)
     end = min(proposed, prompt)
     if end <= start:
         return 0

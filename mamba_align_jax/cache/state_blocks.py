@@ -11,7 +11,7 @@ from mamba_align_jax.cache.block_pool import BlockPool, ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.steps import Hit as Hit
-from mamba_align_jax.cache.steps import Step, check_hit, check_step
+from mamba_align_jax.cache.steps import Step, chain_of, check_hit, check_step, columns_of_step
 
 
 @dataclass
@@ -100,7 +100,9 @@ class StateBlockManager:
             chain: The hashes of these tokens, to be used instead of `salt`. The size of the chain's blocks must divide
                 `block_size`. The request continues this chain.
         """
-        chain = chain or HashChain(self.block_size, salt)
+        values.tokens("lookup: tokens", tokens)
+        chain = chain_of(chain, self.block_size, salt)
+        limit = values.optional_integer("lookup: limit", limit, 0)
         max_length = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         if self.mode == "none":
             return Hit(0, (), chain)
@@ -120,7 +122,7 @@ class StateBlockManager:
             False, with nothing changed, if it lacks one.
         """
         check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
-        record = self._requests.get(request)
+        record = values.known(self._requests, request)
         if record is None:
             return False
         wanted, columns = self._wanted(min_computed, max_computed, num_tokens, num_drafts), record.columns
@@ -146,9 +148,13 @@ class StateBlockManager:
             ValueError: As for `allocate`.
         """
         check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
+        values.instance("allocate: hit", hit, Hit, optional=True)
         held = self._held(request, hit)
         check_hit(hit, held, self.pool)
-        missing = self._missing(request, min_computed, max_computed, num_tokens, num_drafts, held)
+        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
+        if len(wanted) >= self.pool.num_blocks:
+            return False
+        missing = self._missing(request, wanted, held)
         return self.pool.fits(len(missing), held.values())
 
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
@@ -187,9 +193,10 @@ class StateBlockManager:
         if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None
         held = self._held(request, hit)
+        values.instance("allocate: keep", keep, Checkpoints, optional=True)
         for block in held.values():
             self.pool.hold(block)
-        missing = self._missing(request, min_computed, max_computed, num_tokens, num_drafts, held)
+        missing = self._missing(request, self._wanted(min_computed, max_computed, num_tokens, num_drafts), held)
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
@@ -215,6 +222,7 @@ class StateBlockManager:
             ValueError: The request is unknown or has no step in flight.
         """
         record = self._present("publish", request)
+        values.tokens("publish: tokens", tokens)
         if not record.in_flight:
             raise ValueError(f"publish: request {request!r} has no step in flight")
         end = record.committed + sum(step.num_tokens - step.num_drafts for step in record.in_flight)
@@ -223,11 +231,11 @@ class StateBlockManager:
                 f"publish: tokens of request {request!r} must be those up to the end of its newest step, {end}, "
                 f"got {len(tokens)}"
             )
+        ends = len(tokens) > 0 and len(tokens) % self.block_size == 0
+        if ends:
+            record.chain.at(tokens, len(tokens))
         record.in_flight[-1].offered = True
-        if len(tokens) % self.block_size:
-            return 0
-        _, is_new = self._offer(request, record, tokens, len(tokens))
-        return len(tokens) if is_new else 0
+        return len(tokens) if ends and self._offer(request, record, tokens, len(tokens))[1] else 0
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
         """Records the result of the request's oldest step in flight, and publishes the boundary that the step passed.
@@ -245,6 +253,7 @@ class StateBlockManager:
             ValueError: The request is unknown or has no step in flight, or the step cannot have left so many tokens.
         """
         record = self._present("commit", request)
+        values.tokens("commit: tokens", tokens)
         if not record.in_flight:
             raise ValueError(f"commit: request {request!r} has no step in flight")
         step = record.in_flight[0]
@@ -255,13 +264,13 @@ class StateBlockManager:
                 f"commit: request {request!r} must have {certain} to {certain + step.num_drafts} computed tokens, "
                 f"got {computed!r} of {len(tokens)}"
             )
+        boundary = last_boundary(computed, self.block_size)
+        passes = not step.offered and boundary >= certain and boundary > 0
+        if passes:  # Tokens that can't be hashed raise before anything changes.
+            record.chain.at(tokens, boundary)
         record.in_flight.popleft()
         record.committed = computed
-        boundary = last_boundary(computed, self.block_size)
-        if step.offered or boundary < certain or boundary == 0:
-            return 0
-        is_kept, _ = self._offer(request, record, tokens, boundary)
-        return boundary if is_kept else 0
+        return boundary if passes and self._offer(request, record, tokens, boundary)[0] else 0
 
     def release(self, request: Hashable) -> None:
         """Releases the columns that no later step can read.
@@ -285,15 +294,17 @@ class StateBlockManager:
         The cache remembers the last boundary that the request passed. If the request returns and continues from there,
         it releases that boundary when it passes the next one. Call `forget` as well if the request will not return.
         """
-        record = self._requests.pop(request, None)
+        record = values.known(self._requests, request)
         if record is not None:
+            del self._requests[request]
             self.pool.release(list(record.columns.values()))
             if record.rolling is not None:
                 self._left[request] = record.rolling
 
     def forget(self, request: Hashable) -> None:
         """Records that a freed request will not return. The last boundary that it passed stays cached until eviction."""
-        key = self._left.pop(request, None)
+        key = values.known(self._left, request)
+        self._left.pop(request, None)
         if key is not None and request in self._rolling.get(key, ()):
             del self._rolling[key]
 
@@ -327,24 +338,15 @@ class StateBlockManager:
         ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")
 
     def _present(self, method: str, request: Hashable) -> _Request:
-        record = self._requests.get(request)
+        record = values.known(self._requests, request)
         if record is None:
             raise ValueError(f"{method}: request must be one that holds blocks, got {request!r}")
         return record
 
     def _held(self, request: Hashable, hit: Hit | None) -> dict[int, int]:
-        return {} if hit is None or request in self._requests else dict(hit.blocks)
+        return {} if values.known(self._requests, request) or hit is None else dict(hit.blocks)
 
-    def _missing(
-        self,
-        request: Hashable,
-        min_computed: int,
-        max_computed: int,
-        num_tokens: int,
-        num_drafts: int,
-        held: dict[int, int],
-    ) -> list[int]:
-        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
+    def _missing(self, request: Hashable, wanted: range, held: dict[int, int]) -> list[int]:
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
 
@@ -352,10 +354,8 @@ class StateBlockManager:
         """The columns that a step may write."""
         if self.mode == "none":
             return range(1 + self.num_speculative_tokens)
-        # A row with drafts may save any boundary that it passes. Other rows write only their running column.
-        size, window = self.block_size, 1 + (self.num_speculative_tokens if num_drafts else 0)
-        first = min_computed // size if num_drafts else column_of(min_computed + num_tokens, size)
-        return range(first, column_of(max_computed + num_tokens, size) + window)
+        drafts = self.num_speculative_tokens if num_drafts else 0
+        return columns_of_step(self.block_size, drafts, min_computed, max_computed, num_tokens)
 
     def _offer(self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from mamba_align_jax import _values as values
+from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.hashing import HashChain
 
@@ -30,6 +32,16 @@ class Step:
     offered: bool = False
 
 
+def chain_of(chain: HashChain | None, block_size: int, salt: bytes) -> HashChain:
+    """Returns the chain that a caller has given, or else a new one.
+
+    Raises:
+        ValueError: `chain` is something else.
+    """
+    values.instance("lookup: chain", chain, HashChain, optional=True)
+    return chain or HashChain(block_size, salt)
+
+
 def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> None:
     """Checks the counts of a step: see `StateBlockManager.allocate`.
 
@@ -45,7 +57,7 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
     """
     if not (
         type(min_computed) is type(max_computed) is type(num_tokens) is type(num_drafts) is int
-        and 0 <= min_computed <= max_computed
+        and 0 <= min_computed <= max_computed <= values.INT32_MAX - num_tokens
         and 0 <= num_drafts <= max_drafts
         and (num_drafts < num_tokens or num_tokens == num_drafts == 0)
     ):
@@ -54,6 +66,15 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
             f"{max_drafts} drafts, fewer than its tokens, got min_computed = {min_computed!r}, max_computed = "
             f"{max_computed!r}, num_tokens = {num_tokens!r} and num_drafts = {num_drafts!r}"
         )
+
+
+def columns_of_step(block_size: int, max_drafts: int, min_computed: int, max_computed: int, num_tokens: int) -> range:
+    """Returns the columns that a step may write. `max_drafts` is 0 for a row without drafts; see `check_step`.
+
+    A row with drafts may save any boundary that it passes. Other rows write only their running column.
+    """
+    first = min_computed // block_size if max_drafts else column_of(min_computed + num_tokens, block_size)
+    return range(first, column_of(max_computed + num_tokens, block_size) + 1 + max_drafts)
 
 
 def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool) -> None:

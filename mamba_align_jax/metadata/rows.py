@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
@@ -161,7 +162,13 @@ def split_rows(
         indices: The result of `begin_step`.
         num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
         num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+
+    Raises:
+        ValueError: `num_decode_rows` is not from 0 to the number of rows, or `num_decode_tokens` is negative.
     """
+    num_rows = batch.idx_mapping.shape[0]
+    num_decode_rows = values.integer("split_rows: num_decode_rows", num_decode_rows, 0, num_rows)
+    num_decode_tokens = values.optional_integer("split_rows: num_decode_tokens", num_decode_tokens, 0)
 
     def rows(begin: int, end: int | None) -> Rows:
         loc = batch.query_start_loc[begin : None if end is None else end + 1]

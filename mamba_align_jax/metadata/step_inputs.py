@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
@@ -78,7 +79,13 @@ def step_inputs(
         num_pages: Number of pages of the pool. Static.
         num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
         token_rows: The row of each packed token, as `pallas_kernels.rows.token_rows` finds it; None computes it.
+
+    Raises:
+        ValueError: A static size is no whole number, or out of range.
     """
+    num_tokens = values.integer("step_inputs: num_tokens", num_tokens, 1)
+    page_size = values.integer("step_inputs: page_size", page_size, 1)
+    num_pages = values.integer("step_inputs: num_pages", num_pages, 1)
     rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens)
     tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens, token_rows)
     slots = jnp.maximum(batch.idx_mapping, 0)

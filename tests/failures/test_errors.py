@@ -10,7 +10,9 @@ from fakes.speller import Speller
 
 import mamba_align_jax
 import pallas_kernels
-from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax import AlignConfig, Engine, EngineConfig
+from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.kv import KVSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 ROWS = re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", PAGE.read_text(), re.MULTILINE)
@@ -25,6 +27,7 @@ def names():
         given
         | vars(pallas_kernels)
         | dict(model=model, engine=Engine(model, EngineConfig(**SIZES, max_waiting=2)), jnp=jnp, np=np)
+        | dict(BlockPool=BlockPool, KVSpec=KVSpec, spec=AlignConfig(model.state_groups(), 8))
     )
 
 
