@@ -38,9 +38,11 @@ _PUBLIC = {
     "Hit": "cache.state_blocks",
     "StateBlockManager": "cache.state_blocks",
     "next_chunk_end": "cache.split",
+    "AsyncEngine": "engine.async_engine",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "RequestOutput": "engine.request",
+    "RequestUpdate": "engine.request",
     "SamplingParams": "engine.config",
 }
 

@@ -72,6 +72,16 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def texts(name: str, values: Any) -> tuple[str, ...]:
+    """Checks a text or several, none of them empty, and returns them in order."""
+    found = (values,) if isinstance(values, str) else values
+    is_collection = isinstance(found, Sequence | Set) and not isinstance(found, bytes | bytearray | memoryview)
+    require(is_collection, name, "a text or a sequence of texts", values)
+    for value in found:
+        require(text(name, value) != "", name, "texts that are not empty", values)
+    return tuple(found)
+
+
 def integers(
     name: str, values: Any, minimum: int = 0, maximum: int = INT32_MAX, *, ordered: bool = True
 ) -> tuple[int, ...]:

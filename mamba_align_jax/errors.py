@@ -9,3 +9,7 @@ class OutOfBlocksError(RuntimeError):
 
 class QueueFullError(RuntimeError):
     """As many requests wait as the engine allows. Nothing has changed; try again after some have started to run."""
+
+
+class EngineDeadError(RuntimeError):
+    """The thread that steps the engine has ended, because of an error, which is the cause of this one, or by a shutdown."""

@@ -15,6 +15,7 @@ def check_request(
     cache: HybridCache,
     vocab_size: int,
     max_model_len: int,
+    has_tokenizer: bool,
 ) -> tuple[tuple[int, ...], SamplingParams]:
     """Checks that a request can run once it has the engine for itself.
 
@@ -25,13 +26,15 @@ def check_request(
         cache: The engine's cache.
         vocab_size: Number of the model's tokens.
         max_model_len: Number of tokens of the longest sequence.
+        has_tokenizer: Whether the engine has a tokenizer, which stop strings need.
 
     Returns:
         The prompt as plain numbers, and the parameters.
 
     Raises:
         ValueError: The request is no sequence of tokens, is empty, too long for the model or the pools, has tokens
-            outside the vocabulary, or wants more draft tokens than the engine makes.
+            outside the vocabulary, wants more draft tokens than the engine makes, or has stop strings where there is no
+            tokenizer.
     """
     params = SamplingParams() if params is None else params
     values.require(isinstance(params, SamplingParams), "params", "SamplingParams or None", params)
@@ -39,6 +42,7 @@ def check_request(
     if not tokens:
         raise ValueError("prompt_token_ids must not be empty")
     values.integers("stop_token_ids", params.stop_token_ids, 0, vocab_size - 1)
+    values.require(has_tokenizer or not params.stop, "stop", "empty in an engine without a tokenizer", params.stop)
     max_drafts, wanted = config.num_speculative_tokens, params.num_speculative_tokens
     if (wanted or 0) > max_drafts:
         raise ValueError(f"num_speculative_tokens must be at most the engine's {max_drafts}, got {wanted}")

@@ -143,6 +143,8 @@ class SamplingParams:
         seed: Seed of the request's own random stream. Results do not depend on other requests.
         stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is part of the
             output.
+        stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
+            that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.
         cache_salt: Requests share prefixes only if their salts are equal.
         checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
@@ -160,6 +162,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
@@ -175,6 +178,7 @@ class SamplingParams:
             top_p=values.number("top_p", self.top_p, values.FLOAT32_MIN, 1, "in [2**-126, 1]"),
             seed=values.integer("seed", self.seed, 0),
             stop_token_ids=values.integers("stop_token_ids", self.stop_token_ids, ordered=False),
+            stop=values.texts("stop", self.stop),
             ignore_eos=values.flag("ignore_eos", self.ignore_eos),
             cache_salt=values.text("cache_salt", self.cache_salt),
             checkpoint_at=values.integers("checkpoint_at", self.checkpoint_at, ordered=False),

@@ -21,14 +21,17 @@ from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.request import Request, RequestOutput
+from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
 from mamba_align_jax.engine.scheduler import Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.text import Tokenizer
 from mamba_align_jax.engine.trace import TracedStep, traced_row
 from mamba_align_jax.engine.turns import Turns
+from mamba_align_jax.engine.updates import Updates
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 from mamba_align_jax.errors import OutOfBlocksError
 from mamba_align_jax.models.tensor_parallel import shard_model, share
@@ -44,6 +47,7 @@ class EngineCore:
     Attributes:
         config: The engine's configuration.
         model_config: The model's configuration.
+        tokenizer: Turns text into token ids and back; None if there is none.
         spec: How states are kept.
         sizes: Sizes of the pools, on one device.
         cache: Assigns blocks and pages to requests.
@@ -53,10 +57,15 @@ class EngineCore:
     """
 
     def __init__(
-        self, model: Any, config: EngineConfig, drafter: Drafter | DeviceDrafter | None, mesh: Mesh | None
+        self,
+        model: Any,
+        config: EngineConfig,
+        drafter: Drafter | DeviceDrafter | None,
+        mesh: Mesh | None,
+        tokenizer: Tokenizer | None,
     ) -> None:
         """Makes the parts: see `Engine`."""
-        self.config, self.model_config = config, model.config
+        self.config, self.model_config, self.tokenizer = config, model.config, tokenizer
         layout, devices, own = None, (), model
         if mesh is not None:
             model, layout = shard_model(model, mesh)
@@ -93,6 +102,7 @@ class EngineCore:
         self._ids = itertools.count()
         # Outputs that `step` has not returned yet.
         self._outputs: dict[int, RequestOutput] = {}
+        self._updates = Updates()
         self._trace: Callable[[TracedStep], None] | None = None
         self._turns = Turns()
         # True while the bookkeeping is being changed. If a call finds it so, an earlier one was cut off.
@@ -146,7 +156,8 @@ class EngineCore:
     def _add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
         """Queues a request that was checked, whose output goes to `outbox`, and returns its id."""
         self._waiting.check_room()
-        request = Request(next(self._ids), prompt, params, outbox)
+        text = GeneratedText(self.tokenizer, params.stop) if self.tokenizer else None
+        request = Request(next(self._ids), prompt, params, outbox, text=text)
         self._is_torn = True
         try:
             self.scheduler.add(request)
@@ -190,6 +201,24 @@ class EngineCore:
         except Exception as error:
             self._fail(error)
         self._is_torn = False
+
+    def _advance_and_update(self) -> dict[int, RequestUpdate]:
+        """Makes a step, and an update of each request with new tokens. Returns the updates of those that have ended."""
+        self._advance()
+        for request in list(self.scheduler.running):
+            if request.outbox is not self._outputs or self._updates.shows_all(request):
+                continue
+            try:
+                request.read_text()
+            except Exception as error:
+                self._is_torn = True
+                self.scheduler.remove(request)
+                self._end(request, "error", error)
+                self._is_torn = False
+            else:
+                self._updates.add(request)
+        self._updates.forget_all_but(self._requests, self._outputs)
+        return self._updates.last(self._outputs)
 
     def _step(self) -> None:
         scheduler = self.scheduler
@@ -306,14 +335,10 @@ class EngineCore:
         self.unread_steps.clear()
         self._rows_at_work = ()
         for request in list(self._requests.values()):
-            reason = end_reason(request, self.model_config.eos_token_id)
             if request.ended is not None:
                 request.outbox[request.id] = request.ended
                 del self._requests[request.id]
-            elif reason is not None:
-                self._forget_drafts(request)
-                self._end(request, reason)
-            else:
+            elif not self._ends_by_its_tokens(request):
                 self._counters.preemptions += request.slot >= 0
                 request.wait()
         is_intact = self.runner.is_intact()
@@ -325,6 +350,18 @@ class EngineCore:
         self._waiting.replace(self._requests.values())
         self.scheduler = self._new_scheduler()
         self._is_torn = False
+
+    def _ends_by_its_tokens(self, request: Request) -> bool:
+        """Ends a request if its tokens, or a tokenizer that raises, end it, and returns whether they did."""
+        try:
+            reason = end_reason(request, self.model_config.eos_token_id)
+            if reason is not None:
+                self._forget_drafts(request)
+                self._end(request, reason)
+        except Exception as error:
+            self._forget_drafts(request)
+            self._end(request, reason := "error", error)
+        return reason is not None
 
     def _vacate_cache(self) -> bool:
         """Takes all blocks from the requests. Returns False if the cache has lost count of them."""

@@ -1,9 +1,9 @@
 """The engine: takes requests, runs steps, and returns what the requests generated."""
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.core import EngineCore
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
-from mamba_align_jax.engine.request import RequestOutput
+from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
 from mamba_align_jax.engine.stats import EngineStats as EngineStats
-from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids, with_text
+from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids
 from mamba_align_jax.engine.trace import write_trace
 from mamba_align_jax.models import load_model
 
@@ -72,8 +72,7 @@ class Engine(EngineCore):
         """
         config = EngineConfig() if config is None else config
         values.require(isinstance(config, EngineConfig), "config", "EngineConfig or None", config)
-        super().__init__(model, config, drafter, mesh)
-        self.tokenizer = tokenizer
+        super().__init__(model, config, drafter, mesh, tokenizer)
 
     @classmethod
     @renamed_keywords(advance="progress")
@@ -162,6 +161,7 @@ class Engine(EngineCore):
             cache=self.cache,
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.spec.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
         )
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -214,7 +214,17 @@ class Engine(EngineCore):
         """
         self._alone(self._advance)
         # In one expression, so that an interrupt comes either before an output is taken or after all are returned.
-        return [*filter(None, map(self._outputs.pop, tuple(self._outputs), itertools.repeat(None)))]
+        return [*filter(None, map(self._outputs.pop, tuple(self._outputs), repeat(None)))]
+
+    def step_outputs(self) -> list[RequestUpdate]:
+        """Does what `step` does, and returns what is new of every request: its new tokens, and its output if it ended.
+
+        Requests of calls of `generate` are not among them. If this call is interrupted, the next one returns what this
+        one would have returned: a list may therefore have two updates of one request, in their order.
+        """
+        last = self._alone(self._advance_and_update)
+        # In one expression, as in `step`. An output that another thread has taken meanwhile is not returned again.
+        return [*self._updates.take(), *compress(last.values(), map(self._outputs.pop, last, repeat(None)))]
 
     def generate(
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
@@ -248,4 +258,4 @@ class Engine(EngineCore):
         for output in outputs.values():
             if output.error is not None:
                 raise output.error
-        return [with_text(self.tokenizer, outputs[request_id]) for request_id in ids]
+        return [outputs[request_id] for request_id in ids]

@@ -1,11 +1,27 @@
 """A request on its way through the engine, and the output that its caller gets."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.generated_text import GeneratedText
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a token, and the tokens that were most likely in its place.
+
+    Attributes:
+        token_id: The token.
+        logprob: The logarithm of its probability.
+        top: The most likely tokens with their log-probabilities, the most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +45,10 @@ class RequestOutput:
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None if there are fewer than two tokens.
         e2e_s: Seconds from arrival to the end.
-        text: The generated text, if `Engine.generate` has a tokenizer.
+        text: The generated text, up to a stop string; None if the engine has no tokenizer.
+        stop_reason: The token or the stop string that ended the request; None unless `finish_reason` is "stop".
+        logprobs: The log-probabilities of `token_ids`; None unless they were asked for.
+        prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for.
     """
 
     request_id: int
@@ -47,6 +66,48 @@ class RequestOutput:
     e2e_s: float
     error: BaseException | None = None
     text: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestUpdate:
+    """What is new of a request since its last update.
+
+    The token ids of all updates of a request, one after the other, are those of its output, and so are the texts.
+
+    Attributes:
+        request_id: The id that `add_request` returned.
+        token_ids: The new tokens.
+        text: The new text; None if the engine has no tokenizer. Text that may still become part of a stop string, and
+            tokens that end in the middle of a character, come with a later update.
+        logprobs: The log-probabilities of the new tokens; None unless they were asked for.
+        prompt_logprobs: Those of the prompt's tokens, in one update of each request; None otherwise.
+        num_cached_tokens: See `RequestOutput`.
+        cache_miss: See `RequestOutput`.
+        output: The output, in the last update; None while the request goes on.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    text: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+    cache_miss: str | None = None
+    output: RequestOutput | None = None
+
+    def followed_by(self, later: "RequestUpdate") -> "RequestUpdate":
+        """Returns one update that stands for this one and the next one of the same request."""
+        both = lambda first, second: second if first is None else first if second is None else first + second
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            text=both(self.text, later.text),
+            logprobs=both(self.logprobs, later.logprobs),
+            prompt_logprobs=both(self.prompt_logprobs, later.prompt_logprobs),
+        )
 
 
 @dataclass(eq=False)
@@ -78,6 +139,7 @@ class Request:
         token_times: Seconds from arrival to each sampled token.
         outbox: Where the output goes, by the request's id.
         ended: The output; None before the request has ended.
+        text: The text of the tokens that were read so far; None without a tokenizer. `read_text` reads the others.
     """
 
     id: int
@@ -103,6 +165,7 @@ class Request:
     arrival: float = field(default_factory=time.perf_counter)
     token_times: list[float] = field(default_factory=list)
     ended: RequestOutput | None = None
+    text: GeneratedText | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -140,6 +203,32 @@ class Request:
         self.token_times.extend([time.perf_counter() - self.arrival] * len(tokens))
         self.tokens.extend(tokens)
 
+    def read_text(self) -> GeneratedText | None:
+        """Reads the text of all tokens, and returns it; None without a tokenizer.
+
+        Raises:
+            Exception: The tokenizer's.
+        """
+        text, num_tokens = self.text, len(self.tokens) - len(self.prompt)
+        if text is not None and text.num_tokens != num_tokens:
+            if text.num_tokens > num_tokens:
+                # Tokens were read, and then the step was cut off before the request had them.
+                text = text.fresh()
+            text = self.text = text.read(self.tokens[len(self.prompt) + text.num_tokens :])
+        return text
+
+    def _last_text(self, reason: str) -> str | None:
+        if self.text is None:
+            return None
+        try:
+            text = self.read_text() or self.text
+            text = self.text = text.ended()
+        except Exception:
+            # A request that ends otherwise has the text that could be decoded.
+            if reason in ("stop", "length"):
+                raise
+        return self.text.text
+
     def leave(self) -> None:
         """Takes the request from its slot."""
         self.slot, self.num_ahead, self.num_unsure = -1, 0, 0
@@ -151,8 +240,14 @@ class Request:
         del self.token_times[self.prefill_end - len(self.prompt) :]
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
-        """Returns the output for the caller, with `reason` as its `finish_reason`."""
-        times = self.token_times
+        """Returns the output for the caller, with `reason` as its `finish_reason`.
+
+        Raises:
+            Exception: The tokenizer's, if `reason` is "stop" or "length".
+        """
+        times, text, stop_reason = self.token_times, self._last_text(reason), None
+        if reason == "stop":
+            stop_reason = self.text.found if self.text and self.text.found is not None else self.tokens[-1]
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt,
@@ -168,4 +263,6 @@ class Request:
             tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             e2e_s=time.perf_counter() - self.arrival,
             error=error,
+            text=text,
+            stop_reason=stop_reason,
         )

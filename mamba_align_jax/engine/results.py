@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.runner import RowResult
 from mamba_align_jax.engine.scheduler import Row
@@ -16,21 +17,39 @@ def tokens_up_to_end(
 ) -> tuple[Sequence[int], str | None]:
     """Returns the sampled tokens up to the first that ends the request, and why it ends.
 
-    The reason is "stop" for a stop token, "length" for the last token that is allowed, and None if the request goes on.
+    The reason is "stop" for a stop token or a stop string, "length" for the last token that is allowed, and None if the
+    request goes on.
+
+    Raises:
+        Exception: The tokenizer's, for a request with stop strings.
     """
-    num_left = request.num_left
+    num_left, text = request.num_left, _text_with_stop(request)
     for number, token in enumerate(sampled, 1):
         reason = _end_reason(request, token, num_left - number, eos_token_id)
+        if text:
+            text = request.text = text.read((token,))
+            reason = _reason_in_text(text, reason)
         if reason:
             return sampled[:number], reason
     return sampled, None
 
 
 def end_reason(request: Request, eos_token_id: EndTokens) -> str | None:
-    """Returns why a request has ended by the tokens that it has: see `tokens_up_to_end`."""
+    """Returns why a request has ended by the tokens that it has: see `tokens_up_to_end`, also for what it raises."""
     if len(request.tokens) == len(request.prompt):
         return None
-    return _end_reason(request, request.tokens[-1], request.num_left, eos_token_id)
+    reason, text = _end_reason(request, request.tokens[-1], request.num_left, eos_token_id), _text_with_stop(request)
+    return _reason_in_text(text, reason) if text else reason
+
+
+def _text_with_stop(request: Request) -> GeneratedText | None:
+    """Returns a request's text if a stop string may end it."""
+    return request.read_text() if request.params.stop else None
+
+
+def _reason_in_text(text: GeneratedText, reason: str | None) -> str | None:
+    # With the last token, the text ends in a character that may be part of a stop string.
+    return "stop" if (text.ended() if reason else text).found is not None else reason
 
 
 def _end_reason(request: Request, token: int, num_left: int, eos_token_id: EndTokens) -> str | None:

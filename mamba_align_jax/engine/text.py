@@ -1,12 +1,10 @@
 """Text in and out of an engine, with the tokenizer.json of its model's directory. Needs the extra `text`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.request import RequestOutput
 
 
 class Tokenizer(Protocol):
@@ -85,8 +83,3 @@ def _encode(tokenizer: Tokenizer | None, prompt: Any) -> Any:
             f"'text'): got {prompt[:40]!r}"
         )
     return tokenizer.encode(values.text("prompts", prompt))
-
-
-def with_text(tokenizer: Tokenizer | None, output: RequestOutput) -> RequestOutput:
-    """Adds the text to an output, if there is a tokenizer."""
-    return replace(output, text=tokenizer.decode(output.token_ids)) if tokenizer else output

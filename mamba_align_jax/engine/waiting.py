@@ -56,9 +56,9 @@ class WaitingQueue:
         request.rank = self._rank(request.params.priority, next(self._arrivals))
         insort(self._requests, request, key=by_rank)
 
-    def check_room(self) -> None:
-        """Raises QueueFullError if the queue is full."""
-        if self.limit is not None and len(self._requests) - len(self._returned) >= self.limit:
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raises QueueFullError if the queue is full once `num_coming` requests are in it that come before."""
+        if self.limit is not None and len(self._requests) - len(self._returned) + num_coming >= self.limit:
             raise QueueFullError(f"max_waiting = {self.limit} requests wait already")
 
     def _rank(self, priority: int, arrival: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ BAD_PARAMS = {
     "top_p": (*NOT_NUMBERS, 0, -0.5, 1.01, 1e-39, 5e-324),
     "seed": (*NOT_INTEGERS, -1, 2**31, 2**64),
     "stop_token_ids": (None, 3, "12", b"12", [1.5], ["a"], [None], [-1], [2**31], {1: 2}, [True], np.zeros((2, 2))),
+    "stop": (None, 3, b"x", [b"x"], "", ["a", ""], [1], "\ud800", {"a": 1}, True),
     "ignore_eos": NOT_FLAGS,
     "cache_salt": (None, b"x", 1, ["a"], "\ud800", "a\udfff", True, object()),
     "checkpoint_at": (None, 3, "12", b"12", [1.5], [math.nan], [-1], [2**31], {1: 2}),

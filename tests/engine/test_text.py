@@ -11,7 +11,7 @@ from fakes.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main
-from mamba_align_jax.engine.text import load_tokenizer, token_ids, with_text
+from mamba_align_jax.engine.text import load_tokenizer, token_ids
 
 tokenizers = pytest.importorskip("tokenizers")
 CHECKPOINT = DATA / "qwen3_5_text"
@@ -75,8 +75,6 @@ def test_prompts_may_be_text_or_token_ids(directory, prompts, ids):
 
 def test_without_a_tokenizer_outputs_have_no_text(directory, monkeypatch):
     assert load_tokenizer(CHECKPOINT) is None
-    output = object()
-    assert with_text(None, output) is output
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
     assert load_tokenizer(directory) is None
 

@@ -1,0 +1,105 @@
+"""`step_outputs` tells what is new of each request: its updates, put together, are its output."""
+
+import pytest
+from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
+from failures.test_owners import PARAMS as SPELLED
+from fakes.speller import VOCAB
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_program")
+STEPPING = {"sync": {}, "drafts": DRAFTS, "async": dict(DRAFTS, async_stepping=True)}
+
+
+def drain(engine, *, steps=600):
+    updates = []
+    for _ in range(steps):
+        if not engine.has_unfinished:
+            return updates
+        updates += engine.step_outputs()
+    raise AssertionError("the engine does not come to an end")
+
+
+def joined(updates):
+    """One update for each request, by its id."""
+    whole = {}
+    for update in updates:
+        before = whole.get(update.request_id)
+        assert before is None or before.output is None, "an update after the last one"
+        whole[update.request_id] = before.followed_by(update) if before else update
+    return whole
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+def test_updates_put_together_are_the_output(rng, stepping):
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping])), prompts(rng)
+    ids = [engine.add_request(prompt, SPELLED) for prompt in asked]
+    updates = drain(engine)
+    assert engine.stats.preemptions, "the pools are too large for this test"
+    whole = joined(updates)
+    assert whole.keys() == set(ids)
+    outputs = [whole[name].output for name in ids]
+    assert_right(outputs, asked)
+    for name, output in zip(ids, outputs, strict=True):
+        update = whole[name]
+        assert update.token_ids == output.token_ids
+        assert (update.text, output.text) == (None, None)
+        assert (update.num_cached_tokens, update.cache_miss) == (output.num_cached_tokens, output.cache_miss)
+        # Tokens are shown in the call that reads them, not at the end.
+        assert sum(update.request_id == name for update in updates) > 5
+    assert engine.step_outputs() == []
+    assert not engine._updates._shown
+    assert_nothing_is_held(engine)
+
+
+def test_step_and_step_outputs_take_turns(rng):
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS)), prompts(rng)
+    ids = [engine.add_request(prompt, SPELLED) for prompt in asked]
+    updates, outputs = [], {}
+    for number in range(600):
+        if not engine.has_unfinished:
+            break
+        if number % 3 == 0:
+            outputs |= {output.request_id: output for output in engine.step()}
+        else:
+            updates += engine.step_outputs()
+    whole = joined(updates)
+    ended = {name: update.output for name, update in whole.items() if update.output}
+    assert not ended.keys() & outputs.keys(), "an output came twice"
+    assert_right([(outputs | ended)[name] for name in ids], asked)
+    for name, output in ended.items():
+        assert whole[name].token_ids == output.token_ids
+
+
+def test_requests_of_generate_are_not_reported(rng):
+    engine = Engine(SPELLER, EngineConfig(**SIZES))
+    advance, seen = engine._advance, []
+
+    def watched():
+        advance()
+        engine._advance = advance
+        engine._turns._lock.release()
+        try:
+            seen.extend(engine.step_outputs())
+        finally:
+            engine._turns._lock.acquire()
+        engine._advance = watched
+
+    engine._advance = watched
+    name = engine.add_request([1, 2, 3], SPELLED)
+    engine.generate([4, 5], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert {update.request_id for update in seen} == {name}
+
+
+def test_error_and_abort_come_with_what_is_new(rng, monkeypatch):
+    engine = Engine(SPELLER, EngineConfig(**SIZES))
+    prompt = rng.integers(0, VOCAB, 5).tolist()
+    name = engine.add_request(prompt, SPELLED)
+    shown = [token for _ in range(3) for update in engine.step_outputs() for token in update.token_ids]
+    monkeypatch.setattr(engine.runner, "dispatch", lambda plan: 1 / 0)
+    (update,) = engine.step_outputs()
+    assert update.output.finish_reason == "error"
+    assert isinstance(update.output.error, ZeroDivisionError)
+    assert (*shown, *update.token_ids) == update.output.token_ids
+    assert len(shown) >= 2
+    assert engine.abort(name) is None
