@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from mamba_align_jax.data import BYTE_MODEL, decode, encode
+from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.load.modes import COMPARED_MODES
@@ -80,12 +80,9 @@ def _generate(options: argparse.Namespace) -> int:
     config = EngineConfig(max_num_seqs=1)
     with _loading() as loaded:
         engine = Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
-    # A model without a tokenizer and with 256 tokens, as the bundled one, reads bytes.
-    in_bytes = engine.tokenizer is None and engine.model_config.vocab_size == 256
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
-    (output,) = engine.generate(encode(options.prompt) if in_bytes else options.prompt, params)
-    text = decode(output.token_ids) if in_bytes else output.text
-    _CONSOLE.print(f"{options.prompt}{text}", markup=False, highlight=False)
+    (output,) = engine.generate(options.prompt, params)
+    _CONSOLE.print(f"{options.prompt}{output.text}", markup=False, highlight=False)
     return 0
 
 

@@ -1,20 +1,18 @@
 """The text of generated tokens as they come, and where a stop string ends it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple
 
 from mamba_align_jax.engine.text import Tokenizer
 
 # What a tokenizer writes for bytes that are not, or not yet, a character.
 _BROKEN = "\ufffd"
-# A character has at most four bytes, so it is whole after four tokens, and before that it lacks its last ones. Tokens
-# without text wait for the next one with text, at most so many.
+# A character has at most four bytes, so a token that comes completes one with at most the last three before it. Tokens
+# without text wait for one with text, but not for ever: each token should cost the same.
 _MAX_INCOMPLETE, _MAX_UNSETTLED = 3, 16
 
 
-@dataclass(frozen=True)
-class GeneratedText:
+class GeneratedText(NamedTuple):
     """The text of a request's first generated tokens. It depends on these tokens alone, not on the steps they came in.
 
     Attributes:
@@ -36,38 +34,36 @@ class GeneratedText:
     unsettled: tuple[int, ...] = ()
     found: str | None = None
 
-    def fresh(self) -> Self:
+    def fresh(self) -> "GeneratedText":
         """Returns the text of no tokens."""
-        return type(self)(self.tokenizer, self.stop)
+        return GeneratedText(self.tokenizer, self.stop)
 
-    def read(self, tokens: Iterable[int]) -> Self:
+    def read(self, tokens: Iterable[int]) -> "GeneratedText":
         """Returns the text after further tokens."""
         text = self
         for token in tokens:
-            text = text._read(token)
+            unsettled = (*text.unsettled, token)
+            piece = text._decode(unsettled)
+            if piece and not piece.endswith(_BROKEN):
+                text = text._after(text.num_tokens + 1, piece, unsettled, ())
+            elif len(unsettled) < _MAX_UNSETTLED:
+                text = text._after(text.num_tokens + 1, "", text.context, unsettled)
+            else:
+                settled = text._broken(unsettled)
+                piece, rest = text._decode(unsettled[:settled]), unsettled[settled:]
+                text = text._after(text.num_tokens + 1, piece, (), rest)
         return text
 
-    def _read(self, token: int) -> Self:
-        text = replace(self, num_tokens=self.num_tokens + 1, unsettled=(*self.unsettled, token))
-        piece = text._decode(text.unsettled)
-        if piece and not piece.endswith(_BROKEN):
-            return replace(text._append(piece), context=text.unsettled, unsettled=())
-        if len(text.unsettled) < _MAX_UNSETTLED:
-            return text
-        # These bytes will never be characters, but the last ones may.
-        broken, last = text.unsettled[:-_MAX_INCOMPLETE], text.unsettled[-_MAX_INCOMPLETE:]
-        return replace(text._append(text._decode(broken)), context=(), unsettled=last)
-
-    def ended(self) -> Self:
+    def ended(self) -> "GeneratedText":
         """Returns the text if no token follows. What is left of a character becomes a replacement character."""
-        if not self.unsettled or self.found is not None:
+        if not self.unsettled:
             return self
-        return replace(self._append(self._decode(self.unsettled)), context=(), unsettled=())
+        return self._after(self.num_tokens, self._decode(self.unsettled), (), ())
 
     @property
     def shown(self) -> str:
         """The text that a reader may see already: not the end that may become part of a stop string."""
-        if self.found is not None:
+        if self.found is not None or not self.stop:
             return self.text
         held = (
             length
@@ -85,11 +81,24 @@ class GeneratedText:
         # With broken bytes after it, a tokenizer may write the context in another way.
         return both[len(before) :] if both.startswith(before) else self.tokenizer.decode(tokens)
 
-    def _append(self, piece: str) -> Self:
-        if self.found is not None:
-            return self
-        text = self.text + piece
-        # A stop string counts where its last character is new. Of several the one that begins first does.
-        begins = ((text.find(stop, max(len(self.text) - len(stop) + 1, 0)), stop) for stop in self.stop)
-        begin, found = min(((begin, stop) for begin, stop in begins if begin >= 0), default=(len(text), None))
-        return replace(self, text=text[:begin], found=found)
+    def _broken(self, tokens: tuple[int, ...]) -> int:
+        """Returns how many of the tokens no later token completes to a character."""
+        count = len(tokens) - _MAX_INCOMPLETE
+        # Several broken bytes may be one replacement character, which is not cut.
+        while count > 1 and len(self._decode(tokens[: count + 1])) == len(self._decode(tokens[:count])):
+            count -= 1
+        return count
+
+    def _after(
+        self, num_tokens: int, piece: str, context: tuple[int, ...], unsettled: tuple[int, ...]
+    ) -> "GeneratedText":
+        """Returns the text with a piece more, unless a stop string has ended it."""
+        text, found = self.text, self.found
+        if found is None:
+            text += piece
+        if piece and found is None and self.stop:
+            # A stop string counts where its last character is new. Of several the one that begins first does.
+            begins = ((text.find(stop, max(len(self.text) - len(stop) + 1, 0)), stop) for stop in self.stop)
+            begin, found = min(((begin, stop) for begin, stop in begins if begin >= 0), default=(len(text), None))
+            text = text[:begin]
+        return GeneratedText(self.tokenizer, self.stop, num_tokens, text, context, unsettled, found)

@@ -10,8 +10,11 @@ from mamba_align_jax import _values as values
 class Tokenizer(Protocol):
     """What an engine needs of a tokenizer."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Returns the token ids of a text, with the special tokens that the model's prompts begin and end with."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Returns the token ids of a text, with the special tokens that the model's prompts begin and end with.
+
+        A chat template writes these tokens itself, so the prompts of chats are encoded without them.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -23,8 +26,8 @@ class _FileTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, text: str) -> Sequence[int]:
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids))

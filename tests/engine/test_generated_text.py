@@ -1,0 +1,116 @@
+"""Text of tokens as they come: no broken character is shown, nothing of a stop string, and the sum is the whole text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+
+import depth
+from hypothesis import settings
+
+from mamba_align_jax.data import BYTE_MODEL, decode, encode
+from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.text import load_tokenizer
+
+BYTES = load_tokenizer(BYTE_MODEL)
+# Bytes of characters of one to four bytes, whole and broken.
+PIECES = st.sampled_from([*"ab ", "ö", "中", "😀", b"\xe4", b"\xb8", b"\xf0\x9f", b"\xff", b"\x98"])
+TOKENS = st.lists(PIECES, max_size=40).map(
+    lambda pieces: [byte for piece in pieces for byte in (piece.encode() if isinstance(piece, str) else piece)]
+)
+
+
+class Words:
+    """Decodes as SentencePiece does: a word has the space before it, which the first word of a text loses."""
+
+    WORDS = ("▁a", "▁b", "c", "")
+
+    def decode(self, token_ids):
+        return "".join(self.WORDS[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
+
+
+def test_bundled_tokenizer_maps_each_byte_to_itself():
+    text = "".join(map(chr, range(1, 0x3000))) + "😀  \r\n\t x"
+    assert list(BYTES.encode(text)) == list(BYTES.encode(text, add_special_tokens=False)) == encode(text)
+    assert BYTES.decode(encode(text)) == text
+    assert all(BYTES.decode([byte]) == decode((byte,)) for byte in range(1, 256))
+    # Byte 0 ends a text, and is not shown.
+    assert (list(BYTES.encode("a\0")), BYTES.decode([97, 0])) == ([97, 0], "a")
+
+
+def pieces_of(text, tokens):
+    """The text that each token adds to what is shown, and the text at the end."""
+    shown, pieces = "", []
+    for token in tokens:
+        text = text.read([token])
+        assert text.shown.startswith(shown)
+        pieces.append(text.shown[len(shown) :])
+        shown = text.shown
+    return pieces, text.ended()
+
+
+@settings(max_examples=depth.examples(100, 3000), deadline=None)
+@given(tokens=TOKENS)
+def test_pieces_put_together_are_the_whole_text(tokens):
+    pieces, end = pieces_of(GeneratedText(BYTES), tokens)
+    assert end.text == BYTES.decode(tokens)
+    assert end.text.startswith("".join(pieces))
+    assert end.num_tokens == len(tokens)
+    # The tokens alone decide, not the steps that they come in.
+    half = len(tokens) // 2
+    assert GeneratedText(BYTES).read(tokens[:half]).read(tokens[half:]).ended() == end
+    assert end.fresh() == GeneratedText(BYTES)
+
+
+@pytest.mark.parametrize("text", ["a中😀b", "öö", "ab"])
+def test_character_is_shown_when_it_is_whole(text):
+    pieces, _ = pieces_of(GeneratedText(BYTES), encode(text))
+    assert [piece for piece in pieces if piece] == list(text)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_character_after_broken_bytes_is_whole():
+    for number in range(60):
+        for broken in ([0xFF], [0xE4, 0xB8, 0xFF]):
+            pieces, end = pieces_of(GeneratedText(BYTES), broken * number + encode("中"))
+            assert pieces[-1].endswith("中")
+            assert end.text == BYTES.decode(broken * number) + "中"
+    # What is not shown yet stays short, so that each token costs the same.
+    assert len(GeneratedText(BYTES).read([0xFF] * 1000).unsettled) < 20
+
+
+@settings(deadline=None)
+@given(tokens=st.lists(st.integers(0, 3), max_size=20))
+def test_spaces_between_words_are_kept(tokens):
+    _, end = pieces_of(GeneratedText(Words()), tokens)
+    assert end.text == Words().decode(tokens) or tokens.count(3) >= 16
+
+
+@settings(max_examples=depth.examples(100, 3000), deadline=None)
+@given(tokens=TOKENS, stop=st.lists(st.sampled_from(["ab", "aab", "b", "a b", "ö中", "😀a", "\ufffda"]), max_size=3))
+def test_text_ends_before_the_first_stop_string(tokens, stop):
+    stop = tuple(stop)
+    text, found = GeneratedText(BYTES, stop), None
+    for token in tokens:
+        text = text.read([token])
+        whole = BYTES.decode(tokens[: text.num_tokens]).rstrip("\ufffd")
+        matches = [(whole.find(one), one) for one in stop if one in whole]
+        if matches:
+            begin, found = min(matches)
+            assert (text.text, text.shown, text.found) == (whole[:begin], whole[:begin], found)
+            assert text.read([97, 98]).text == text.ended().text == whole[:begin], "nothing comes after it"
+            break
+        assert text.found is None
+        # Exactly what may become part of a stop string is held back.
+        held = [n for one in stop for n in range(1, len(one)) if text.text.endswith(one[:n])]
+        assert len(text.text) - len(text.shown) == max(held, default=0)
+    if found is None:
+        assert text.ended().text.rstrip("\ufffd") == BYTES.decode(tokens).rstrip("\ufffd")
+
+
+def test_text_that_might_have_become_a_stop_string_comes_at_the_end():
+    text = GeneratedText(BYTES, ("STOP",)).read(encode("aST"))
+    assert (text.shown, text.ended().text) == ("a", "aST")
+    text = text.read(encode("x"))
+    assert text.shown == "aSTx"
