@@ -74,7 +74,7 @@ def _main(time_limit: float) -> None:
 
     def compile_template() -> str:
         nonlocal template
-        template = _environment().from_string(json.loads(source), globals=_FUNCTIONS)
+        template = _environment().from_string(json.loads(source), globals=dict(_FUNCTIONS))
         return ""
 
     source = sys.stdin.readline()

@@ -8,6 +8,7 @@ import depth
 import numpy as np
 import pytest
 from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
+from fakes.letters import Letters
 from fakes.speller import VOCAB
 
 import mamba_align_jax
@@ -20,7 +21,8 @@ STEPPING = {
     "async": dict(DRAFTS, async_stepping=True),
     "pre_copy": dict(policy="pre_copy", max_waiting=20, overtaking_limit=3),
 }
-PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
+# The stop string never comes whole, but parts of it are held back.
+PARAMS = SamplingParams(max_tokens=18, ignore_eos=True, stop=tuple(chr(60 + token) + "\n" for token in range(30)))
 
 
 class Interrupt:
@@ -53,7 +55,7 @@ class Calls:
 
     def __init__(self, engine, rng):
         self.engine, self.rng = engine, rng
-        self.prompts, self.outputs = {}, {}
+        self.prompts, self.outputs, self.shown = {}, {}, {}
         self.shared = rng.integers(0, VOCAB, 40).tolist()
 
     def prompt(self):
@@ -72,6 +74,15 @@ class Calls:
     def step(self):
         self.take(self.engine.step())
 
+    def update(self):
+        """Takes what is new. The tokens and the texts of a request's updates are its output's, one after the other."""
+        for update in self.engine.step_outputs():
+            tokens, text = self.shown.get(update.request_id, ((), ""))
+            tokens, text = self.shown[update.request_id] = tokens + update.token_ids, text + update.text
+            if update.output:
+                assert (tokens, text) == (update.output.token_ids, update.output.text)
+                self.take([update.output])
+
     def abort(self):
         live = sorted(self.prompts.keys() - self.outputs.keys())
         if live:
@@ -87,7 +98,7 @@ class Calls:
         for _ in range(600):
             if not self.engine.has_unfinished:
                 return
-            self.step()
+            (self.step, self.update)[self.rng.integers(2)]()
         raise AssertionError("the engine does not come to an end")
 
     def check(self):
@@ -97,24 +108,27 @@ class Calls:
         whole = sorted(self.outputs.keys() - set(aborted))
         assert all(self.outputs[n].finish_reason == "length" for n in whole)
         assert_right([self.outputs[n] for n in whole], [self.prompts[n] for n in whole])
+        for number, (tokens, text) in self.shown.items():
+            output = self.outputs[number]
+            assert (output.token_ids[: len(tokens)], output.text[: len(text)]) == (tokens, text)
         assert_nothing_is_held(self.engine)
-        self.prompts, self.outputs = {}, {}
+        self.prompts, self.outputs, self.shown = {}, {}, {}
 
 
 @pytest.mark.parametrize("stepping", STEPPING)
 def test_interrupt_at_any_line_loses_nothing(stepping):
     """The calls and the lines are drawn. Requests run, wait and are cached when the interrupt comes."""
     rng = np.random.default_rng(len(stepping))
-    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]))
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]), tokenizer=Letters())
     calls, places = Calls(engine, rng), set()
     calls.generate()
-    lines = dict.fromkeys(("add", "step", "abort", "generate"), 300)
+    lines = dict.fromkeys(("add", "step", "update", "abort", "generate"), 300)
     for number in itertools.count():
         for _ in range(rng.integers(0, 4)):
             calls.add()
         for _ in range(rng.integers(0, 12)):
-            calls.step()
-        name = ("step", "generate", "abort", "add")[rng.choice(4, p=(0.55, 0.2, 0.15, 0.1))]
+            (calls.step, calls.update)[rng.integers(2)]()
+        name = ("step", "update", "generate", "abort", "add")[rng.choice(5, p=(0.3, 0.25, 0.2, 0.15, 0.1))]
         before = set(calls.prompts)
         with Interrupt(int(rng.integers(lines[name]))) as interrupt:
             getattr(calls, name)()
@@ -134,14 +148,14 @@ def test_interrupt_at_any_line_loses_nothing(stepping):
 
 def test_every_line_of_the_short_calls_may_be_interrupted():
     """`add_request`, `abort` and a step that ends a request are cut off at each of their lines in turn."""
-    engine = Engine(SPELLER, EngineConfig(**SIZES))
+    engine = Engine(SPELLER, EngineConfig(**SIZES), tokenizer=Letters())
     calls = Calls(engine, np.random.default_rng(0))
-    for name in ("add", "abort", "step"):
+    for name in ("add", "abort", "step", "update"):
         # The number of lines depends on the request, so each turn comes three times.
         for turn in itertools.count(0, 1 / 3 if depth.is_full() else 9):
             calls.add()
             calls.step()
-            while name == "step" and engine.scheduler.running[0].num_left > 1:
+            while name in ("step", "update") and engine.scheduler.running[0].num_left > 1:
                 calls.step()
             with Interrupt(int(turn)) as interrupt:
                 getattr(calls, name)()
@@ -153,7 +167,7 @@ def test_every_line_of_the_short_calls_may_be_interrupted():
 
 def test_two_interrupts_leak_nothing():
     """The second one comes while the engine recovers from the first."""
-    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS))
+    engine = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), tokenizer=Letters())
     rng = np.random.default_rng(2)
     calls = Calls(engine, rng)
     recover = engine._recover
