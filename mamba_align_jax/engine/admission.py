@@ -1,5 +1,7 @@
 """Which requests an engine takes: those that can run on it some time."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mamba_align_jax import _values as values
@@ -59,3 +61,28 @@ def check_request(
             f"got {length} tokens"
         )
     return tokens, params
+
+
+def params_for(num_prompts: int, params: Any) -> Sequence[SamplingParams | None]:
+    """Returns the parameters of each prompt, from one for all or from one for each.
+
+    Raises:
+        ValueError: There are not as many as prompts.
+    """
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        return [params] * num_prompts
+    values.require(len(params) == num_prompts, "params", f"one, or one for each of {num_prompts} prompts", len(params))
+    return params
+
+
+def seeded(params: SamplingParams | None, n: int) -> list[SamplingParams | None]:
+    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on.
+
+    Raises:
+        ValueError: `n` is not at least 1, or a seed is too large.
+    """
+    if values.integer("n", n, 1) == 1:
+        return [params]
+    params = SamplingParams() if params is None else params
+    values.require(isinstance(params, SamplingParams), "params", "SamplingParams or None", params)
+    return [replace(params, seed=params.seed + number) for number in range(n)]

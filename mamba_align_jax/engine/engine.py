@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
-from mamba_align_jax.engine.admission import check_request
+from mamba_align_jax.engine.admission import check_request, params_for, seeded
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.core import EngineCore
@@ -227,7 +227,10 @@ class Engine(EngineCore):
         return [*self._updates.take(), *compress(last.values(), map(self._outputs.pop, last, repeat(None)))]
 
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        n: int = 1,
     ) -> list[RequestOutput]:
         """Runs one prompt or several to their ends.
 
@@ -236,17 +239,24 @@ class Engine(EngineCore):
 
         Args:
             prompts: One prompt or several; each is text or token ids, and token ids are a sequence or an array.
-            params: How they are sampled; None takes the defaults.
+            params: How they are sampled: one for all, or one for each prompt; None takes the defaults.
+            n: Number of outputs for each prompt. Their seeds are the seed of the prompt's `params` and those after it.
 
         Returns:
-            The outputs in the order of the prompts.
+            The outputs in the order of the prompts, those of one prompt one after the other.
 
         Raises:
-            ValueError: There is no prompt, one can never run, or one is text and there is no tokenizer.
+            ValueError: There is no prompt, one can never run, one is text and there is no tokenizer, or there are not as
+                many `params` as prompts.
             QueueFullError: There are more prompts than may wait.
             Exception: The exception that ended one of the requests.
         """
-        requests = [self._checked(prompt, params) for prompt in token_ids(self.tokenizer, prompts)]
+        tokens = token_ids(self.tokenizer, prompts)
+        requests = [
+            self._checked(prompt, own)
+            for prompt, one in zip(tokens, params_for(len(tokens), params), strict=True)
+            for own in seeded(one, n)
+        ]
         outputs: dict[int, RequestOutput] = {}
         try:
             ids = [self._alone(self._add, *request, outputs) for request in requests]
