@@ -1,4 +1,4 @@
-"""Runs the command line: `mamba-align demo | generate | info | trace | bench`.
+"""Runs the command line: `mamba-align demo | generate | chat | info | trace | bench`.
 
 A command imports what only it needs, so that the others start quickly.
 """
@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -17,6 +18,9 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.load.modes import COMPARED_MODES
+
+if TYPE_CHECKING:
+    from mamba_align_jax.engine.engine import Engine
 
 _CONSOLE = Console()
 
@@ -74,16 +78,62 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if all(result.identical for result in results) else 1
 
 
+def _write(text: str) -> None:
+    """Writes a piece of generated text as it is, and at once."""
+    print(text, end="", flush=True)
+
+
 def _generate(options: argparse.Namespace) -> int:
+    from mamba_align_jax.chat import stream
+    from mamba_align_jax.engine.text import token_ids
+
+    engine, params = _load_engine(options), _sampling(options)
+    (prompt,) = token_ids(engine.tokenizer, options.prompt)
+    _write(options.prompt)
+    try:
+        for update in stream(engine, prompt, params):
+            _write(update.text or "")
+    finally:
+        _write("\n")
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from mamba_align_jax.chat import Conversation, talk
+    from mamba_align_jax.engine.chat_template import load_chat_template
+
+    template, engine = load_chat_template(options.model), _load_engine(options)
+    tokenizer = engine.tokenizer
+    if template is None or tokenizer is None:
+        raise ValueError(
+            f"--model must have tokenizer.json and a chat template, and the extra 'text' must be installed: got "
+            f"{options.model}"
+        )
+    # The bundled model knows no end of a turn.
+    stop = (*options.stop, "\nuser:") if options.model == BYTE_MODEL else tuple(options.stop)
+    params = _sampling(options, stop=stop)
+    with _CONSOLE.status("compiling"):
+        engine.generate(tokenizer.encode("a"), SamplingParams(max_tokens=2, temperature=options.temperature))
+    talk(
+        lambda: Conversation(engine, tokenizer, template, params, options.system),
+        lambda: _CONSOLE.input("[bold]you:[/] "),
+        _write,
+        lambda line: _CONSOLE.print(line, style="dim", markup=False, highlight=False),
+    )
+    return 0
+
+
+def _load_engine(options: argparse.Namespace) -> "Engine":
     from mamba_align_jax.engine.engine import Engine
 
-    config = EngineConfig(max_num_seqs=1)
+    # One request at a time needs few programs.
+    config = EngineConfig(max_num_seqs=1, max_prefill_rows=1)
     with _loading() as loaded:
-        engine = Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
-    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
-    (output,) = engine.generate(options.prompt, params)
-    _CONSOLE.print(f"{options.prompt}{output.text}", markup=False, highlight=False)
-    return 0
+        return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
+
+
+def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed, **fields)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -161,13 +211,17 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue a text")
     generate.add_argument("--model", **model)
     generate.add_argument("--prompt", required=True, metavar="TEXT")
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the dtype of the weights"
-    )
+    _add_sampling(generate, max_tokens=128)
     generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk with a model, whose cache keeps what was said")
+    chat.add_argument("--model", **model)
+    chat.add_argument("--system", default="", metavar="TEXT", help="what the model is told first")
+    chat.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be given several times"
+    )
+    _add_sampling(chat, max_tokens=512)
+    chat.set_defaults(run=_chat)
 
     info = commands.add_parser("info", help="show what a model's states cost and how many blocks fit")
     info.add_argument("--model", **model)
@@ -186,6 +240,16 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time the engine under load in every mode (--help)", add_help=False)
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Adds the options of a command that generates text."""
+    command.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: the most likely tokens")
+    command.add_argument("--seed", type=int, default=0, metavar="N")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the dtype of the weights"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

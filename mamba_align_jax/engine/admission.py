@@ -63,8 +63,8 @@ def check_request(
     return tokens, params
 
 
-def params_for(num_prompts: int, params: Any) -> Sequence[SamplingParams | None]:
-    """Returns the parameters of each prompt, from one for all or from one for each.
+def params_for(num_prompts: int, params: Any) -> Sequence[Any]:
+    """Returns the parameters of each prompt, from one for all or from one for each. `check_request` checks them.
 
     Raises:
         ValueError: There are not as many as prompts.
@@ -75,7 +75,7 @@ def params_for(num_prompts: int, params: Any) -> Sequence[SamplingParams | None]
     return params
 
 
-def seeded(params: SamplingParams | None, n: int) -> list[SamplingParams | None]:
+def seeded(params: Any, n: int) -> list[Any]:
     """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on.
 
     Raises:

@@ -19,7 +19,9 @@ def engine():
 
 def test_each_prompt_has_its_own_parameters(engine, rng):
     asked = prompts(rng)[:3]
-    first, second, third = engine.generate(asked, [PARAMS, replace(PARAMS, max_tokens=7), replace(PARAMS, max_tokens=3)])
+    first, second, third = engine.generate(
+        asked, [PARAMS, replace(PARAMS, max_tokens=7), replace(PARAMS, max_tokens=3)]
+    )
     assert_right([first], asked[:1])
     assert [len(output.token_ids) for output in (first, second, third)] == [18, 7, 3]
 

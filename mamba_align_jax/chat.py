@@ -1,0 +1,141 @@
+"""Text on a terminal as it is generated: one answer, or a conversation whose later turns come from the cache."""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+
+from mamba_align_jax.engine.chat_template import ChatTemplate
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
+from mamba_align_jax.engine.text import Tokenizer
+
+HELP = "/new begins another conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer."
+
+
+def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Generator[RequestUpdate, None, None]:
+    """Runs one request, and yields what is new of it. Its caller alone steps the engine.
+
+    If the iterator is closed before its end, or anything is raised, the request is aborted.
+
+    Raises:
+        ValueError: The request can never run.
+        Exception: The exception that ended the request.
+    """
+    request_id = engine.add_request(prompt, params)
+    try:
+        while True:
+            for update in engine.step_outputs():
+                if update.request_id != request_id:
+                    continue
+                yield update
+                if update.output is not None:
+                    if update.output.error is not None:
+                        raise update.output.error
+                    return
+    finally:
+        engine.abort(request_id)
+
+
+class Conversation:
+    """A conversation with a model.
+
+    Attributes:
+        messages: What was said so far, each with its "role" and "content".
+        output: The output of the last turn; None before the first one has ended.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams, system: str = ""
+    ) -> None:
+        """Begins a conversation.
+
+        Args:
+            engine: The engine, which serves this conversation alone.
+            tokenizer: Its tokenizer.
+            template: Makes a prompt of the messages.
+            params: How answers are sampled. An answer is shorter than its `max_tokens` if the model has no room for it.
+            system: What the model is told before the first turn; nothing if empty.
+        """
+        self._engine, self._tokenizer, self._template, self._params = engine, tokenizer, template, params
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.output: RequestOutput | None = None
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Says something, and yields the answer as it comes. An answer that is left early stays as far as it was said.
+
+        Raises:
+            ValueError: The conversation has become longer than the model can read, or the template refuses it.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        room = self._engine.spec.max_model_len - len(prompt)
+        if room < 1:
+            raise ValueError(f"the conversation has {len(prompt)} tokens, and the model reads {len(prompt) + room}")
+        params, answer = replace(self._params, max_tokens=min(self._params.max_tokens, room)), ""
+        try:
+            with contextlib.closing(stream(self._engine, prompt, params)) as updates:
+                for update in updates:
+                    answer += update.text or ""
+                    self.output = update.output
+                    yield update.text or ""
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    @property
+    def cached(self) -> str:
+        """Says how much of the last prompt came from the cache, and how fast the answer came."""
+        if self.output is None:
+            return "The answer was interrupted."
+        output, size = self.output, len(self.output.prompt_token_ids)
+        said = f"{output.num_cached_tokens} of {size} prompt tokens came from the cache"
+        if output.num_cached_tokens:
+            said += f" ({output.num_cached_tokens / size:.0%})"
+        if output.ttft_s is not None:
+            said += f"; first token after {output.ttft_s * 1e3:.0f} ms"
+        if output.tpot_s:
+            said += f", then {1 / output.tpot_s:.0f} tokens/s"
+        return said
+
+
+def talk(
+    begin: Callable[[], Conversation], ask: Callable[[], str], write: Callable[[str], None], note: Callable[[str], None]
+) -> None:
+    """Lets a user talk with a model until the input ends.
+
+    Args:
+        begin: Makes a conversation.
+        ask: Returns what the user types next. Raises EOFError at the end.
+        write: Writes a piece of an answer.
+        note: Writes a line about the conversation.
+    """
+    conversation = begin()
+    note(HELP)
+    while True:
+        try:
+            text = ask()
+        except (EOFError, KeyboardInterrupt):
+            return
+        command = text.strip()
+        if command == "/exit":
+            return
+        if command == "/new":
+            conversation = begin()
+        elif command.startswith("/"):
+            note(HELP)
+        elif command:
+            _answer(conversation, text, write, note)
+
+
+def _answer(conversation: Conversation, text: str, write: Callable[[str], None], note: Callable[[str], None]) -> None:
+    try:
+        with contextlib.closing(conversation.say(text)) as pieces:
+            for piece in pieces:
+                write(piece)
+    except KeyboardInterrupt:
+        pass
+    except ValueError as error:
+        note(str(error))
+        return
+    write("\n")
+    note(conversation.cached)
