@@ -1,4 +1,4 @@
-"""Runs the command line: `mamba-align demo | generate | chat | info | trace | bench`.
+"""Runs the command line: `mamba-align demo | generate | chat | serve | info | trace | bench`.
 
 A command imports what only it needs, so that the others start quickly.
 """
@@ -18,6 +18,7 @@ from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.serve import command as serving
 
 if TYPE_CHECKING:
     from mamba_align_jax.engine.engine import Engine
@@ -136,6 +137,16 @@ def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
     return SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed, **fields)
 
 
+def _serve(options: argparse.Namespace) -> int:
+    from mamba_align_jax.engine.engine import Engine
+
+    def load(config: EngineConfig) -> Engine:
+        with _loading() as loaded:
+            return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
+
+    return serving.run(options, load)
+
+
 def _info(options: argparse.Namespace) -> int:
     import jax
     from flax import nnx
@@ -222,6 +233,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sampling(chat, max_tokens=512)
     chat.set_defaults(run=_chat)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP, with OpenAI's API")
+    serve.add_argument("--model", **model)
+    serving.add_options(serve)
+    serve.set_defaults(run=_serve)
 
     info = commands.add_parser("info", help="show what a model's states cost and how many blocks fit")
     info.add_argument("--model", **model)

@@ -1,0 +1,155 @@
+"""The server as an ASGI application: its addresses, and what is answered at each."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mamba_align_jax.engine.async_engine import AsyncEngine
+from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.serve.chat import chat
+from mamba_align_jax.serve.clients import ClientLeft, EventStream
+from mamba_align_jax.serve.completions import complete
+from mamba_align_jax.serve.refusals import Refusal, json_response
+from mamba_align_jax.serve.service import ChatTemplate, Service
+from mamba_align_jax.serve.settings import Settings
+from mamba_align_jax.serve.words import detokenize, tokenize
+
+_LOG = logging.getLogger(__name__)
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(engine: Engine, settings: Settings | None = None, template: ChatTemplate | None = None) -> Starlette:
+    """Makes the application that serves an engine. While it runs, no one else may step the engine.
+
+    Args:
+        engine: The engine.
+        settings: How it is served; None takes the defaults.
+        template: Writes chats as text; None refuses them.
+    """
+    service = Service(AsyncEngine(engine), settings or Settings(), template)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.serving.start()
+        warming = asyncio.create_task(_warm(service))
+        try:
+            yield
+        finally:
+            service.is_ready, service.is_stopping = False, True
+            # The thread that compiles stops after the program that it is at.
+            await asyncio.gather(warming, return_exceptions=True)
+            # uvicorn has waited for calls already. What still runs has used up its time.
+            await service.serving.shutdown(drain=False)
+
+    def api(path: str, endpoint: Callable[[Service, Request], Awaitable[Response | EventStream]], method: str) -> Route:
+        async def respond(request: Request) -> Response | EventStream:
+            return await endpoint(service, request)
+
+        return Route(path, respond, methods=[method])
+
+    app = Starlette(
+        routes=[
+            api("/v1/completions", complete, "POST"),
+            api("/v1/chat/completions", chat, "POST"),
+            api("/v1/models", _models, "GET"),
+            api("/v1/models/{name:path}", _model, "GET"),
+            api("/tokenize", tokenize, "POST"),
+            api("/detokenize", detokenize, "POST"),
+            api("/health", _health, "GET"),
+            api("/ready", _ready, "GET"),
+            api("/metrics", _metrics, "GET"),
+        ],
+        exception_handlers=_handlers(service),
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def _warm(service: Service) -> None:
+    """Compiles the engine's programs if the operator wants it, and then lets calls in."""
+
+    def check() -> None:
+        if service.is_stopping:
+            raise _Stopping
+
+    if service.settings.warm:
+        try:
+            seconds = await asyncio.to_thread(service.serving.engine.warmup, check)
+        except _Stopping:
+            return
+        except Exception:
+            _LOG.exception("the programs could not be compiled: calls are not taken")
+            return
+        _LOG.info("compiled %d programs in %.0f s", service.serving.engine.num_programs, seconds)
+    service.is_ready = True
+
+
+class _Stopping(Exception):
+    """The server was told to stop while programs were being compiled."""
+
+
+def _handlers(service: Service) -> dict:
+    def answer(refusal: Refusal) -> Response:
+        service.metrics.refused(refusal.status, refusal.code)
+        return refusal.response()
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        return answer(error)
+
+    async def not_routed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return answer(Refusal(error.status_code, message, headers=error.headers))
+
+    async def left(request: Request, error: Exception) -> Response:
+        # No one reads it; nginx logs this status for such calls.
+        return answer(Refusal(499, "the client left", code="client_left"))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        # Starlette raises the error again, and uvicorn logs it.
+        return answer(Refusal(500, "the server failed while it answered this call", code="internal_error"))
+
+    return {Refusal: refused, HTTPException: not_routed, ClientLeft: left, Exception: failed}
+
+
+async def _models(service: Service, request: Request) -> Response:
+    service.keys.check(request.headers)
+    return json_response({"object": "list", "data": [_card(service)]})
+
+
+async def _model(service: Service, request: Request) -> Response:
+    service.keys.check(request.headers)
+    service.check_model(request.path_params["name"])
+    return json_response(_card(service))
+
+
+def _card(service: Service) -> dict:
+    name = service.settings.model_name
+    owner, length = "mamba-align-jax", service.max_model_len
+    return {"id": name, "object": "model", "created": service.started, "owned_by": owner, "max_model_len": length}
+
+
+async def _health(service: Service, request: Request) -> Response:
+    """Says whether the process is worth keeping: the engine's thread lives."""
+    if not service.serving.is_running:
+        raise Refusal(503, "the engine has stopped", code="engine_dead")
+    return json_response({"status": "live"})
+
+
+async def _ready(service: Service, request: Request) -> Response:
+    """Says whether calls are taken."""
+    service.check_ready()
+    return json_response({"status": "ready"})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(), media_type=_PROMETHEUS)

@@ -1,0 +1,136 @@
+"""The endpoint /v1/chat/completions: answers the last message of a conversation."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.serve.clients import EventStream
+from mamba_align_jax.serve.completions import take_stream_options
+from mamba_align_jax.serve.fields import Fields
+from mamba_align_jax.serve.generation import Choice
+from mamba_align_jax.serve.keys import cache_salt
+from mamba_align_jax.serve.messages import take_prompt
+from mamba_align_jax.serve.refusals import Refusal
+from mamba_align_jax.serve.sampling import make_params, take_grammar, take_sampling
+from mamba_align_jax.serve.service import Service, take_seed
+
+# Fields of OpenAI's API that would change the answer, with the values that ask for nothing.
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    *(("tools", ([],)), ("tool_choice", ("none",)), ("parallel_tool_calls", (True, False))),
+    *(("functions", ([],)), ("function_call", ("none",)), ("modalities", (["text"],)), ("audio", ())),
+    *(("prediction", ()), ("web_search_options", ()), ("reasoning_effort", ()), ("verbosity", ())),
+)
+
+
+async def chat(service: Service, request: Request) -> Response | EventStream:
+    """Answers a call.
+
+    Raises:
+        Refusal: The call is malformed, asks for too much, or can't be run.
+    """
+    limits = service.settings.limits
+    key, fields = await service.read(request)
+    for name, neutral in _UNSUPPORTED:
+        fields.refuse(name, neutral, "is not supported")
+    tokens = await take_prompt(service, fields)
+    n = fields.take("n", values.integer, 1, limits.choices) or 1
+    stream = fields.take("stream", values.flag) or False
+    include_usage = take_stream_options(fields)
+    with_logprobs = fields.take("logprobs", values.flag) or False
+    top_logprobs = fields.take("top_logprobs", values.integer, 0, limits.logprobs)
+    max_tokens = fields.take("max_completion_tokens", values.integer, 1)
+    old_max_tokens = fields.take("max_tokens", values.integer, 1)
+    with_ids = fields.take("return_token_ids", values.flag) or False
+    salt = fields.take("cache_salt", values.text) or ""
+    found = take_sampling(fields, service.settings) | take_grammar(fields, limits)
+    fields.end()
+    if top_logprobs is not None and not with_logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
+    if with_logprobs:
+        found["logprobs"] = top_logprobs or 0
+    service.check_length(len(tokens), 1, "messages")
+    # Without a limit an answer may be as long as the model allows.
+    limit = old_max_tokens if max_tokens is None else max_tokens
+    params = make_params(found | {"max_tokens": limit or service.max_model_len - len(tokens)})
+    service.check_length(len(tokens), params.max_tokens, "messages")
+    asked = service.choices_of([tokens], [params], n)
+    form = _Form(service, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), with_logprobs, with_ids)
+    return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How /v1/chat/completions writes answers: see `Form`.
+
+    Attributes:
+        service: The service.
+        id: The call's name.
+        created: When it came, in seconds since 1970.
+        with_logprobs: Whether log-probabilities are reported.
+        with_ids: Whether token ids are.
+    """
+
+    service: Service
+    id: str
+    created: int
+    with_logprobs: bool
+    with_ids: bool
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return self._object("chat.completion", [self._message(place, choice) for place, choice in enumerate(choices)])
+
+    def _message(self, place: int, choice: Choice) -> dict[str, Any]:
+        message = dict(role="assistant", content=choice.text, refusal=None)
+        return self._choice(place, dict(message=message), choice.output, choice.logprobs, choice.token_ids)
+
+    def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
+        return self._chunk(self._choice(place, dict(delta=dict(role="assistant", content="")), None, (), ()))
+
+    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
+        delta = dict(delta=dict(content=update.text) if update.text else {})
+        return self._chunk(self._choice(place, delta, update.output, update.logprobs or (), update.token_ids))
+
+    def closing(self) -> dict[str, Any]:
+        return self._object("chat.completion.chunk", [])
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._object("chat.completion.chunk", [choice])
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self.service.settings.model_name
+        return dict(id=self.id, object=kind, created=self.created, model=model, choices=choices)
+
+    def _choice(
+        self,
+        place: int,
+        content: Mapping[str, Any],
+        output: RequestOutput | None,
+        logprobs: Sequence[TokenLogprobs],
+        tokens: Sequence[int],
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": place, **content, "logprobs": None}
+        if self.with_logprobs and logprobs:
+            choice["logprobs"] = {"content": [self._logprobs(one) for one in logprobs]}
+        choice["finish_reason"] = None if output is None else output.finish_reason
+        choice["stop_reason"] = None if output is None else output.stop_reason
+        if self.with_ids:
+            choice["token_ids"] = list(tokens)
+        return choice
+
+    def _logprobs(self, one: TokenLogprobs) -> dict[str, Any]:
+        tops = [self._token(token, value) for token, value in one.top]
+        return self._token(one.token_id, one.logprob) | {"top_logprobs": tops}
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        text = self.service.token_text(token)
+        # A token that ends within a character has no text, and its bytes aren't known.
+        whole = list(text.encode()) if "\ufffd" not in text else None
+        return {"token": self.service.token_name(token), "logprob": self.service.logprob(value), "bytes": whole}

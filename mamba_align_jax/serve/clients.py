@@ -1,0 +1,90 @@
+"""Works for a client as long as it is there, and streams events to it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from mamba_align_jax.serve.refusals import Refusal, to_json
+
+T = TypeVar("T")
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # nginx would otherwise hold events back.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits work, and cancels it when the client leaves. The call's body must have been read.
+
+    Raises:
+        ClientLeft: The client left first.
+        Exception: What the work raised.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def too_long(seconds: float) -> Refusal:
+    """Returns the refusal of a call whose answer takes too long."""
+    return Refusal(504, f"the answer took more than {seconds:g} s", code="call_timeout")
+
+
+class EventStream:
+    """A response of server-sent events. sse-starlette is not used: it ends streams at once when uvicorn drains.
+
+    What is raised before the first event becomes the response, and what is raised later is the last event but one.
+    """
+
+    def __init__(self, events: AsyncGenerator[Any, None], call_s: float) -> None:
+        """Takes the events, each a JSON value, and the seconds in which the last must have come."""
+        self._events, self._call_s = events, call_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until the client leaves."""
+        await while_connected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            try:
+                async with asyncio.timeout(self._call_s):
+                    async for event in self._events:
+                        if not has_begun:
+                            has_begun = True
+                            await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+                        await send(_event(event))
+            except TimeoutError:
+                raise too_long(self._call_s) from None
+        except Refusal as refusal:
+            if not has_begun:
+                raise
+            await send(_event(refusal.content))
+        finally:
+            await self._events.aclose()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _event(content: Any) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n", "more_body": True}

@@ -1,0 +1,133 @@
+"""The command `mamba-align serve`: its options, and what it does. Imports no server library before it runs."""
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
+from mamba_align_jax.serve.settings import Limits, Settings
+
+# Fields of EngineConfig that are options, with their types.
+_ENGINE: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_prefill_rows", "max_waiting"), int),
+    **dict.fromkeys(("overtaking_limit", "block_size", "checkpoint_interval", "num_speculative_tokens"), int),
+    **dict.fromkeys(("num_state_blocks", "num_kv_pages"), int),
+    "memory_fraction": float,
+}
+_CHOICES = {"prefix_cache": PREFIX_CACHE_MODES, "speculation": SPECULATIONS, "state_dtype": STATE_DTYPES}
+# What serves many clients best where it is not the engine's own default.
+_DEFAULTS = {"max_waiting": 1024}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options, other than the model's directory."""
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0 is all (default: %(default)s)")
+    add("--port", type=int, default=8000, help="the port; 0 takes a free one (default: %(default)s)")
+    add("--served-model-name", metavar="NAME", help="the model's name in the API; default: its directory's name")
+    add("--api-key", action="append", default=[], metavar="KEY", help="a key that clients may have; may be repeated")
+    add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="default: the dtype of the weights")
+    add("--sampling-defaults", action="store_true", help="fields that a call leaves out are those of generation_config.json")
+    add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
+    add("--no-warmup", action="store_true", help="be ready at once; programs are compiled by the calls that need them")
+    add("--access-log", action="store_true", help="log each call")
+    engine = parser.add_argument_group("engine")
+    texts = _attributes(EngineConfig)
+    for name, kind in _ENGINE.items():
+        default = _DEFAULTS.get(name, getattr(EngineConfig, name))
+        engine.add_argument(_option(name), type=kind, default=default, metavar="N", help=_help(texts[name], default))
+    for name, choices in _CHOICES.items():
+        default = getattr(EngineConfig, name)
+        engine.add_argument(_option(name), choices=choices, default=default, help=_help(texts[name], default))
+    engine.add_argument("--async-stepping", action="store_true", help=_help(texts["async_stepping"], None))
+    limits = parser.add_argument_group("limits")
+    texts = _attributes(Limits)
+    for item in fields(Limits):
+        kind, default = (float if item.name.endswith("_s") else int), item.default
+        text = _help(texts[item.name], default)
+        limits.add_argument(_option(f"limit_{item.name}"), type=kind, default=default, metavar="N", help=text)
+
+
+def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:
+    """Serves a model until the process is told to stop, and returns the exit status.
+
+    Args:
+        options: The options, with the model's directory as `model`.
+        load: Makes an engine.
+
+    Raises:
+        ValueError: An option has a wrong value.
+        OSError: A file can't be read.
+    """
+    try:
+        import uvicorn
+
+        from mamba_align_jax.serve.app import create_app
+        from mamba_align_jax.serve.server import make_server
+        from mamba_align_jax.serve.server import run as run_server
+    except ImportError as error:
+        raise ValueError(f"serve needs the extra 'serve' (pip install 'mamba-align-jax[serve]'): {error}") from error
+    settings = make_settings(options)
+    names = (*_ENGINE, *_CHOICES, "async_stepping")
+    engine = load(EngineConfig(**{name: getattr(options, name) for name in names}))
+    app = create_app(engine, settings)
+    server = make_server(
+        app,
+        settings.limits,
+        host=options.host,
+        port=options.port,
+        access_log=options.access_log,
+        log_config=uvicorn.config.LOGGING_CONFIG,
+    )
+    print(f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr)
+    run_server(server)
+    return 0
+
+
+def make_settings(options: argparse.Namespace) -> Settings:
+    """Returns what the options say of the server.
+
+    Raises:
+        ValueError: An option has a wrong value.
+        OSError: The file of keys can't be read.
+    """
+    keys = list(options.api_key)
+    if options.api_key_file is not None:
+        keys += [line.strip() for line in options.api_key_file.read_text().splitlines() if line.strip()]
+        if not keys:
+            raise ValueError(f"api_key_file must have a key in a line, got {options.api_key_file}")
+    defaults = {}
+    if options.sampling_defaults:
+        from mamba_align_jax.models.config_files import read_sampling_defaults
+
+        defaults = read_sampling_defaults(options.model)
+    return Settings(
+        model_name=options.served_model_name or options.model.resolve().name,
+        api_keys=tuple(keys),
+        sampling_defaults=defaults,
+        min_priority=options.min_priority,
+        warm=not options.no_warmup,
+        limits=Limits(**{item.name: getattr(options, f"limit_{item.name}") for item in fields(Limits)}),
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(text: str, default: Any) -> str:
+    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """Returns the first sentence of each attribute in a class's docstring, so that the help says what the docstring does."""
+    text = inspect.getdoc(kind) or ""
+    found = re.findall(r"^    (\w+): ((?:.|\n(?!    \w+: ))+)", text, re.MULTILINE)
+    return {name: re.split(r"[.;](?:\s|$)", re.sub(r"\s+", " ", about))[0] for name, about in found}

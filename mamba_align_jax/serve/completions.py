@@ -1,0 +1,173 @@
+"""The endpoint /v1/completions: continues texts or tokens."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
+from mamba_align_jax.serve.clients import EventStream
+from mamba_align_jax.serve.fields import Fields
+from mamba_align_jax.serve.generation import Choice
+from mamba_align_jax.serve.keys import cache_salt
+from mamba_align_jax.serve.sampling import make_params, take_sampling
+from mamba_align_jax.serve.service import Service, take_seed
+from mamba_align_jax.serve.settings import Limits
+
+Prompt = str | tuple[int, ...]
+
+
+async def complete(service: Service, request: Request) -> Response | EventStream:
+    """Answers a call.
+
+    Raises:
+        Refusal: The call is malformed, asks for too much, or can't be run.
+    """
+    limits = service.settings.limits
+    key, fields = await service.read(request)
+    prompts = fields.need("prompt", _prompts, limits)
+    n = fields.take("n", values.integer, 1, limits.choices) or 1
+    stream = fields.take("stream", values.flag) or False
+    include_usage = take_stream_options(fields)
+    echo = fields.take("echo", values.flag) or False
+    logprobs = fields.take("logprobs", values.integer, 0, limits.logprobs)
+    max_tokens = fields.take("max_tokens", values.integer, 0)
+    with_ids = fields.take("return_token_ids", values.flag) or False
+    salt = fields.take("cache_salt", values.text) or ""
+    fields.refuse("best_of", (1, n), "is not supported: the answers are the n choices")
+    fields.refuse("suffix", ("",), "is not supported")
+    found = take_sampling(fields, service.settings)
+    fields.end()
+    found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
+    found["max_tokens"] = 16 if max_tokens is None else max_tokens
+    if logprobs is not None:
+        found["logprobs"] = logprobs
+        if echo:
+            found["prompt_logprobs"] = logprobs
+    params = make_params(found)
+    tokens = [one if isinstance(one, tuple) else await service.encode(one, "prompt") for one in prompts]
+    for one in tokens:
+        service.check_length(len(one), params.max_tokens, "prompt")
+    asked = service.choices_of(tokens, [params] * len(tokens), n)
+    echoed = [await _text(service, one) for one in prompts for _ in range(n)] if echo else None
+    name, ends = f"cmpl-{uuid.uuid4().hex}", [0] * len(asked)
+    form = _Form(service, name, int(time.time()), echoed, ends, logprobs is not None, with_ids)
+    return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
+
+
+def take_stream_options(fields: Fields) -> bool:
+    """Takes `stream_options`, and returns whether the last event has the usage."""
+    options = fields.take("stream_options", lambda name, value: Fields(value, name))
+    if options is None:
+        return False
+    include_usage = options.take("include_usage", values.flag) or False
+    options.refuse("include_obfuscation", (False,), "is not supported")
+    options.refuse("continuous_usage_stats", (False,), "is not supported")
+    options.end()
+    return include_usage
+
+
+def _prompts(name: str, value: Any, limits: Limits) -> list[Prompt]:
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    values.require(len(prompts) <= limits.prompts, name, f"at most {limits.prompts} prompts", len(prompts))
+    wanted = "a string, a list of token ids, or a list of strings or of lists of token ids; none of them empty"
+    for one in prompts:
+        values.require(isinstance(one, str | list) and len(one) > 0, name, wanted, one)
+    return [values.text(name, one) if isinstance(one, str) else values.integers(name, one) for one in prompts]
+
+
+async def _text(service: Service, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else service.tokenizer("prompt").decode(prompt)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How /v1/completions writes answers: see `Form`.
+
+    Attributes:
+        service: The service.
+        id: The call's name.
+        created: When it came, in seconds since 1970.
+        echoed: The prompts' texts, one for each choice, if choices begin with them.
+        ends: For each choice, the number of characters of its tokens so far.
+        with_logprobs: Whether log-probabilities are reported.
+        with_ids: Whether token ids are.
+    """
+
+    service: Service
+    id: str
+    created: int
+    echoed: Sequence[str] | None
+    ends: list[int]
+    with_logprobs: bool
+    with_ids: bool
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return self._object([self._whole_choice(place, choice) for place, choice in enumerate(choices)])
+
+    def _whole_choice(self, place: int, choice: Choice) -> dict[str, Any]:
+        text, tokens, logprobs = choice.text, choice.token_ids, choice.logprobs
+        if self.echoed is not None:
+            text = self.echoed[place] + text
+            tokens, logprobs = [*choice.prompt, *tokens], [*(choice.prompt_logprobs or ()), *logprobs]
+        return self._choice(place, choice.output, text, tokens, logprobs, choice.token_ids)
+
+    def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
+        if self.echoed is None:
+            return None
+        logprobs = choice.prompt_logprobs or ()
+        return self._object([self._choice(place, None, self.echoed[place], choice.prompt, logprobs, ())])
+
+    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
+        text, tokens, logprobs = update.text or "", update.token_ids, update.logprobs or ()
+        return self._object([self._choice(place, update.output, text, tokens, logprobs, tokens)])
+
+    def closing(self) -> dict[str, Any]:
+        return self._object([])
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self.service.settings.model_name
+        return dict(id=self.id, object="text_completion", created=self.created, model=model, choices=choices)
+
+    def _choice(
+        self,
+        place: int,
+        output: RequestOutput | None,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        new: Sequence[int],
+    ) -> dict[str, Any]:
+        content: dict[str, Any] = dict(index=place, text=text, logprobs=None)
+        if self.with_logprobs:
+            content["logprobs"] = self._logprobs(place, tokens, logprobs)
+        content["finish_reason"] = None if output is None else output.finish_reason
+        content["stop_reason"] = None if output is None else output.stop_reason
+        if self.with_ids:
+            content["token_ids"] = list(new)
+        return content
+
+    def _logprobs(
+        self, place: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        service, offsets = self.service, []
+        for token in tokens:
+            offsets.append(self.ends[place])
+            self.ends[place] += len(service.token_text(token))
+        return {
+            "tokens": [service.token_name(token) for token in tokens],
+            "token_logprobs": [None if one is None else service.logprob(one.logprob) for one in logprobs],
+            "top_logprobs": [None if one is None else self._top(one) for one in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+        # The token itself is always among them.
+        pairs = (*one.top, (one.token_id, one.logprob))
+        return {self.service.token_name(token): self.service.logprob(value) for token, value in pairs}

@@ -1,0 +1,99 @@
+"""Connections that are bounded in number, in the size and time of a call's head, and in the time of a client that stalls."""
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from mamba_align_jax.serve.refusals import Refusal, to_json
+from mamba_align_jax.serve.settings import Limits
+
+_LOG = logging.getLogger(__name__)
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of ours: it has none on what comes before a call's body, nor on unread answers."""
+
+    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
+        """Takes the limits, and what uvicorn gives to its own protocol."""
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a connection, or refuses it if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            self._refuse(Refusal(503, "too many connections are open", code="too_many_connections"))
+            return
+        own = transport.get_extra_info("socket")
+        if own is not None and hasattr(socket, "TCP_USER_TIMEOUT") and own.family in (socket.AF_INET, socket.AF_INET6):
+            # The system ends a connection whose client acknowledges nothing for so long, even after the last write.
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._limits.send_s))
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads a part of a call. The head must be complete in time, and not too long."""
+        if self.transport.is_closing():
+            return
+        if self._is_between_calls() and self._head_timer is None:
+            self._await_head()
+        super().data_received(data)
+        if not self._is_between_calls():
+            self._head_bytes = 0
+            self._head_timer = _stopped(self._head_timer)
+        elif self.parser is not None and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.head_bytes:
+                message = f"a call's head must have at most {self._limits.head_bytes} bytes"
+                self._refuse(Refusal(431, message, code="head_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP."""
+        self._refuse(Refusal(400, msg, code="no_http"))
+
+    def pause_writing(self) -> None:
+        """Gives a client that reads more slowly than it is answered a while to catch up."""
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(self._limits.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Takes note that the client has caught up."""
+        self._send_timer = _stopped(self._send_timer)
+        super().resume_writing()
+
+    def _is_between_calls(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.receive_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            message = f"a call's head must arrive within {self._limits.receive_s:g} s"
+            self._refuse(Refusal(408, message, code="head_timeout"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answers without a call, and closes the connection."""
+        self._stop_timers()
+        body = to_json(refusal.content)
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[refusal.status] + head + body)
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        self._head_timer, self._send_timer = _stopped(self._head_timer), _stopped(self._send_timer)
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

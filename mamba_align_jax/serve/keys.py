@@ -1,0 +1,39 @@
+"""Checks clients' keys, and keeps the cached prefixes of clients with different keys apart."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+
+from mamba_align_jax.serve.refusals import Refusal
+
+
+class Keys:
+    """The keys that clients may have."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """Takes the keys; without any, no client needs one."""
+        self._keys = tuple(key.encode() for key in keys)
+        self._digests = tuple(hashlib.sha256(key).digest() for key in self._keys)
+
+    def check(self, headers: Mapping[str, str]) -> bytes | None:
+        """Returns the key with which a call came; None if no client needs one.
+
+        The time that this takes depends neither on the keys nor on which of them matches.
+
+        Raises:
+            Refusal: The call has no key or a wrong one.
+        """
+        if not self._keys:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "the header authorization must be 'Bearer' and a key that this server knows"
+            raise Refusal(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return self._keys[matches.index(True)]
+
+
+def cache_salt(key: bytes | None, salt: str) -> str:
+    """Returns the salt of a client's requests: calls share prefixes if they have the same key and the same salt."""
+    return salt if key is None else hmac.new(key, b"cache_salt:" + salt.encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,57 @@
+"""Turns the messages of a chat into a prompt, with the chat template of the model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.serve.fields import Fields
+from mamba_align_jax.serve.refusals import Refusal
+from mamba_align_jax.serve.service import Service
+from mamba_align_jax.serve.settings import Limits
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+async def take_prompt(service: Service, fields: Fields) -> Sequence[int]:
+    """Takes `messages` and what belongs to them, and returns the prompt's tokens.
+
+    Raises:
+        Refusal: A message is malformed, the model has no chat template, or the template refuses the messages.
+    """
+    messages = fields.need("messages", _messages, service.settings.limits)
+    begins_answer = fields.take("add_generation_prompt", values.flag)
+    text = await service.chat_text(messages, begins_answer is not False)
+    return await service.encode(text, "messages")
+
+
+def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, str]]:
+    wanted = f"a list of 1 to {limits.messages} messages"
+    values.require(isinstance(value, list) and 0 < len(value) <= limits.messages, name, wanted, type(value))
+    return [_message(f"{name}[{number}]", one) for number, one in enumerate(value)]
+
+
+def _message(name: str, value: Any) -> dict[str, str]:
+    fields = Fields(value, name)
+    role = fields.need("role", values.choice, _ROLES, " (tools are not supported)")
+    for other in ("tool_calls", "function_call", "refusal", "audio"):
+        fields.refuse(other, ([], ""), "is not supported")
+    content = fields.need("content", _content)
+    author = fields.take("name", values.text)
+    fields.end()
+    return {"role": role, "content": content} | ({"name": author} if author else {})
+
+
+def _content(name: str, value: Any) -> str:
+    """Returns a message's text, which is given in one piece or in parts."""
+    if isinstance(value, list):
+        return "".join(_part(f"{name}[{number}]", part) for number, part in enumerate(value))
+    return values.text(name, value)
+
+
+def _part(name: str, value: Any) -> str:
+    values.require(isinstance(value, Mapping), name, 'a string or {"type": "text", "text": ...}', type(value))
+    part = Fields(value, name)
+    part.need("type", values.choice, ("text",))
+    text = part.need("text", values.text)
+    part.end()
+    return text

@@ -1,0 +1,124 @@
+"""Turns the fields with which a call says how to sample into `SamplingParams`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.serve.fields import Fields
+from mamba_align_jax.serve.refusals import Refusal
+from mamba_align_jax.serve.settings import Limits, Settings
+
+# Fields that mean the same in the API and in `SamplingParams`, which checks them.
+_SAME = (
+    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "priority"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_KNOWN = frozenset(field.name for field in dataclass_fields(SamplingParams))
+
+
+def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
+    """Takes the fields that both endpoints have, and returns them as fields of `SamplingParams`.
+
+    Raises:
+        Refusal: A field is malformed or exceeds a limit.
+    """
+    limits = settings.limits
+    found: dict[str, Any] = {name: fields.take(name, _as_it_is) for name in _SAME}
+    top_k = fields.take("top_k", values.integer, -1)
+    found["top_k"] = 0 if top_k == -1 else top_k
+    found["seed"] = fields.take("seed", values.integer, None, None)
+    found["stop"] = fields.take("stop", _stop, limits) or None
+    found["stop_token_ids"] = fields.take("stop_token_ids", _stop_tokens, limits)
+    found["logit_bias"] = fields.take("logit_bias", _logit_bias, limits) or None
+    priority, smallest = found["priority"], settings.min_priority
+    if values.is_integer(priority) and priority < smallest:
+        raise Refusal(400, f"priority must be at least {smallest}, got {priority}", param="priority")
+    # OpenAI's API draws tokens unless it is told otherwise.
+    defaults = {"temperature": 1.0, **settings.sampling_defaults}
+    return defaults | {name: value for name, value in found.items() if value is not None}
+
+
+def make_params(found: Mapping[str, Any]) -> SamplingParams:
+    """Makes the parameters of a call's first choice.
+
+    Raises:
+        Refusal: A field has a wrong value, or the engine lacks what it asks for.
+    """
+    for name in found:
+        if name not in _KNOWN:
+            raise Refusal(400, f"{name} is not supported by this engine", param=name, code="unsupported_field")
+    try:
+        return SamplingParams(**found)
+    except ValueError as error:
+        raise wrong_value(error) from error
+
+
+def wrong_value(error: ValueError) -> Refusal:
+    """Returns the refusal for a ValueError of the engine, whose text begins with the name of a field."""
+    name = str(error).partition(" ")[0].rstrip(":")
+    names = {"prompt_token_ids": "prompt"}
+    return Refusal(400, str(error), param=names.get(name, name) if name.isidentifier() else None)
+
+
+def _as_it_is(name: str, value: Any) -> Any:
+    return value
+
+
+def _stop(name: str, value: Any, limits: Limits) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    count, length = limits.stop_strings, limits.stop_length
+    is_list = isinstance(strings, list) and len(strings) <= count
+    values.require(is_list, name, f"a string, or a list of at most {count} strings", value)
+    for text in strings:
+        wanted = f"made of strings of 1 to {length} characters"
+        values.require(isinstance(text, str) and 0 < len(text) <= length, name, wanted, text)
+    return tuple(values.text(name, text) for text in strings)
+
+
+def _stop_tokens(name: str, value: Any, limits: Limits) -> tuple[int, ...]:
+    is_short = isinstance(value, list) and len(value) <= limits.stop_strings
+    values.require(is_short, name, f"a list of at most {limits.stop_strings} tokens", value)
+    return values.integers(name, value)
+
+
+def _logit_bias(name: str, value: Any, limits: Limits) -> dict[int, float]:
+    wanted = f"an object of at most {limits.logit_bias} tokens, each with a number from -100 to 100"
+    values.require(isinstance(value, Mapping) and len(value) <= limits.logit_bias, name, wanted, value)
+    bias = {}
+    for token, number in value.items():
+        values.require(token.isdecimal() and token.isascii() and len(token) < 11, name, wanted, token)
+        bias[int(token)] = values.number(name, number, -100, 100, wanted)
+    return bias
+
+
+def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
+    """Takes `response_format`, and returns the grammar that the answer must follow as a field of `SamplingParams`.
+
+    Raises:
+        Refusal: The format is malformed, too large or unknown.
+    """
+    wanted = fields.take("response_format", lambda name, value: Fields(value, name))
+    if wanted is None:
+        return {}
+    kind = wanted.need("type", values.choice, ("text", "json_object", "json_schema"))
+    if kind == "json_schema":
+        described = wanted.need("json_schema", lambda name, value: Fields(value, name))
+        described.need("name", values.text)
+        described.take("description", values.text)
+        described.take("strict", values.flag)
+        schema = described.need("schema", _schema, limits)
+        described.end()
+    wanted.end()
+    if kind == "text":
+        return {}
+    return {"grammar": (kind, schema if kind == "json_schema" else "")}
+
+
+def _schema(name: str, value: Any, limits: Limits) -> str:
+    values.require(isinstance(value, Mapping), name, "a JSON object", type(value))
+    text = json.dumps(value)
+    values.require(len(text) <= limits.grammar_bytes, name, f"at most {limits.grammar_bytes} bytes of JSON", len(text))
+    return text

@@ -1,0 +1,235 @@
+"""What all calls of one server share: the engine, the model's words, the keys and the metrics."""
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.engine.async_engine import AsyncEngine
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.request import RequestUpdate
+from mamba_align_jax.engine.text import Tokenizer
+from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
+from mamba_align_jax.serve.fields import Fields, read_fields
+from mamba_align_jax.serve.generation import Asked, Choice, run_requests, usage
+from mamba_align_jax.serve.keys import Keys
+from mamba_align_jax.serve.metrics import Metrics
+from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
+from mamba_align_jax.serve.settings import Settings
+
+# Seeds fit the device's int32.
+_NUM_SEEDS = 2**31
+# As vLLM writes the logarithm of 0.
+_LEAST_LOGPROB = -9999.0
+
+
+class Form(Protocol):
+    """How an endpoint writes what a call's requests generate. Values are JSON."""
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Returns the answer to a call that has ended, without its usage."""
+        ...
+
+    def opening(self, place: int, choice: Choice) -> dict[str, Any] | None:
+        """Returns the event with which a choice begins, or None. `Choice.count` was called with the first update."""
+        ...
+
+    def event(self, place: int, choice: Choice, update: RequestUpdate) -> dict[str, Any]:
+        """Returns the event for an update, with which `Choice.count` was called."""
+        ...
+
+    def closing(self) -> dict[str, Any]:
+        """Returns the event that carries the usage, without it."""
+        ...
+
+
+class ChatTemplate(Protocol):
+    """Writes a chat as the text that the model continues."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Returns the text. With `add_generation_prompt` it ends where the answer begins."""
+        ...
+
+
+class Service:
+    """What all calls of one server share."""
+
+    def __init__(self, serving: AsyncEngine, settings: Settings, template: ChatTemplate | None) -> None:
+        """Makes the service of an engine.
+
+        Args:
+            serving: The engine, in its thread.
+            settings: What the operator chose.
+            template: Writes chats as text; None refuses them.
+        """
+        self.serving, self.settings, self.template = serving, settings, template
+        self.keys = Keys(settings.api_keys)
+        self.metrics = Metrics(serving.engine, settings.model_name)
+        self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
+        # A token's text never changes.
+        self.token_text = functools.lru_cache(maxsize=2**16)(self._token_text)
+
+    @property
+    def max_model_len(self) -> int:
+        """The number of tokens of the longest prompt with its answer."""
+        return self.serving.engine.spec.max_model_len
+
+    def check_ready(self) -> None:
+        """Checks that calls are taken.
+
+        Raises:
+            Refusal: The programs are being compiled, or the engine has stopped.
+        """
+        if not self.serving.is_running:
+            raise Refusal(503, "the engine has stopped", code="engine_dead")
+        if not self.is_ready:
+            raise overloaded("the server is compiling its programs; /ready says when it is done")
+
+    async def read(self, request: Request) -> tuple[bytes | None, Fields]:
+        """Reads a call: checks its key and its model, and returns the key and the other fields of its body.
+
+        Raises:
+            Refusal: The key is wrong, the server isn't ready, the body is malformed, or the model is another one.
+        """
+        key = self.keys.check(request.headers)
+        self.check_ready()
+        fields = await read_fields(request, self.settings.limits)
+        model = fields.take("model", values.text)
+        if model is not None:
+            self.check_model(model)
+        return key, fields
+
+    def check_model(self, name: str) -> None:
+        """Checks that a call means the model that is served.
+
+        Raises:
+            Refusal: It means another one.
+        """
+        if name != self.settings.model_name:
+            message = f"the model {name[:80]!r} does not exist: this server has {self.settings.model_name!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """Returns the engine's tokenizer.
+
+        Raises:
+            Refusal: There is none, so that the field `param` can't be text.
+        """
+        if self.serving.engine.tokenizer is None:
+            message = f"{param} must be token ids: the model has no tokenizer"
+            raise Refusal(400, message, param=param, code="no_tokenizer")
+        return self.serving.engine.tokenizer
+
+    async def encode(self, text: str, param: str) -> Sequence[int]:
+        """Returns a text's tokens. A long text is encoded beside other calls."""
+        return await asyncio.to_thread(self.tokenizer(param).encode, text)
+
+    async def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """Returns the text of a chat.
+
+        Raises:
+            Refusal: There is no template, or it refuses the messages.
+        """
+        template = self.template
+        if template is None:
+            message = "the model has no chat template: use /v1/completions"
+            raise Refusal(400, message, param="messages", code="no_chat_template")
+        try:
+            return await asyncio.to_thread(template.render, messages, add_generation_prompt=add_generation_prompt)
+        except ValueError as error:
+            raise Refusal(400, str(error), param="messages", code="chat_template") from error
+
+    def _token_text(self, token: int) -> str:
+        """Returns the text of a token as far as it has one of its own; without a tokenizer, nothing."""
+        tokenizer = self.serving.engine.tokenizer
+        return tokenizer.decode([token]) if tokenizer is not None else ""
+
+    def token_name(self, token: int) -> str:
+        """Returns a token's text, or its number if the text is no whole characters, so that names differ."""
+        text = self.token_text(token)
+        return text if text and "\ufffd" not in text else f"token_id:{token}"
+
+    def logprob(self, value: float) -> float:
+        """Returns a log-probability as JSON can write it, which has no infinity."""
+        return max(value, _LEAST_LOGPROB)
+
+    def check_length(self, num_tokens: int, max_tokens: int, param: str) -> None:
+        """Checks that a prompt and its answer fit in the model.
+
+        Raises:
+            Refusal: They don't.
+        """
+        limit = self.max_model_len
+        if num_tokens + max_tokens > limit:
+            message = (
+                f"{param} and the largest number of generated tokens must fit in {limit} tokens, "
+                f"got {num_tokens} + {max_tokens}"
+            )
+            raise Refusal(400, message, param=param, code="context_length_exceeded")
+
+    def choices_of(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int) -> list[Asked]:
+        """Returns the requests for n choices to each prompt: the seed is the next number for each choice."""
+        seeded = lambda one, i: replace(one, seed=(one.seed + i) % _NUM_SEEDS)
+        return [
+            (prompt, seeded(one, i)) for prompt, one in zip(prompts, params, strict=True) for i in range(n)
+        ]
+
+    async def answer(
+        self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool
+    ) -> Response | EventStream:
+        """Runs a call's requests and returns the answer to it, in one piece or as events.
+
+        Raises:
+            Refusal: The engine doesn't take the requests, or one failed, or they took too long.
+            ClientLeft: The client left.
+        """
+        limit = self.settings.limits.call_s
+        if stream:
+            return EventStream(self._events(asked, n, form, include_usage), limit)
+        choices = [Choice(prompt) for prompt, _ in asked]
+
+        async def gather() -> None:
+            try:
+                async with asyncio.timeout(limit):
+                    async for place, update in run_requests(self.serving, self.metrics, asked):
+                        choices[place].add(update)
+            except TimeoutError:
+                raise too_long(limit) from None
+
+        await while_connected(request.receive, gather())
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        return json_response(form.whole(choices) | {"usage": usage(choices, num_tokens, n)})
+
+    async def _events(
+        self, asked: Sequence[Asked], n: int, form: Form, include_usage: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        choices = [Choice(prompt) for prompt, _ in asked]
+        num_tokens, opened = 0, set[int]()
+        updates = run_requests(self.serving, self.metrics, asked)
+        try:
+            async for place, update in updates:
+                num_tokens += len(update.token_ids)
+                choices[place].count(update)
+                if place not in opened:
+                    opened.add(place)
+                    opening = form.opening(place, choices[place])
+                    if opening is not None:
+                        yield opening
+                yield form.event(place, choices[place], update)
+            if include_usage:
+                yield form.closing() | {"usage": usage(choices, num_tokens, n)}
+        finally:
+            await updates.aclose()
+
+
+def take_seed(found: Mapping[str, Any]) -> int:
+    """Returns a call's seed, which may be any whole number; without one, a number that nobody can guess."""
+    seed = found.get("seed")
+    return (secrets.randbelow(_NUM_SEEDS) if seed is None else seed) % _NUM_SEEDS

@@ -1,0 +1,94 @@
+"""What an operator chooses: names, keys, and the limits of what one client may ask for. Imports no server library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.engine.config import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much one client may ask for. Whatever exceeds a limit is refused with a status and a reason.
+
+    Attributes:
+        body_bytes: Size of a call's body.
+        head_bytes: Size of a call's first line and headers.
+        prompts: Number of prompts of one call.
+        choices: Number of choices for each prompt, `n`.
+        stop_strings: Number of strings in `stop`, and of tokens in `stop_token_ids`.
+        stop_length: Characters of each of them.
+        logit_bias: Number of entries of `logit_bias`.
+        logprobs: Number of the most likely tokens that are reported for each token.
+        messages: Number of messages of a chat.
+        grammar_bytes: Size of a JSON schema.
+        connections: Number of connections that are open at once.
+        receive_s: Seconds in which a call's head must have arrived, and then its body.
+        send_s: Seconds for which a client may leave an answer unread.
+        call_s: Seconds from a call's arrival to the end of its answer.
+        drain_s: Seconds that running calls get to finish when the server is told to stop.
+    """
+
+    body_bytes: int = 4 * 2**20
+    head_bytes: int = 64 * 2**10
+    prompts: int = 128
+    choices: int = 16
+    stop_strings: int = 16
+    stop_length: int = 256
+    logit_bias: int = 300
+    logprobs: int = 20
+    messages: int = 1024
+    grammar_bytes: int = 64 * 2**10
+    connections: int = 1024
+    receive_s: float = 30.0
+    send_s: float = 30.0
+    call_s: float = 600.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name.endswith("_s"):
+                value = values.number(item.name, value, 0, values.FLOAT32_MAX, "seconds, at least 0")
+            else:
+                value = values.integer(item.name, value, 1)
+            object.__setattr__(self, item.name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an engine is served.
+
+    Attributes:
+        model_name: The model's name in the API and in metrics.
+        api_keys: The keys that clients may have; without any, no key is asked for. Clients with different keys never
+            share cached prefixes.
+        sampling_defaults: Fields of `SamplingParams` for calls that leave them out, as
+            `mamba_align_jax.models.config_files.read_sampling_defaults` returns them.
+        min_priority: The smallest priority number that a client may ask for. Those with smaller numbers run first, so
+            with 0 clients may let others go first, and no more.
+        warm: Whether every program is compiled before the server is ready. Otherwise the first calls wait for it.
+        limits: What one client may ask for.
+    """
+
+    model_name: str = "model"
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    min_priority: int = 0
+    warm: bool = True
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        values.require(bool(values.text("model_name", self.model_name)), "model_name", "text", self.model_name)
+        is_sequence = isinstance(self.api_keys, tuple | list)
+        values.require(is_sequence, "api_keys", "a sequence of keys", type(self.api_keys))
+        for key in self.api_keys:
+            # The value is a secret, so the error leaves it out.
+            is_key = isinstance(key, str) and key.isascii() and key.isprintable() and key.strip() == key and bool(key)
+            values.require(is_key, "api_keys", "printable ASCII without spaces around it", type(key))
+        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        SamplingParams(**self.sampling_defaults)
+        object.__setattr__(self, "min_priority", values.integer("min_priority", self.min_priority))
+        values.flag("warm", self.warm)
+        values.require(isinstance(self.limits, Limits), "limits", "Limits", self.limits)

@@ -1,0 +1,36 @@
+"""The endpoints /tokenize and /detokenize: what the tokenizer makes of a text or a chat, and of tokens."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.serve.messages import take_prompt
+from mamba_align_jax.serve.refusals import json_response
+from mamba_align_jax.serve.service import Service
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Returns the tokens of a text, or of a chat as the model reads it.
+
+    Raises:
+        Refusal: The call is malformed, or the model has no tokenizer or no chat template.
+    """
+    _, fields = await service.read(request)
+    text = fields.take("prompt", values.text)
+    fields.refuse("add_special_tokens", (True,), "is not supported: the tokenizer adds its special tokens")
+    tokens = await take_prompt(service, fields) if text is None else await service.encode(text, "prompt")
+    fields.end()
+    return json_response({"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Returns the text of tokens.
+
+    Raises:
+        Refusal: The call is malformed, or the model has no tokenizer.
+    """
+    _, fields = await service.read(request)
+    vocab_size = service.serving.engine.model_config.vocab_size
+    tokens = fields.need("tokens", values.integers, 0, vocab_size - 1)
+    fields.end()
+    return json_response({"prompt": service.tokenizer("tokens").decode(tokens)})

@@ -1,0 +1,42 @@
+"""A server of the bundled model, which the tests of a module share."""
+
+
+import pytest
+from fakes.http import Served
+
+from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax.data import BYTE_MODEL
+from mamba_align_jax.serve.settings import Limits, Settings
+
+SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512, max_waiting=128)
+# Short, so that the tests of clients that are late are.
+LIMITS = Limits(body_bytes=2**16, head_bytes=2**13, connections=128, receive_s=1.5, send_s=1.5, call_s=120, drain_s=20)
+KEYS = ("sk-first", "sk-second")
+
+
+class Bytes:
+    encode = staticmethod(lambda text: list(text.encode()))
+    decode = staticmethod(lambda tokens: bytes(tokens).decode(errors="replace"))
+
+
+@pytest.fixture(scope="module")
+def engine(few_programs):
+    engine = Engine.from_pretrained(BYTE_MODEL, EngineConfig(**SIZES), dtype="float32")
+    engine.tokenizer = engine.tokenizer or Bytes()
+    engine.generate([1, 2, 3])
+    return engine
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    """A server without keys."""
+    settings = Settings(model_name="bytes", warm=False, limits=LIMITS)
+    with Served(engine, settings) as served:
+        yield served
+
+
+@pytest.fixture
+def locked(engine):
+    """A server with two keys. It can't run beside the other: both would step the engine."""
+    with Served(engine, Settings(model_name="bytes", api_keys=KEYS, warm=False, limits=LIMITS)) as served:
+        yield served
