@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mamba_align_jax.engine.async_engine import AsyncEngine
+from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.serve.chat import chat
 from mamba_align_jax.serve.clients import ClientLeft, EventStream
 from mamba_align_jax.serve.completions import complete
 from mamba_align_jax.serve.refusals import Refusal, json_response
-from mamba_align_jax.serve.service import ChatTemplate, Service
+from mamba_align_jax.serve.service import Service
 from mamba_align_jax.serve.settings import Settings
 from mamba_align_jax.serve.words import detokenize, tokenize
 

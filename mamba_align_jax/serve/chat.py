@@ -13,7 +13,6 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.clients import EventStream
 from mamba_align_jax.serve.completions import take_stream_options
-from mamba_align_jax.serve.fields import Fields
 from mamba_align_jax.serve.generation import Choice
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.messages import take_prompt

@@ -9,12 +9,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
 from mamba_align_jax.serve.settings import Limits, Settings
 
 # Fields of EngineConfig that are options, with their types.
 _ENGINE: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_prefill_rows", "max_waiting"), int),
+    **dict.fromkeys(
+        ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_prefill_rows", "max_waiting"), int
+    ),
     **dict.fromkeys(("overtaking_limit", "block_size", "checkpoint_interval", "num_speculative_tokens"), int),
     **dict.fromkeys(("num_state_blocks", "num_kv_pages"), int),
     "memory_fraction": float,
@@ -34,7 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help="a file with a key in each line")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="default: the dtype of the weights")
-    add("--sampling-defaults", action="store_true", help="fields that a call leaves out are those of generation_config.json")
+    add(
+        "--sampling-defaults",
+        action="store_true",
+        help="fields that a call leaves out are those of generation_config.json",
+    )
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
     add("--no-warmup", action="store_true", help="be ready at once; programs are compiled by the calls that need them")
     add("--access-log", action="store_true", help="log each call")
@@ -77,7 +84,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     settings = make_settings(options)
     names = (*_ENGINE, *_CHOICES, "async_stepping")
     engine = load(EngineConfig(**{name: getattr(options, name) for name in names}))
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, load_chat_template(options.model))
     server = make_server(
         app,
         settings.limits,

@@ -153,9 +153,7 @@ class _Form:
             content["token_ids"] = list(new)
         return content
 
-    def _logprobs(
-        self, place: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> dict[str, Any]:
+    def _logprobs(self, place: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         service, offsets = self.service, []
         for token in tokens:
             offsets.append(self.ends[place])

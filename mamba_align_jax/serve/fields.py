@@ -79,7 +79,8 @@ class Fields:
         """
         for name in self._left:
             if self._path or name not in _WITHOUT_EFFECT:
-                raise Refusal(400, f"{self._name(name)[:80]} is not known", param=self._name(name)[:80], code="unknown_field")
+                unknown = self._name(name)[:80]
+                raise Refusal(400, f"{unknown} is not known", param=unknown, code="unknown_field")
 
     def _name(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name

@@ -1,11 +1,10 @@
 """Turns the messages of a chat into a prompt, with the chat template of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.serve.fields import Fields
-from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.service import Service
 from mamba_align_jax.serve.settings import Limits
 
@@ -21,7 +20,7 @@ async def take_prompt(service: Service, fields: Fields) -> Sequence[int]:
     messages = fields.need("messages", _messages, service.settings.limits)
     begins_answer = fields.take("add_generation_prompt", values.flag)
     text = await service.chat_text(messages, begins_answer is not False)
-    return await service.encode(text, "messages")
+    return await service.encode(text, "messages", add_special_tokens=False)
 
 
 def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, str]]:
@@ -49,7 +48,6 @@ def _content(name: str, value: Any) -> str:
 
 
 def _part(name: str, value: Any) -> str:
-    values.require(isinstance(value, Mapping), name, 'a string or {"type": "text", "text": ...}', type(value))
     part = Fields(value, name)
     part.need("type", values.choice, ("text",))
     text = part.need("text", values.text)

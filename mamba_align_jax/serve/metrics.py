@@ -3,6 +3,7 @@
 vLLM's names, labels and buckets are those of its vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -93,7 +94,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._values = (model_name, "0")
         self._registry.register(_EngineNumbers(engine, self._values))
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "From a call to its first token.", _TTFT_BUCKETS)
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a call to its first token.", _TTFT_BUCKETS
+        )
         text = "Between the steps that give a request tokens."
         self._between = self._histogram("vllm:inter_token_latency_seconds", text, _TOKEN_BUCKETS)
         text = "From a request's arrival to its end."
@@ -127,7 +130,7 @@ class Metrics:
         self._ends.labels(*self._values, output.finish_reason).inc()
         self._whole.observe(output.e2e_s)
         times = sorted(set(output.token_times))
-        for before, after in zip(times, times[1:], strict=False):
+        for before, after in itertools.pairwise(times):
             self._between.observe(after - before)
 
     def refused(self, status: int, code: str | None) -> None:

@@ -103,7 +103,7 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
     wanted = fields.take("response_format", lambda name, value: Fields(value, name))
     if wanted is None:
         return {}
-    kind = wanted.need("type", values.choice, ("text", "json_object", "json_schema"))
+    kind, schema = wanted.need("type", values.choice, ("text", "json_object", "json_schema")), ""
     if kind == "json_schema":
         described = wanted.need("json_schema", lambda name, value: Fields(value, name))
         described.need("name", values.text)
@@ -114,7 +114,7 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
     wanted.end()
     if kind == "text":
         return {}
-    return {"grammar": (kind, schema if kind == "json_schema" else "")}
+    return {"grammar": (kind, schema)}
 
 
 def _schema(name: str, value: Any, limits: Limits) -> str:

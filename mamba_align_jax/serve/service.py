@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.async_engine import AsyncEngine
+from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.request import RequestUpdate
 from mamba_align_jax.engine.text import Tokenizer
@@ -47,14 +48,6 @@ class Form(Protocol):
 
     def closing(self) -> dict[str, Any]:
         """Returns the event that carries the usage, without it."""
-        ...
-
-
-class ChatTemplate(Protocol):
-    """Writes a chat as the text that the model continues."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Returns the text. With `add_generation_prompt` it ends where the answer begins."""
         ...
 
 
@@ -127,9 +120,14 @@ class Service:
             raise Refusal(400, message, param=param, code="no_tokenizer")
         return self.serving.engine.tokenizer
 
-    async def encode(self, text: str, param: str) -> Sequence[int]:
-        """Returns a text's tokens. A long text is encoded beside other calls."""
-        return await asyncio.to_thread(self.tokenizer(param).encode, text)
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Returns a text's tokens. Other calls go on meanwhile.
+
+        Raises:
+            Refusal: The model has no tokenizer.
+        """
+        encode = self.tokenizer(param).encode
+        return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
 
     async def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         """Returns the text of a chat.
@@ -177,9 +175,7 @@ class Service:
     def choices_of(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int) -> list[Asked]:
         """Returns the requests for n choices to each prompt: the seed is the next number for each choice."""
         seeded = lambda one, i: replace(one, seed=(one.seed + i) % _NUM_SEEDS)
-        return [
-            (prompt, seeded(one, i)) for prompt, one in zip(prompts, params, strict=True) for i in range(n)
-        ]
+        return [(prompt, seeded(one, i)) for prompt, one in zip(prompts, params, strict=True) for i in range(n)]
 
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool

@@ -17,8 +17,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     """
     _, fields = await service.read(request)
     text = fields.take("prompt", values.text)
-    fields.refuse("add_special_tokens", (True,), "is not supported: the tokenizer adds its special tokens")
-    tokens = await take_prompt(service, fields) if text is None else await service.encode(text, "prompt")
+    if text is None:
+        tokens = await take_prompt(service, fields)
+    else:
+        special = fields.take("add_special_tokens", values.flag)
+        tokens = await service.encode(text, "prompt", add_special_tokens=special is not False)
     fields.end()
     return json_response({"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)})
 

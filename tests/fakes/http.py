@@ -37,7 +37,9 @@ class Served:
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False, **options)
 
     def post(self, path, content, **options):
-        return self.client.post(path, json=content, **options)
+        # httpx would not write half of a surrogate pair.
+        headers = {"content-type": "application/json"} | options.pop("headers", {})
+        return self.client.post(path, content=json.dumps(content), headers=headers, **options)
 
     def complete(self, prompt, **fields):
         """Returns the answer of /v1/completions, which must be one."""

@@ -1,11 +1,11 @@
 """A server of the bundled model, which the tests of a module share."""
 
-
 import pytest
 from fakes.http import Served
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
+from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.serve.settings import Limits, Settings
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512, max_waiting=128)
@@ -14,15 +14,9 @@ LIMITS = Limits(body_bytes=2**16, head_bytes=2**13, connections=128, receive_s=1
 KEYS = ("sk-first", "sk-second")
 
 
-class Bytes:
-    encode = staticmethod(lambda text: list(text.encode()))
-    decode = staticmethod(lambda tokens: bytes(tokens).decode(errors="replace"))
-
-
 @pytest.fixture(scope="module")
 def engine(few_programs):
     engine = Engine.from_pretrained(BYTE_MODEL, EngineConfig(**SIZES), dtype="float32")
-    engine.tokenizer = engine.tokenizer or Bytes()
     engine.generate([1, 2, 3])
     return engine
 
@@ -31,7 +25,7 @@ def engine(few_programs):
 def served(engine):
     """A server without keys."""
     settings = Settings(model_name="bytes", warm=False, limits=LIMITS)
-    with Served(engine, settings) as served:
+    with Served(engine, settings, load_chat_template(BYTE_MODEL)) as served:
         yield served
 
 

@@ -1,0 +1,225 @@
+"""Whatever a call has wrong, it gets a status and a reason, and the engine is left alone."""
+
+import json
+
+import pytest
+
+from mamba_align_jax.serve.settings import Limits, Settings
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+OK = {"prompt": "x", "max_tokens": 1}
+SAY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(served):
+    before = served.engine.stats.admitted_requests
+    yield
+    assert served.engine.stats.admitted_requests == before
+    served.wait_until_idle()
+
+
+def refusal(response, status):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["message"]
+    return error
+
+
+def message(**fields):
+    return {"messages": [fields], "max_tokens": 1}
+
+
+WRONG = [
+    # address, fields, the field that is named, the code
+    (COMPLETE, {"max_tokens": 1}, "prompt", None),
+    (COMPLETE, OK | {"prompt": ""}, "prompt", None),
+    (COMPLETE, OK | {"prompt": []}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [[]]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": ["x", ""]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": 5}, "prompt", None),
+    (COMPLETE, OK | {"prompt": {"a": 1}}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [1.5]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [True]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [-1]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [256]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": [2**70]}, "prompt", None),
+    (COMPLETE, OK | {"prompt": "\ud800"}, "prompt", None),
+    (COMPLETE, OK | {"prompt": ["x"] * 129}, "prompt", None),
+    (COMPLETE, OK | {"prompt": "x" * 512}, "prompt", "context_length_exceeded"),
+    (COMPLETE, OK | {"max_tokens": 512}, "prompt", "context_length_exceeded"),
+    (COMPLETE, OK | {"max_tokens": -1}, "max_tokens", None),
+    (COMPLETE, OK | {"max_tokens": 1.5}, "max_tokens", None),
+    (COMPLETE, OK | {"max_tokens": True}, "max_tokens", None),
+    (COMPLETE, OK | {"max_tokens": "1"}, "max_tokens", None),
+    (COMPLETE, OK | {"max_tokens": 10**400}, "max_tokens", None),
+    (COMPLETE, OK | {"temperature": -1}, "temperature", None),
+    (COMPLETE, OK | {"temperature": "hot"}, "temperature", None),
+    (COMPLETE, OK | {"temperature": 1e39}, "temperature", None),
+    (COMPLETE, OK | {"top_p": 0}, "top_p", None),
+    (COMPLETE, OK | {"top_p": 1.1}, "top_p", None),
+    (COMPLETE, OK | {"top_k": -2}, "top_k", None),
+    (COMPLETE, OK | {"top_k": 2**31}, "top_k", None),
+    (COMPLETE, OK | {"n": 0}, "n", None),
+    (COMPLETE, OK | {"n": 17}, "n", None),
+    (COMPLETE, OK | {"n": 2, "best_of": 3}, "best_of", "unsupported_field"),
+    (COMPLETE, OK | {"suffix": "end"}, "suffix", "unsupported_field"),
+    (COMPLETE, OK | {"seed": 1.5}, "seed", None),
+    (COMPLETE, OK | {"stop": 5}, "stop", None),
+    (COMPLETE, OK | {"stop": ["a"] * 17}, "stop", None),
+    (COMPLETE, OK | {"stop": [""]}, "stop", None),
+    (COMPLETE, OK | {"stop": "a" * 257}, "stop", None),
+    (COMPLETE, OK | {"stop": ["a", 5]}, "stop", None),
+    (COMPLETE, OK | {"stop": "\ud800"}, "stop", None),
+    (COMPLETE, OK | {"stop_token_ids": [256]}, "stop_token_ids", None),
+    (COMPLETE, OK | {"stop_token_ids": list(range(17))}, "stop_token_ids", None),
+    (COMPLETE, OK | {"stop_token_ids": "ab"}, "stop_token_ids", None),
+    (COMPLETE, OK | {"ignore_eos": 1}, "ignore_eos", None),
+    (COMPLETE, OK | {"echo": "yes"}, "echo", None),
+    (COMPLETE, OK | {"stream": 1}, "stream", None),
+    (COMPLETE, OK | {"stream_options": True}, "stream_options", None),
+    (COMPLETE, OK | {"stream_options": {"include_usage": 1}}, "stream_options.include_usage", None),
+    (COMPLETE, OK | {"stream_options": {"what": 1}}, "stream_options.what", "unknown_field"),
+    (COMPLETE, OK | {"logprobs": 21}, "logprobs", None),
+    (COMPLETE, OK | {"logprobs": True}, "logprobs", None),
+    (COMPLETE, OK | {"logit_bias": [1]}, "logit_bias", None),
+    (COMPLETE, OK | {"logit_bias": {"a": 1}}, "logit_bias", None),
+    (COMPLETE, OK | {"logit_bias": {"1": 101}}, "logit_bias", None),
+    (COMPLETE, OK | {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", None),
+    (COMPLETE, OK | {"logit_bias": {"٣": 1}}, "logit_bias", None),
+    (COMPLETE, OK | {"cache_salt": 5}, "cache_salt", None),
+    (COMPLETE, OK | {"cache_salt": "\udfff"}, "cache_salt", None),
+    (COMPLETE, OK | {"priority": -1}, "priority", None),
+    (COMPLETE, OK | {"priority": "first"}, "priority", None),
+    (COMPLETE, OK | {"model": 5}, "model", None),
+    (COMPLETE, OK | {"temprature": 0}, "temprature", "unknown_field"),
+    (COMPLETE, OK | {"x" * 1000: 0}, "x" * 80, "unknown_field"),
+    (CHAT, {"max_tokens": 1}, "messages", None),
+    (CHAT, SAY | {"messages": []}, "messages", None),
+    (CHAT, SAY | {"messages": "x"}, "messages", None),
+    (CHAT, SAY | {"messages": SAY["messages"] * 1025}, "messages", None),
+    (CHAT, SAY | {"messages": ["x"]}, "messages[0]", None),
+    (CHAT, message(content="x"), "messages[0].role", None),
+    (CHAT, message(role="king", content="x"), "messages[0].role", None),
+    (CHAT, message(role="tool", content="x", tool_call_id="1"), "messages[0].role", None),
+    (CHAT, message(role="user"), "messages[0].content", None),
+    (CHAT, message(role="user", content=5), "messages[0].content", None),
+    (CHAT, message(role="user", content="\ud800"), "messages[0].content", None),
+    (CHAT, message(role="user", content=[5]), "messages[0].content[0]", None),
+    (CHAT, message(role="user", content=[{"type": "image_url"}]), "messages[0].content[0].type", None),
+    (CHAT, message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text", None),
+    (CHAT, message(role="user", content="x", speed=1), "messages[0].speed", "unknown_field"),
+    (CHAT, message(role="user", content="x" * 600), "messages", "context_length_exceeded"),
+    (CHAT, SAY | {"max_completion_tokens": 0}, "max_completion_tokens", None),
+    (CHAT, SAY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+    (CHAT, SAY | {"functions": [{}]}, "functions", "unsupported_field"),
+    (CHAT, SAY | {"modalities": ["audio"]}, "modalities", "unsupported_field"),
+    (CHAT, SAY | {"chat_template": "{{ 1 }}"}, "chat_template", "unknown_field"),
+    (CHAT, SAY | {"logprobs": 5}, "logprobs", None),
+    (CHAT, SAY | {"top_logprobs": 5}, "top_logprobs", None),
+    (CHAT, SAY | {"response_format": "json"}, "response_format", None),
+    (CHAT, SAY | {"response_format": {"type": "xml"}}, "response_format.type", None),
+    (CHAT, SAY | {"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
+    (
+        CHAT,
+        SAY | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": "b" * 2**16}}}},
+        None,
+        "body_too_large",
+    ),
+    ("/tokenize", {}, "messages", None),
+    ("/tokenize", {"prompt": 5}, "prompt", None),
+    ("/detokenize", {}, "tokens", None),
+    ("/detokenize", {"tokens": [256]}, "tokens", None),
+    ("/detokenize", {"tokens": "abc"}, "tokens", None),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "code"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_field_is_named(served, path, fields, param, code):
+    error = refusal(served.post(path, fields), 413 if code == "body_too_large" else 400)
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "").startswith(param or "")
+    assert error["code"] == code
+
+
+@pytest.mark.parametrize("path", [COMPLETE, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"null", b"5", b"[]", b'"x"', b"{", b'{"prompt": NaN}', b'{"prompt": Infinity}', b"\xff\xfe", b"\x00",
+        b'{"prompt": "\xff"}', b"[" * 30_000, b'{"a":' * 10_000, b'{"max_tokens": ' + b"9" * 5000 + b"}",
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(served, path, body):
+    refusal(served.client.post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+
+def test_other_content_types_are_refused(served):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        refusal(served.client.post(COMPLETE, content=json.dumps(OK), headers={"content-type": kind}), 415)
+
+
+def test_a_large_body_is_refused_whether_or_not_its_size_is_said(served):
+    body = json.dumps(OK | {"user": "x" * 2**17}).encode()
+    headers = {"content-type": "application/json"}
+    parts = (body[start : start + 1000] for start in range(0, len(body), 1000))
+    for content in (body, parts):
+        with served.new_client() as client:
+            assert refusal(client.post(COMPLETE, content=content, headers=headers), 413)["code"] == "body_too_large"
+
+
+def test_another_model_is_not_found(served):
+    for path, fields in ((COMPLETE, OK), (CHAT, SAY)):
+        error = refusal(served.post(path, fields | {"model": "gpt-5"}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert refusal(served.client.get("/v1/models/../../etc/passwd"), 404)
+    assert refusal(served.client.get("/v1/models/gpt-5"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/../etc/passwd", "/%2e%2e/etc/passwd", "/v1/%00"])
+def test_an_unknown_address_is_not_found(served, path):
+    refusal(served.client.get(path), 404)
+
+
+def test_a_wrong_method_is_refused(served):
+    refusal(served.client.get(COMPLETE), 405)
+    refusal(served.post("/metrics", {}), 405)
+
+
+def test_refusals_are_counted_by_their_reason(served):
+    count = lambda: served.metric("mamba_align:refused_calls_total", status="400", code="unknown_field")
+    served.post(COMPLETE, OK | {"what": 1})
+    before = count()
+    served.post(COMPLETE, OK | {"what": 1})
+    assert count() == before + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(body_bytes=0), dict(call_s=-1), dict(choices=1.5), dict(drain_s=float("nan")), dict(send_s="1")],
+)
+def test_wrong_limits_are_refused(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        Limits(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(model_name=""), dict(api_keys="sk"), dict(api_keys=("",)), dict(api_keys=("ä",)), dict(api_keys=("a b\n",)),
+        dict(min_priority=0.5), dict(warm=1), dict(limits=None), dict(sampling_defaults={"top_p": 2}),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(fields):
+    with pytest.raises(ValueError, match=next(iter(fields)) if "sampling_defaults" not in fields else "top_p"):
+        Settings(**fields)
+
+
+def test_settings_never_show_their_keys():
+    assert "secret" not in repr(Settings(api_keys=("secret",)))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        Settings(api_keys=("secret\n",))
+    assert "secret" not in str(raised.value)
