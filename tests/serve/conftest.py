@@ -31,6 +31,6 @@ def served(engine):
 
 @pytest.fixture
 def locked(engine):
-    """A server with two keys. It can't run beside the other: both would step the engine."""
+    """A server with two keys. If a module has the other server too, one of them is idle: both step one engine."""
     with Served(engine, Settings(model_name="bytes", api_keys=KEYS, warm=False, limits=LIMITS)) as served:
         yield served

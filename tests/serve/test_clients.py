@@ -1,0 +1,280 @@
+"""Clients that vanish, stall, send garbage or come in numbers: each gets a reason, and no block stays held."""
+
+import json
+import random
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from fakes.http import Served, parse_events, wait_until
+from serve.conftest import KEYS, LIMITS
+
+from mamba_align_jax import SamplingParams
+from mamba_align_jax.data import encode
+from mamba_align_jax.serve.settings import Limits, Settings
+
+LONG = {"prompt": "def read(self):", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+def connect(served):
+    return socket.create_connection(("127.0.0.1", served.port), timeout=30)
+
+
+def head(length):
+    kind = "content-type: application/json"
+    lines = ("POST /v1/completions HTTP/1.1", "host: x", kind, f"content-length: {length}", "", "")
+    return "\r\n".join(lines).encode()
+
+
+def call(content):
+    body = json.dumps(content).encode()
+    return head(len(body)) + body
+
+
+def read_to_end(connection):
+    parts = []
+    while part := connection.recv(2**16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def status_and_code(data):
+    first, _, rest = data.partition(b"\r\n")
+    return int(first.split()[1]), json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_vanished_client_ends_its_requests(served, stream):
+    aborted = served.engine.stats.aborted_requests
+    with connect(served) as connection:
+        connection.sendall(call(LONG | {"stream": stream, "n": 3}))
+        wait_until(lambda: len(served.engine.scheduler.running) == 3)
+    wait_until(lambda: served.engine.stats.aborted_requests == aborted + 3)
+    served.wait_until_idle()
+
+
+def test_a_client_that_vanishes_before_its_body_is_read_runs_nothing(served):
+    admitted = served.engine.stats.admitted_requests
+    with connect(served) as connection:
+        connection.sendall(call(LONG)[:-5])
+        time.sleep(0.05)
+    time.sleep(0.1)
+    assert served.engine.stats.admitted_requests == admitted
+
+
+def test_a_client_that_closes_its_stream_ends_its_request(served):
+    aborted = served.engine.stats.aborted_requests
+    with served.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        next(response.iter_lines())
+    wait_until(lambda: served.engine.stats.aborted_requests == aborted + 1)
+    served.wait_until_idle()
+
+
+def test_half_of_a_head_ends_in_time(served):
+    for sent in (b"", b"POST /v1/comp", head(5)[:-2]):
+        with connect(served) as connection:
+            connection.sendall(sent)
+            assert status_and_code(read_to_end(connection)) == (408, "head_timeout")
+
+
+def test_half_of_a_second_head_ends_in_time(served):
+    with connect(served) as connection:
+        connection.sendall(call({"prompt": "x", "max_tokens": 1}))
+        assert b" 200 " in connection.recv(2**16)
+        connection.sendall(b"POST /v1/comp")
+        assert status_and_code(read_to_end(connection)) == (408, "head_timeout")
+
+
+def test_half_of_a_body_ends_in_time(served):
+    with connect(served) as connection:
+        connection.sendall(call(LONG)[:-5])
+        assert status_and_code(read_to_end(connection)) == (408, "body_timeout")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GARBAGE\r\n\r\n", b"GET / SMTP/9\r\n\r\n", b"\x00" * 100]
+)
+def test_what_is_no_http_is_refused(served, sent):
+    with connect(served) as connection:
+        connection.sendall(sent)
+        assert status_and_code(read_to_end(connection)) == (400, "no_http")
+
+
+def test_a_head_without_end_is_refused(served):
+    with connect(served) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nx: " + b"a" * (LIMITS.head_bytes + 1))
+        assert status_and_code(read_to_end(connection)) == (431, "head_too_large")
+
+
+def test_upgrades_are_answered_as_other_calls(served):
+    lines = ("GET /health HTTP/1.1", "host: x", "connection: upgrade", "upgrade: websocket", "", "")
+    with connect(served) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        assert b" 200 " in connection.recv(2**16).partition(b"\r\n")[0]
+
+
+def test_a_stalled_client_is_disconnected(engine):
+    """It reads nothing, and its answer is longer than what the system keeps for it."""
+    # The name is in every event.
+    with Served(engine, Settings(model_name="m" * 10_000, warm=False, limits=LIMITS)) as served:
+        aborted, finished = engine.stats.aborted_requests, engine.stats.finished_requests
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**10)
+            connection.connect(("127.0.0.1", served.port))
+            connection.sendall(call(LONG | {"n": 16, "stream": True}))
+            wait_until(lambda: engine.has_unfinished)
+            wait_until(lambda: not engine.has_unfinished)
+        assert engine.stats.aborted_requests > aborted
+        assert engine.stats.aborted_requests + engine.stats.finished_requests == aborted + finished + 16
+        served.wait_until_idle()
+
+
+def test_calls_beyond_the_queue_are_refused_at_once(served):
+    response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 128, "n": 2, "max_tokens": 1})
+    assert response.status_code == 429
+    assert (response.json()["error"]["code"], response.headers["retry-after"]) == ("queue_full", "1")
+    served.wait_until_idle()
+
+
+def test_connections_beyond_the_limit_are_refused(served):
+    open_ones = [connect(served) for _ in range(LIMITS.connections)]
+    try:
+        with connect(served) as connection:
+            assert status_and_code(read_to_end(connection)) == (503, "too_many_connections")
+    finally:
+        for one in open_ones:
+            one.close()
+    wait_until(lambda: served.client.get("/health").status_code == 200)
+
+
+def test_requests_that_the_engine_fails_tell_nothing_of_the_exception(served, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("a secret")
+
+    for stream in (False, True):
+        monkeypatch.setattr(served.engine.scheduler, "finished", fail)  # an engine that recovers makes another one
+        response = served.post("/v1/completions", {"prompt": "x", "stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "engine_error"
+        assert "secret" not in response.text
+    served.wait_until_idle()
+
+
+def behave(locked, number, rights):
+    """One client among many: asks, and checks what it gets, or misbehaves."""
+    rng = random.Random(number)
+    kind = rng.choice(("ask", "ask", "stream", "stream", "vanish", "garbage", "oversize", "utf8", "key", "field"))
+    prompt, expected = rng.choice(rights)
+    fields = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    path, key = "/v1/completions", rng.choice(KEYS)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    with locked.new_client(headers=headers) as client:
+        if kind == "ask":
+            response = client.post(path, json=fields)
+            assert response.json()["choices"][0]["token_ids"] == expected
+        elif kind == "stream":
+            events = parse_events(client.post(path, json=fields | {"stream": True}).text)
+            assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
+        elif kind == "vanish":
+            request = client.build_request("POST", path, json=LONG | {"stream": rng.random() < 0.5})
+            lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+            with connect(locked) as connection:
+                connection.sendall(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + request.content)
+                time.sleep(rng.uniform(0, 0.5))
+        elif kind == "garbage":
+            with connect(locked) as connection:
+                connection.sendall(b"\x80" + rng.randbytes(200))
+                assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        elif kind == "oversize":
+            assert client.post(path, content=b"x" * 2**17).status_code == 413
+        elif kind == "utf8":
+            assert client.post(path, content=b'{"prompt": "\xff"}').status_code == 400
+        elif kind == "key":
+            assert client.post(path, json=fields, headers={"authorization": f"Bearer {key}x"}).status_code == 401
+        else:
+            assert client.post(path, json=fields | {"temperature": -1}).status_code == 400
+
+
+def test_many_clients_of_all_kinds_get_what_is_theirs(locked):
+    prompts = [f"def method_{number}(self):\n    " + "return self\n" * number for number in range(8)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    outputs = locked.engine.generate([encode(prompt) for prompt in prompts], params)
+    rights = [(prompt, list(output.token_ids)) for prompt, output in zip(prompts, outputs, strict=True)]
+    wrongs = []
+
+    def client(number):
+        try:
+            behave(locked, number, rights)
+        except Exception as error:
+            wrongs.append((number, repr(error)))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrongs == []
+    wait_until(lambda: not locked.engine.has_unfinished)
+    locked.wait_until_idle()
+
+
+def test_a_call_ends_at_its_time_limit(engine):
+    settings = Settings(warm=False, limits=Limits(call_s=0.3))
+    with Served(engine, settings) as served:
+        response = served.post("/v1/completions", LONG)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "call_timeout")
+        streamed = served.post("/v1/completions", LONG | {"stream": True})
+        # The limit may come before the first token.
+        last = streamed.json() if streamed.status_code == 504 else parse_events(streamed.text)[-1]
+        assert last["error"]["code"] == "call_timeout"
+        served.wait_until_idle()
+
+
+@pytest.mark.parametrize(("drain_s", "num_tokens"), [(60, 100), (1, None)])
+def test_a_server_that_stops_lets_calls_finish_for_a_while(engine, drain_s, num_tokens):
+    with Served(engine, Settings(warm=False, limits=Limits(drain_s=drain_s))) as served:
+        fields = LONG | {"max_tokens": 100 if num_tokens else 490, "stream": True, "n": 1 if num_tokens else 4}
+        with served.new_client() as client, client.stream("POST", "/v1/completions", json=fields) as response:
+            lines = response.iter_lines()
+            next(lines)
+            served.server.should_exit = True
+            wait_until(lambda: not can_connect(served))
+            rest = []
+            try:
+                rest += lines
+            except httpx.RemoteProtocolError:
+                assert num_tokens is None
+        if num_tokens:
+            assert rest[-2:] == ["data: [DONE]", ""]
+            assert sum(1 for line in rest if line.startswith("data: {")) + 1 <= num_tokens
+        served.thread.join(60)
+        assert not served.thread.is_alive()
+        served.wait_until_idle()
+        assert not served.service.serving.is_running
+
+
+def can_connect(served):
+    try:
+        connect(served).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_dead_engine_is_said(engine):
+    with Served(engine, Settings(warm=False)) as served:
+        assert served.client.get("/health").json() == {"status": "live"}
+        assert served.client.get("/ready").json() == {"status": "ready"}
+        served.service.is_ready = False
+        for response in (served.client.get("/ready"), served.post("/v1/completions", {"prompt": "x"})):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        served.service.is_ready = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "step_outputs", lambda: 1 / 0)
+            response = served.post("/v1/completions", {"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+        for path in ("/health", "/ready"):
+            response = served.client.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
