@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mamba_align_jax.serve.settings import Settings
 
-DASHBOARD = Path(__file__).parents[2] / "dashboards" / "serving.json"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboards" / "serving.json"
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
 # What routers and dashboards read of vLLM (vllm/v1/metrics/loggers.py).
 VLLM = (
