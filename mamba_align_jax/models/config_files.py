@@ -63,7 +63,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         )
     if not file.is_file():
         raise ValueError(f"model directory must hold a config.json, got {str(path)!r}")
-    config = read_object(file)
+    config = _with_modelopt(read_object(file), Path(path) / "hf_quant_config.json")
     if is_state_spaces(config):
         return from_state_spaces(config)
     nested = next((name for name in _TEXT_FIELDS if name in config), None)
@@ -72,7 +72,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
     text = config[nested]
     if not isinstance(text, dict):
         raise ValueError(f"config.json: {nested} must be an object, got {text!r}, in {str(path)!r}")
-    return {name: config[name] for name in _SHARED_FIELDS if name in config} | text
+    # Null means the same as nothing, so it doesn't hide what stands outside.
+    given = {name: value for name, value in text.items() if value is not None or name not in _SHARED_FIELDS}
+    return {name: config[name] for name in _SHARED_FIELDS if name in config} | given
+
+
+def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Adds the `quantization_config` that older versions of ModelOpt write to a file of its own, if there is one."""
+    if config.get("quantization_config") is not None or not file.is_file():
+        return config
+    given = read_object(file).get("quantization")
+    if not isinstance(given, dict):
+        raise ValueError(f"{file.name}: quantization must be an object, got {given!r}, in {str(file.parent)!r}")
+    return config | {"quantization_config": {"quant_method": "modelopt"} | given}
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any]:

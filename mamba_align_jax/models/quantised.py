@@ -29,12 +29,13 @@ class Quantisation:
     """How the FP8 weights of a model directory are scaled.
 
     Attributes:
-        suffix: What the name of a weight's scales has after the name of the weight.
-        block: Rows and columns of the block of a matrix that has one scale; None if scales are for larger parts.
+        suffixes: What the name of a weight's scales may have after the name of the weight.
+        blocks: Rows and columns of the blocks of a matrix that have one scale each. Weights may differ in them. () if
+            all scales are for larger parts.
     """
 
-    suffix: str
-    block: tuple[int, int] | None = None
+    suffixes: tuple[str, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
@@ -52,13 +53,14 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     if not isinstance(given, dict):
         raise ValueError(f"config.json: quantization_config must be an object, got {given!r}")
     method = str(given.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in given else None)).lower()
-    if method == "fp8":
-        return Quantisation("_scale_inv", _block(given.get("weight_block_size"), "weight_block_size"))
+    if method in ("fp8", "fbgemm_fp8"):
+        # transformers calls scales "_scale_inv"; vLLM and FBGEMM call those that are not for blocks "_scale".
+        return Quantisation(("_scale_inv", "_scale"), _blocks([given.get("weight_block_size")], "weight_block_size"))
     if method == "compressed-tensors":
         return _compressed_tensors(given)
     algorithm = str(given.get("quant_algo")).lower()
     if method == "modelopt" and algorithm == "fp8":
-        return Quantisation("_scale")
+        return Quantisation(("_scale",))
     kind = method if method != "modelopt" else algorithm
     raise _refusal(_OTHER_KINDS.get(kind, kind), f"quant_method {given.get('quant_method')!r}")
 
@@ -71,11 +73,11 @@ def _refusal(kind: str, got: str) -> ValueError:
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> Quantisation:
-    """Reads a configuration of compressed-tensors, all of whose groups of layers must be alike."""
+    """Reads a configuration of compressed-tensors. Its groups of layers may have scales for different parts."""
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config.json: quantization_config must have config_groups, got {groups!r}")
-    blocks = set()
+    blocks = []
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
@@ -84,21 +86,20 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantisation:
             kind = next((name for key, name in _OTHER_KINDS.items() if key in form), "compressed-tensors")
             raise _refusal(kind, f"format {form!r}, {weights.get('num_bits')} bits of type {weights.get('type')!r}")
         size = weights.get("group_size")
-        block = [1, size] if weights.get("strategy") == "group" else weights.get("block_structure")
-        blocks.add(_block(block, "block_structure"))
-    if len(blocks) > 1:
-        raise ValueError(
-            f"config.json: quantization_config must have one block_structure, got {sorted(map(str, blocks))}"
-        )
-    return Quantisation("_scale", blocks.pop())
+        blocks.append([1, size] if weights.get("strategy") == "group" else weights.get("block_structure"))
+    return Quantisation(("_scale",), _blocks(blocks, "block_structure"))
 
 
-def _block(given: Any, name: str) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    if not isinstance(given, list) or len(given) != 2 or not all(type(size) is int and size >= 1 for size in given):
-        raise ValueError(f"config.json: quantization_config.{name} must be two positive integers, got {given!r}")
-    return given[0], given[1]
+def _blocks(given: list[Any], name: str) -> tuple[tuple[int, int], ...]:
+    """Checks sizes of blocks, of which None is for scales that are not for blocks. Each size is returned once."""
+    found: dict[tuple[int, int], None] = {}
+    for block in given:
+        if block is None:
+            continue
+        if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size >= 1 for size in block):
+            raise ValueError(f"config.json: quantization_config.{name} must be two positive integers, got {block!r}")
+        found[block[0], block[1]] = None
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,12 @@ class ScaledTensor:
     Attributes:
         weight: The FP8 values.
         scales: What they are multiplied by.
-        block: As `Quantisation.block`.
+        blocks: As `Quantisation.blocks`.
     """
 
     weight: StoredTensor
     scales: StoredTensor
-    block: tuple[int, int] | None
+    blocks: tuple[tuple[int, int], ...]
 
     @property
     def name(self) -> str:
@@ -143,19 +144,22 @@ class ScaledTensor:
         return weight
 
     def _scale_blocks(self, weight: np.ndarray, scales: np.ndarray) -> None:
-        wanted: tuple[int, ...] | None = None
-        if self.block is not None and weight.ndim >= 2:
-            rows, columns = self.block
-            wanted = (*self.shape[:-2], math.ceil(self.shape[-2] / rows), math.ceil(self.shape[-1] / columns))
-        if self.block is None or scales.shape != wanted:
+        fitting = [block for block in self.blocks if weight.ndim >= 2 and scales.shape == self._scales_shape(block)]
+        if len(fitting) != 1:
+            wanted = [list(self._scales_shape(block)) for block in self.blocks if weight.ndim >= 2]
             raise ValueError(
-                f"tensor {self.scales.name!r} must have one scale for tensor {self.name!r}, one per channel, or shape "
-                f"{wanted and list(wanted)} for its blocks, got shape {list(scales.shape)} for {list(self.shape)}"
+                f"tensor {self.scales.name!r} must have one scale for tensor {self.name!r}, one per channel, or one of "
+                f"the shapes {wanted} for its blocks, got shape {list(scales.shape)} for {list(self.shape)}"
             )
-        rows, columns = self.block
+        rows, columns = fitting[0]
         for number in range(scales.shape[-2]):
             each = np.repeat(scales[..., number, :], columns, axis=-1)[..., None, : self.shape[-1]]
             weight[..., number * rows : (number + 1) * rows, :] *= each
+
+    def _scales_shape(self, block: tuple[int, int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of the weight's blocks, the last of which may be smaller."""
+        counts = (math.ceil(size / step) for size, step in zip(self.shape[-2:], block, strict=True))
+        return (*self.shape[:-2], *counts)
 
 
 def _values(scales: StoredTensor) -> np.ndarray:
@@ -184,9 +188,10 @@ def dequantised(stored: Mapping[str, StoredTensor], quantisation: Quantisation |
     found: dict[str, Tensor] = {name: part for name, part in stored.items() if not name.endswith(_UNUSED)}
     for name, part in stored.items():
         if part.kind in FP8:
-            scales = name + quantisation.suffix
-            if scales not in stored:
-                raise ValueError(f"tensor {scales!r}, the scales of FP8 tensor {name!r}, is missing")
-            found[name] = ScaledTensor(part, stored[scales], quantisation.block)
+            names = [name + suffix for suffix in quantisation.suffixes]
+            scales = next((scales for scales in names if scales in stored), None)
+            if scales is None:
+                raise ValueError(f"tensor {names[0]!r}, the scales of FP8 tensor {name!r}, is missing")
+            found[name] = ScaledTensor(part, stored[scales], quantisation.blocks)
             found.pop(scales, None)
     return found

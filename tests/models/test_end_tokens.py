@@ -126,3 +126,11 @@ def test_info_shows_end_tokens_and_sampling_defaults(directory, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "end tokens │ 2, 5, 6 │" in out
     assert "sampling defaults │ temperature 0.6, top_k 20 │" in out
+
+
+@pytest.mark.parametrize("inner", [{}, {"eos_token_id": None}])
+def test_null_in_a_nested_configuration_does_not_hide_end_tokens_outside(tmp_path, inner):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    text = {name: value for name, value in directory.config.items() if name != "eos_token_id"} | inner
+    directory.write_json("config.json", {"model_type": "qwen3_5", "text_config": text, "eos_token_id": [7, 9]})
+    assert load_model(tmp_path).config.eos_token_id == (7, 9)

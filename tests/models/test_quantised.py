@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes import delta_net_weights, weights
+from fakes.draft_head_weights import write_with_head
 from fakes.driver import DATA
 from fakes.model_directory import ModelDirectory
 from flax import nnx
@@ -115,6 +116,8 @@ CASES = {
     "per tensor": (compressed("tensor", "naive-quantized"), "tensor", "_scale", {}),
     "compressed blocks": (compressed("block", block_structure=[16, 24]), "block", "_scale", {}),
     "groups": (compressed("group", group_size=24), "block", "_scale", dict(block=(1, 24))),
+    "fp8 per tensor, as vLLM names scales": (BLOCKS | {"weight_block_size": None}, "tensor", "_scale", {}),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": [r"re:.*lm_head"]}, "channel", "_scale", {}),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "tensor", "_scale", {}),
 }  # fmt: skip
 
@@ -128,6 +131,42 @@ def test_fp8_weights_load_as_what_they_mean(tmp_path, case, fused):
     check(tmp_path, *quantise(tensors, part, suffix, **options), config, quantization)
 
 
+def test_groups_of_layers_may_have_scales_for_different_parts(tmp_path):
+    """One layer's scales are for channels, the next one's for blocks and another one's for other blocks."""
+    config, tensors = weights.write(tmp_path, delta_net_weights.qwen3_5)
+    stored, meaning = {}, {}
+    for number, (part, block) in enumerate([("channel", None), ("block", (16, 24)), ("block", (1, 24))]):
+        one = {name: value for name, value in tensors.items() if f"layers.{number}." in name}
+        quantised = quantise(one, part, "_scale", block)
+        stored, meaning = stored | quantised[0], meaning | quantised[1]
+    groups = [compressed("channel"), compressed("block", block_structure=[16, 24]), compressed("group", group_size=24)]
+    groups = {f"group_{n}": group["config_groups"]["group_0"] for n, group in enumerate(groups)}
+    check(tmp_path, tensors | stored, meaning, config, compressed("channel") | {"config_groups": groups})
+
+
+def test_modelopt_may_have_a_file_of_its_own(tmp_path):
+    config, tensors = weights.write(tmp_path, delta_net_weights.qwen3_5)
+    stored, meaning = quantise(tensors, "tensor", "_scale")
+    own = tmp_path / "hf_quant_config.json"
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    check(tmp_path, stored, meaning, config, None)
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ValueError, match="got NVFP4"):
+        load_model(tmp_path)
+    own.write_text(json.dumps({"quantization": "FP8"}))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json: quantization must be an object, got 'FP8'"):
+        load_model(tmp_path)
+
+
+def test_draft_head_may_be_quantised(tmp_path):
+    write_with_head(DATA / "qwen3_5_text", tmp_path)
+    directory = ModelDirectory(tmp_path, tmp_path)
+    config, tensors = directory.config, directory.tensors
+    stored, meaning = quantise(tensors, "block", "_scale_inv")
+    assert any(name.startswith("mtp.") for name in meaning)
+    check(tmp_path, stored, meaning, config, BLOCKS)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_fp8_weights_are_rounded_once(tmp_path, dtype):
     config, tensors = weights.write(tmp_path, delta_net_weights.qwen3_5)
@@ -138,7 +177,8 @@ def test_nested_configuration_may_hold_the_quantisation_outside(tmp_path):
     directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
     stored, meaning = quantise(directory.tensors, "block", "_scale_inv", (128, 128))
     directory.write_tensors({name.replace("model.", "model.language_model.", 1): part for name, part in stored.items()})
-    nested = {"model_type": "qwen3_5", "text_config": directory.config, "quantization_config": PUBLISHED}
+    text = directory.config | {"quantization_config": None}
+    nested = {"model_type": "qwen3_5", "text_config": text, "quantization_config": PUBLISHED}
     directory.write_json("config.json", nested)
     ours = load_model(tmp_path)
     directory.write_tensors(directory.tensors | {name: value.astype(np.float32) for name, value in meaning.items()})
