@@ -28,7 +28,9 @@ _STATIC = ("graph", "spec", "drafter", "num_decode_rows", "layout")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("device_state",))
-def instant_step(params: Any, inputs: Packed, device_state: DeviceState, **static: Any) -> tuple[Packed, DeviceState]:
+def instant_step(
+    params: Any, inputs: Packed, device_state: DeviceState, sampler: None, **static: Any
+) -> tuple[Packed, DeviceState, None]:
     """Takes and returns what `run_step` does, but runs no model: every row that samples gets token 1."""
     spec = static["spec"]
     counts = inputs.unpack().samples.astype(jnp.int32)
@@ -40,7 +42,7 @@ def instant_step(params: Any, inputs: Packed, device_state: DeviceState, **stati
         copies=zeros((2, len(spec.groups))),
         null_reads=zeros(()),
     )
-    return pack(result), device_state
+    return pack(result), device_state, sampler
 
 
 def make_engine(rows: int, drafts: int = 0) -> Engine:

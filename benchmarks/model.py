@@ -194,7 +194,9 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     given = inspect.signature(original).parameters.values()
     # A new function, because JAX keeps what it has traced by the function.
     step = jax.jit(
-        lambda params, inputs, device_state, **static: original(params, inputs, device_state, **static),
+        lambda params, inputs, device_state, sampler, **static: original(
+            params, inputs, device_state, sampler, **static
+        ),
         static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
         donate_argnames="device_state",
     )

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.packed import pack
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.load.random_model import MODELS, random_model
@@ -86,7 +87,7 @@ def compile_all(engines: list[Engine]) -> None:
             for bucket in engine.runner.buckets
             if bucket.decode_rows in (0, engine.config.max_num_seqs)
             and bucket.prefill_tokens in (0, _CHUNK)
-            and not bucket.draws
+            and bucket.level == Level.MOST_LIKELY
         ]
         print(f"{len(compiling)} programs traced: {time.perf_counter() - begin:.1f} s", flush=True)
         for number, program in enumerate(as_completed(compiling), 1):
@@ -125,7 +126,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
     generated = [request.tokens[options.context :][:steps] for request in engine.scheduler.running]
     print("  steps back to back", flush=True)
     # The host's inputs are the same in every step; the counts that the device keeps advance.
-    runner, bucket = engine.runner, Bucket(rows, 0, 0, draws=False)
+    runner, bucket = engine.runner, Bucket(rows, 0, 0, Level.MOST_LIKELY)
     places = engine.unread_steps[-1].places
     assert len(places) == rows
     assert all(places)

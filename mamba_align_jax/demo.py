@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mamba_align_jax.data import decode, encode
+from mamba_align_jax.engine.buckets import programs_of
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.engine.reference import Reference
@@ -126,7 +127,7 @@ def run_mode(
     """
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     conversation = DemoConversation(lambda prompts: engine.generate(prompts, params))
-    num_programs = sum(not bucket.draws for bucket in engine.runner.buckets)
+    num_programs = len(programs_of(engine.runner.buckets, draws=False))
     progress = start(num_programs + conversation.num_waves)
     engine.warmup(progress, draws=False)
     outputs = []

@@ -17,6 +17,7 @@ from benchmarks import report
 from mamba_align_jax import EngineConfig, RequestOutput
 from mamba_align_jax.cli import main
 from mamba_align_jax.engine import buckets, runner
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.load import bench, cells, client, idle, runs
 from mamba_align_jax.load.client import Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
@@ -218,7 +219,9 @@ def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, caps
     monkeypatch.setattr(idle, "read", lambda trace, count: idle.measure(idle.kernels(xspace(steps(count))), count))
     # These two programs are enough for greedy requests.
     monkeypatch.setattr(
-        runner.StepRunner, "buckets", [buckets.Bucket(2, 8, 32, draws=False), buckets.Bucket(2, 0, 0, draws=False)]
+        runner.StepRunner,
+        "buckets",
+        [buckets.Bucket(2, 8, 32, Level.MOST_LIKELY), buckets.Bucket(2, 0, 0, Level.MOST_LIKELY)],
     )
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]

@@ -45,6 +45,7 @@ def check_request(
         raise ValueError("prompt_token_ids must not be empty")
     values.integers("stop_token_ids", params.stop_token_ids, 0, vocab_size - 1)
     values.require(has_tokenizer or not params.stop, "stop", "empty in an engine without a tokenizer", params.stop)
+    values.integers("logit_bias", [token for token, _ in params.logit_bias], 0, vocab_size - 1)
     max_drafts, wanted = config.num_speculative_tokens, params.num_speculative_tokens
     if (wanted or 0) > max_drafts:
         raise ValueError(f"num_speculative_tokens must be at most the engine's {max_drafts}, got {wanted}")

@@ -4,12 +4,15 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.scheduler import Plan, Row
 
 # The fewest decode rows of a program that also has prefill rows, if it is not the only one.
 _MIN_MIXED_ROWS = 64
 # The smallest number of prompt tokens that a program is compiled for.
 _MIN_PREFILL_TOKENS = 128
+# The levels of the programs that `all_buckets` lists. The others are compiled when a step first needs them.
+LISTED = (Level.MOST_LIKELY, Level.DRAW)
 
 
 class Bucket(NamedTuple):
@@ -19,13 +22,13 @@ class Bucket(NamedTuple):
         decode_rows: Number of decode and verify rows.
         prefill_rows: Number of prefill rows.
         prefill_tokens: Number of tokens of the prefill rows.
-        draws: Whether rows may draw tokens at random. A program in which no row draws leaves out the sorting of logits.
+        level: What the program can do when it samples.
     """
 
     decode_rows: int
     prefill_rows: int
     prefill_tokens: int
-    draws: bool = True
+    level: Level = Level.DRAW
 
     @property
     def num_rows(self) -> int:
@@ -38,7 +41,7 @@ class Bucket(NamedTuple):
             self.decode_rows >= other.decode_rows
             and self.prefill_rows >= other.prefill_rows
             and self.prefill_tokens >= other.prefill_tokens
-            and self.draws >= other.draws
+            and self.level >= other.level
         )
 
     def places(self, plan: Plan) -> list[Row | None]:
@@ -48,19 +51,39 @@ class Bucket(NamedTuple):
 
 
 def choose_bucket(buckets: Iterable[Bucket], plan: Plan) -> Bucket:
-    """Returns the smallest of the programs that can run a plan: the one with the fewest decode rows comes first."""
+    """Returns the smallest of the programs that can run a plan: the one with the fewest decode rows comes first.
+
+    Programs of levels above `Level.DRAW` have the sizes of those that draw.
+    """
+    level = max((level_of(row.request.params) for row in plan.rows if row.samples), default=Level.MOST_LIKELY)
     exact = Bucket(
         len(plan.decode),
         len(plan.prefill),
         sum(row.num_tokens for row in plan.prefill),
-        any(row.request.params.temperature > 0 for row in plan.rows),
+        min(level, Level.DRAW),
     )
-    return min(bucket for bucket in buckets if bucket.holds(exact))
+    chosen = min(bucket for bucket in buckets if bucket.holds(exact))
+    return chosen._replace(level=max(chosen.level, level))
+
+
+def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = False) -> list[Bucket]:
+    """Returns the programs that an engine's requests can need.
+
+    Args:
+        buckets: Those that `all_buckets` lists.
+        draws: Whether requests draw tokens at random.
+        full: Whether requests need levels above `Level.DRAW`.
+    """
+    chosen = [bucket for bucket in buckets if draws or bucket.level == Level.MOST_LIKELY]
+    higher = [level for level in Level if level not in LISTED] if full else []
+    return chosen + [
+        bucket._replace(level=level) for bucket in chosen if bucket.level == LISTED[-1] for level in higher
+    ]
 
 
 @functools.lru_cache
 def all_buckets(max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
-    """Returns every bucket that a plan can need: see "Programs" in docs/scheduling.md.
+    """Returns every bucket that a plan can need, up to the level `Level.DRAW`: see "Programs" in docs/scheduling.md.
 
     Args:
         max_num_seqs: Number of requests that run at once.
@@ -68,12 +91,12 @@ def all_buckets(max_num_seqs: int, max_prefill_rows: int, max_num_batched_tokens
         max_num_batched_tokens: Number of tokens of these rows.
     """
     prefill = [
-        Bucket(rows, max_prefill_rows, tokens, draws)
+        Bucket(rows, max_prefill_rows, tokens, level)
         for tokens in prefill_sizes(max_num_batched_tokens)
         for rows in (0, *mixed_sizes(max_num_seqs))
-        for draws in (False, True)
+        for level in LISTED
     ]
-    decode = [Bucket(rows, 0, 0, draws) for rows in decode_sizes(max_num_seqs) for draws in (False, True)]
+    decode = [Bucket(rows, 0, 0, level) for rows in decode_sizes(max_num_seqs) for level in LISTED]
     return (*prefill, *decode)
 
 

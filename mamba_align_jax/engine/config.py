@@ -1,6 +1,6 @@
 """What a caller chooses: the sizes and modes of an engine, and how a request is sampled."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,8 @@ from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 PREFIX_CACHE_MODES = ("none", "align")
 SPECULATIONS = ("prompt_lookup", "mtp")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+# The largest number of entries of `SamplingParams.logit_bias`, and of stop tokens that `min_tokens` forbids.
+MAX_LOGIT_BIASES, MAX_FORBIDDEN_STOPS = 300, 64
 _OLD_SPECULATIONS: Mapping[str, str] = MappingProxyType({"ngram": "prompt_lookup"})
 
 __getattr__ = renamed_names(__name__, {"MODES": "mamba_align_jax.engine.config:PREFIX_CACHE_MODES"})
@@ -146,6 +148,14 @@ class SamplingParams:
         stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
             that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.
+        min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens.
+        min_p: Only tokens that are at least `min_p` times as likely as the most likely token are drawn; 0 keeps all.
+        repetition_penalty: Divides the positive logits of tokens that are in the prompt or were generated, and
+            multiplies the negative ones; 1 changes nothing.
+        presence_penalty: Is subtracted from the logits of tokens that were generated. In [-2, 2].
+        frequency_penalty: Is subtracted from a token's logit for each time that it was generated. In [-2, 2].
+        logit_bias: Is added to the logits of single tokens: a mapping from token id to bias, or pairs of them, at most
+            300. Biases are in [-100, 100]. They are kept as a tuple of pairs.
         cache_salt: Requests share prefixes only if their salts are equal.
         checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
             are rounded down to `block_size`; 0 and offsets after the prompt are dropped. `RequestOutput.checkpoint_at`
@@ -164,6 +174,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = ()
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
@@ -180,6 +196,18 @@ class SamplingParams:
             stop_token_ids=values.integers("stop_token_ids", self.stop_token_ids, ordered=False),
             stop=values.texts("stop", self.stop),
             ignore_eos=values.flag("ignore_eos", self.ignore_eos),
+            min_tokens=values.integer("min_tokens", self.min_tokens, 0),
+            min_p=values.number("min_p", self.min_p, 0, 1, "in [0, 1]"),
+            repetition_penalty=values.number(
+                "repetition_penalty",
+                self.repetition_penalty,
+                values.FLOAT32_MIN,
+                values.FLOAT32_MAX,
+                "finite and greater than 0",
+            ),
+            presence_penalty=values.number("presence_penalty", self.presence_penalty, -2, 2, "in [-2, 2]"),
+            frequency_penalty=values.number("frequency_penalty", self.frequency_penalty, -2, 2, "in [-2, 2]"),
+            logit_bias=_biases(self.logit_bias),
             cache_salt=values.text("cache_salt", self.cache_salt),
             checkpoint_at=values.integers("checkpoint_at", self.checkpoint_at, ordered=False),
             num_speculative_tokens=values.optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0),
@@ -187,6 +215,10 @@ class SamplingParams:
         )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        values.require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
+        num_stops = len(self.stop_token_ids) if self.min_tokens else 0
+        wanted = f"at most {MAX_FORBIDDEN_STOPS} tokens if there is min_tokens"
+        values.require(num_stops <= MAX_FORBIDDEN_STOPS, "stop_token_ids", wanted, num_stops)
 
     @classmethod
     def from_generation_config(cls, path: str | Path, **fields: Any) -> Self:
@@ -206,3 +238,20 @@ class SamplingParams:
         from mamba_align_jax.models.config_files import read_sampling_defaults
 
         return cls(**(read_sampling_defaults(path) | fields))
+
+
+def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
+    """Checks `SamplingParams.logit_bias`, and returns it as pairs of a token id and its bias."""
+    name, wanted = "logit_bias", "a mapping from token ids to biases, or pairs of them"
+    pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+    values.require(isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes), name, wanted, pairs)
+    found = tuple(pairs)
+    values.require(len(found) <= MAX_LOGIT_BIASES, name, f"at most {MAX_LOGIT_BIASES} entries", len(found))
+    for pair in found:
+        values.require(isinstance(pair, tuple | list) and len(pair) == 2, name, wanted, pair)
+    tokens = values.integers(name, [token for token, _ in found])
+    values.require(len({*tokens}) == len(tokens), name, "entries with different token ids", tokens)
+    return tuple(
+        (token, values.number(name, bias, -100, 100, "biases in [-100, 100]"))
+        for token, (_, bias) in zip(tokens, found, strict=True)
+    )

@@ -22,6 +22,7 @@ from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
@@ -156,6 +157,8 @@ class EngineCore:
     def _add(self, prompt: tuple[int, ...], params: SamplingParams, outbox: dict[int, RequestOutput]) -> int:
         """Queues a request that was checked, whose output goes to `outbox`, and returns its id."""
         self._waiting.check_room()
+        if level_of(params) >= Level.FULL:
+            self.runner.make_sampler()
         text = GeneratedText(self.tokenizer, params.stop) if self.tokenizer else None
         request = Request(next(self._ids), prompt, params, outbox, text=text)
         self._is_torn = True

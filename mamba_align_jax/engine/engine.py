@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.engine.admission import check_request, params_for, seeded
-from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.buckets import Bucket, programs_of
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.core import EngineCore
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
@@ -108,19 +108,21 @@ class Engine(EngineCore):
         return bool(self._requests or self._outputs)
 
     @renamed_keywords(advance="progress")
-    def warmup(self, progress: Callable[[], None] = lambda: None, *, draws: bool = True) -> float:
+    def warmup(self, progress: Callable[[], None] = lambda: None, *, draws: bool = True, full: bool = False) -> float:
         """Compiles every program that requests can need, and runs each once on padding.
 
         Args:
             progress: Called after each program is compiled.
             draws: Whether requests will draw tokens at random. If False, half of the programs are left out, and are
                 compiled by the first step that needs them.
+            full: Whether requests will change logits: see `Level`. If False, the programs for them are left out, and
+                are compiled by the first step that needs them.
 
         Returns:
             Seconds that it took.
         """
         begin = time.perf_counter()
-        buckets = [bucket for bucket in self.runner.buckets if draws or not bucket.draws]
+        buckets = programs_of(self.runner.buckets, draws=draws, full=full)
         programs = self.runner.compile(buckets)
         # The generator itself stands for its end.
         while self._alone(next, programs, programs) is not programs:
@@ -136,7 +138,7 @@ class Engine(EngineCore):
 
     @property
     def num_programs(self) -> int:
-        """The number of all programs, which `warmup` compiles."""
+        """The number of programs that `warmup` compiles by default."""
         return len(self.runner.buckets)
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:

@@ -1,5 +1,6 @@
 """What the engine needs of a model."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +9,14 @@ from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.metadata.step_inputs import StepInputs
+
+
+def end_tokens(config: Any) -> tuple[int, ...]:
+    """Returns a model's end tokens, of its configuration."""
+    tokens = config.eos_token_id
+    if tokens is None:
+        return ()
+    return tuple(tokens) if isinstance(tokens, Sequence) else (tokens,)
 
 
 class ServedModel(Protocol):

@@ -11,9 +11,11 @@ from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.state import Additions
 from mamba_align_jax.align.tables import TableUpdates
+from mamba_align_jax.engine.adjust import AdjustOptions
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
+from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.page_tables import Entry, PageUpdates
 from mamba_align_jax.engine.program import DrawOptions, Inputs
 from mamba_align_jax.engine.scheduler import Row
@@ -56,7 +58,8 @@ class Packer:
             ),
             pages=self._page_updates(bucket, rows, early),
             samples=_keep_on_host(np.array([row is not None and row.samples for row in places])),
-            draw=_draw_options(places) if bucket.draws else None,
+            draw=_draw_options(places) if bucket.level >= Level.DRAW else None,
+            adjust=self._adjust_options(places) if bucket.level >= Level.FULL else None,
         )
 
     def early_rows(self, bucket: Bucket, places: Sequence[Row | None]) -> list[Row]:
@@ -124,6 +127,24 @@ class Packer:
         # In one step a row never gets more blocks than it may hold while another step is in flight.
         room = len(places) * groups * self._spec.blocks_per_request(1)
         return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)
+
+    def _adjust_options(self, places: Sequence[Row | None]) -> AdjustOptions:
+        """Returns how each row's logits are changed. Those of padding rows are not."""
+        changes = [row is not None and level_of(row.request.params) >= Level.FULL for row in places]
+        slots = [
+            row.slot if row and change else self._spec.max_num_seqs for row, change in zip(places, changes, strict=True)
+        ]
+        options = [
+            row.request.params if row and change else _GREEDY for row, change in zip(places, changes, strict=True)
+        ]
+        floats = lambda name: _keep_on_host(np.array([getattr(each, name) for each in options], np.float32))
+        return AdjustOptions(
+            slot=_keep_on_host(np.array(slots, np.int32)),
+            min_p=floats("min_p"),
+            repetition=floats("repetition_penalty"),
+            presence=floats("presence_penalty"),
+            frequency=floats("frequency_penalty"),
+        )
 
 
 def page_entries(rows: Sequence[Row]) -> list[Entry]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -16,6 +17,7 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
+from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, drop_unlikely
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
 from mamba_align_jax.engine.model import ServedModel
 from mamba_align_jax.engine.packed import Packed, pack
@@ -59,6 +61,7 @@ class Inputs:
         pages: Changes of the page tables.
         samples: True for rows that sample. bool [rows].
         draw: How rows draw tokens; None in a program whose rows take their most likely token.
+        adjust: How rows' logits are changed; None in a program that changes none.
     """
 
     tokens: jax.Array
@@ -69,6 +72,7 @@ class Inputs:
     pages: PageUpdates
     samples: jax.Array
     draw: DrawOptions | None
+    adjust: AdjustOptions | None
 
 
 class StepResult(NamedTuple):
@@ -183,6 +187,8 @@ def device_specs(layout: Layout) -> DeviceState:
     return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, page_tables=every, pending=every)
 
 
+# Stands for no token where tokens are indices. Indices that are out of range are dropped.
+_NO_TOKEN = np.iinfo(np.int32).max
 # A kernel that updates a pool in place counts twice in XLA's estimate of memory, once as its input and once as its output.
 # XLA would compute most products of a step twice, to bring an estimate down that is a multiple of what the step takes.
 _COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -191,26 +197,29 @@ _COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 @functools.partial(
     jax.jit,
     static_argnames=("graph", "spec", "drafter", "num_decode_rows", "layout"),
-    donate_argnames=("device_state",),
+    donate_argnames=("device_state", "sampler"),
     compiler_options=_COMPILER_OPTIONS,
 )
 def run_step(
     params: list[jax.Array],
     inputs: Packed,
     device_state: DeviceState,
+    sampler: SamplerState | None = None,
     *,
     graph: Graph,
     spec: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
     layout: Layout | None = None,
-) -> tuple[Packed, DeviceState]:
+) -> tuple[Packed, DeviceState, SamplerState | None]:
     """Runs one step.
 
     Args:
         params: The model's parameters.
         inputs: What the host sends: `Inputs`, packed.
         device_state: What the last step left. `device_state` is donated.
+        sampler: What is known of the requests whose logits are changed; None in a program that changes none. `sampler`
+            is donated.
         graph: The model without its parameters. Static, as are the arguments that follow.
         spec: How states are kept.
         drafter: Proposes drafts for the next step; None if no drafter runs on the device.
@@ -218,25 +227,26 @@ def run_step(
         layout: How the model lies on several devices; None for one device.
 
     Returns:
-        What the host reads, a packed `StepResult`, and the state for the next step.
+        What the host reads, a packed `StepResult`; the state for the next step; and `sampler` after the step.
     """
     run = functools.partial(_run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows)
     if layout is not None:
         every, specs = PartitionSpec(), device_specs(layout)
-        run = layout.run(run, (list(layout.params), every, specs), (every, specs))
-    return run(params, inputs, device_state)
+        run = layout.run(run, (list(layout.params), every, specs, every), (every, specs, every))
+    return run(params, inputs, device_state, sampler)
 
 
 def _run_step(
     params: list[jax.Array],
     packed: Packed,
     device_state: DeviceState,
+    sampler: SamplerState | None,
     *,
     graph: Graph,
     spec: AlignConfig,
     drafter: DeviceDrafter | None,
     num_decode_rows: int,
-) -> tuple[Packed, DeviceState]:
+) -> tuple[Packed, DeviceState, SamplerState | None]:
     """The step on one device: see `run_step`."""
     model, inputs = graph.model(params), packed.unpack()
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
@@ -262,7 +272,7 @@ def _run_step(
     if inputs.following.size:
         pending = record_prompts(pending, batch, rows, step.pages.positions, tokens, inputs.following)
     hidden, pool, kv = model(tokens, step, pool, kv)
-    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify)
+    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify, drafts, sampler)
     counts = count_sampled(verified, drafts, num_drafts)
     counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
     state, plan = plan_finish(spec, state, batch, indices, counts, tables)
@@ -274,6 +284,9 @@ def _run_step(
         known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
     )
     pending = record_sampled(pending, sampled)
+    if sampler is not None and inputs.adjust is not None:
+        changed = jnp.where(inputs.samples, inputs.adjust.slot, spec.max_num_seqs)
+        sampler = sampler.counting(changed, sampled.tokens, counts)
     if drafter is not None:
         finished = SampledStep(model, hidden, step, kv, batch, rows, pending.history, sampled)
         next_drafts, num_next_drafts, kv = drafter.draft(finished, spec.num_speculative_tokens)
@@ -289,11 +302,17 @@ def _run_step(
         null_reads=indices.num_null_reads(),
     )
     after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
-    return pack(result), after
+    return pack(result), after, sampler
 
 
 def _choose_tokens(
-    model: ServedModel, hidden: jax.Array, positions: jax.Array, inputs: Inputs, verify: jax.Array
+    model: ServedModel,
+    hidden: jax.Array,
+    positions: jax.Array,
+    inputs: Inputs,
+    verify: jax.Array,
+    drafts: jax.Array,
+    sampler: SamplerState | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses a token after every token of the decode rows and after the last token of each prefill row.
 
@@ -303,6 +322,8 @@ def _choose_tokens(
         positions: Their positions. int32 [tokens].
         inputs: What the host sent.
         verify: Where the decode rows' tokens are packed. int32 [decode rows, 1 + K].
+        drafts: The decode rows' drafts. int32 [decode rows, K].
+        sampler: What is known of the requests whose logits are changed; None if none are.
 
     Returns:
         The tokens of the decode rows, int32 [decode rows, 1 + K], and of the prefill rows, int32 [prefill rows].
@@ -316,9 +337,29 @@ def _choose_tokens(
         chosen = model.most_likely(hidden[place])
     else:
         logits = model.logits(hidden[place])
+        if sampler is not None and inputs.adjust is not None:
+            options = AdjustOptions(*(option[row] for option in inputs.adjust))
+            logits = adjust(logits, sampler, options, _drafts_before(drafts, num_rows), positions[place] + 1)
+            logits = drop_unlikely(logits, inputs.draw.temperature[row], options.min_p)
         chosen = sample(logits, *(option[row] for option in inputs.draw), positions[place] + 1)
     verified, rest = jnp.split(chosen, [verify.size])
     return verified.reshape(verify.shape), rest
+
+
+def _drafts_before(drafts: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the drafts before each place where a token is chosen, `_NO_TOKEN` where there is none.
+
+    Args:
+        drafts: int32 [decode rows, K].
+        num_rows: Number of all rows. Each decode row has 1 + K places, each other row has one.
+
+    Returns:
+        int32 [places, K].
+    """
+    num_decode_rows, K = drafts.shape
+    earlier = jnp.arange(K) < jnp.arange(1 + K)[:, None]  # [places, drafts]
+    before = jnp.where(earlier, drafts[:, None], _NO_TOKEN).reshape(num_decode_rows * (1 + K), K)
+    return jnp.pad(before, ((0, num_rows - num_decode_rows), (0, 0)), constant_values=_NO_TOKEN)
 
 
 def _num_copies(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:

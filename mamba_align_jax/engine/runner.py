@@ -9,9 +9,11 @@ import jax
 
 from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
-from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.model import ServedModel, end_tokens
 from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import store_pages
@@ -57,6 +59,8 @@ class StepRunner:
         spec: How states are kept.
         params: The model's parameters.
         device_state: What the last step left. Every step donates it.
+        sampler: What the device knows of requests whose logits are changed; None before the first of them. The steps
+            with such requests donate it.
         packer: Packs rows into the inputs of a step.
     """
 
@@ -89,6 +93,7 @@ class StepRunner:
         self.max_prefill_rows = max_prefill_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self._graph, self.params = Graph.split(model)
+        self._vocab_size, self._ends = model.config.vocab_size, end_tokens(model.config)
         self._kv_spec = pages_spec(model, drafter)
         self._sizes, self._page_size = sizes, kv_page_size
         self._drafter, self._layout = drafter, layout
@@ -102,16 +107,16 @@ class StepRunner:
         if not self._is_sound:
             return False
         try:
-            jax.block_until_ready(self.device_state)
+            jax.block_until_ready((self.device_state, self.sampler))
         except Exception:
             return False
-        return not any(array.is_deleted() for array in jax.tree.leaves(self.device_state))
+        return not any(array.is_deleted() for array in jax.tree.leaves((self.device_state, self.sampler)))
 
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
         self._is_sound = False
         # The old arrays go first, because there is no room for both.
-        del self.device_state
+        del self.device_state, self.sampler
         self._start()
 
     def _start(self) -> None:
@@ -126,10 +131,17 @@ class StepRunner:
             history=history,
             layout=self._layout,
         )
+        self.sampler: SamplerState | None = None
         self.packer = Packer(spec, self._page_size, keeps_history=history > 0)
         self._checker = StepChecker(spec, sizes.state_blocks)
         # False while the device's state, or the checker's account of it, may be half changed.
         self._is_sound = True
+
+    def make_sampler(self) -> SamplerState:
+        """Makes `sampler` unless it exists, and returns it."""
+        if self.sampler is None:
+            self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self._layout)
+        return self.sampler
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -139,7 +151,8 @@ class StepRunner:
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
         inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
-        return run_step.trace(self.params, inputs, self.device_state, **self._static(bucket))
+        sampler = self.make_sampler() if bucket.level >= Level.FULL else None
+        return run_step.trace(self.params, inputs, self.device_state, sampler, **self._static(bucket))
 
     def compile(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """Compiles the programs of `buckets`, and yields once after each.
@@ -179,15 +192,26 @@ class StepRunner:
         for row in places[bucket.decode_rows :] if self._drafter else ():
             if row is not None and row.enters and row.start:
                 self._store_tokens(row.slot, row.request.tokens[: row.start])
+        for row in places:
+            if row is not None and row.enters and level_of(row.request.params) >= Level.FULL:
+                self._store_request(row)
+        sampler = self.make_sampler() if bucket.level >= Level.FULL else None
         inputs = self.packer.pack(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
         self._is_sound = not self.spec.checked
-        result, self.device_state = run_step(self.params, pack(inputs), self.device_state, **self._static(bucket))
+        static = self._static(bucket)
+        result, self.device_state, after = run_step(self.params, pack(inputs), self.device_state, sampler, **static)
+        self.sampler = self.sampler if sampler is None else after
         if self.spec.checked:
             counts = result.unpack().counts
             self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
         self._is_sound = True
         return result
+
+    def _store_request(self, row: Row) -> None:
+        request = row.request
+        tokens = request.prompt, request.generated
+        self.sampler = self.make_sampler().with_request(row.slot, *tokens, request.params, self._ends)
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
         slots, tables = [row.slot for row in rows if row.enters], self.device_state.page_tables

@@ -14,13 +14,15 @@ from mamba_align_jax.engine.buckets import (
     decode_sizes,
     mixed_sizes,
     prefill_sizes,
+    programs_of,
 )
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.program import run_step
 
 
 def plan(decode, chunks=(), temperature=0.0):
-    request = SimpleNamespace(params=SimpleNamespace(temperature=temperature))
-    row = lambda tokens: SimpleNamespace(num_tokens=tokens, request=request)
+    request = SimpleNamespace(params=SamplingParams(temperature=temperature))
+    row = lambda tokens: SimpleNamespace(num_tokens=tokens, request=request, samples=True)
     decode_rows, prefill_rows = [row(1) for _ in range(decode)], [row(tokens) for tokens in chunks]
     return SimpleNamespace(decode=decode_rows, prefill=prefill_rows, rows=decode_rows + prefill_rows)
 
@@ -31,7 +33,7 @@ def test_every_plan_has_a_program_that_pads_little(seqs):
     for decode, temperature in itertools.product(range(1, seqs + 1), (0.0, 1.0)):
         chosen = choose_bucket(buckets, plan(decode, temperature=temperature))
         assert (chosen.prefill_rows, chosen.prefill_tokens) == (0, 0), "a step without prompts runs no prompt's kernels"
-        assert chosen.draws == (temperature > 0)
+        assert chosen.level == (Level.DRAW if temperature > 0 else Level.MOST_LIKELY)
         padding = chosen.decode_rows - decode
         assert padding <= max(7, chosen.decode_rows / 3)
     for decode, tokens in itertools.product((0, 1, seqs), (1, 127, 129, 700, 1025, 2048)):
@@ -50,7 +52,7 @@ def test_sizes():
 
 
 def test_small_engines_have_few_programs():
-    greedy = lambda *sizes: sum(not bucket.draws for bucket in all_buckets(*sizes))
+    greedy = lambda *sizes: len(programs_of(all_buckets(*sizes), draws=False))
     assert [greedy(2, 4, 48), greedy(8, 4, 512), greedy(64, 4, 2048), greedy(256, 4, 2048)] == [4, 9, 18, 27]
     assert len(set(all_buckets(64, 4, 2048))) == 2 * greedy(64, 4, 2048)
 

@@ -20,6 +20,7 @@ from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.drafting.mtp import draft_with_head
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.program import Graph, run_step
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.kv import KVPages
@@ -130,7 +131,7 @@ def test_drafts_equal_those_of_a_fresh_run_and_every_token_is_right(rng, make, f
     assert_right(reference, [again])
     assert run_step._cache_size() == programs
     # A GPU's host would wait for a decision, and not be a step ahead.
-    for bucket in (Bucket(4, 4, 48, draws=False), Bucket(4, 0, 0, draws=False)):
+    for bucket in (Bucket(4, 4, 48, Level.MOST_LIKELY), Bucket(4, 0, 0, Level.MOST_LIKELY)):
         assert decisions(engine.runner.trace(bucket)) == 0
     engine.cache.check()
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == 0

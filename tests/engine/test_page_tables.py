@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import page_tables
 from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages, store_pages
 from mamba_align_jax.load.random_model import TINY, random_model
 
@@ -79,7 +80,7 @@ def test_what_the_host_sends_does_not_grow_with_the_longest_sequence(drafts):
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("bucket", [Bucket(2, 0, 0, draws=False), Bucket(2, 3, 32, draws=False)])
+@pytest.mark.parametrize("bucket", [Bucket(2, 0, 0, Level.MOST_LIKELY), Bucket(2, 3, 32, Level.MOST_LIKELY)])
 def test_what_a_step_computes_does_not_grow_with_the_longest_sequence(bucket):
     """Tables and histories of all slots are updated in place. Nothing else has their width but zeros for entered slots."""
     config = EngineConfig(

@@ -7,7 +7,7 @@ from pathlib import Path
 import depth
 import numpy as np
 import pytest
-from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right
+from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER, assert_nothing_is_held, assert_right
 from fakes.letters import Letters
 from fakes.speller import VOCAB
 
@@ -91,7 +91,7 @@ class Calls:
 
     def generate(self):
         prompts = [self.prompt(), self.prompt()]
-        outputs = self.engine.generate(prompts, PARAMS)
+        outputs = self.engine.generate(prompts, FULL)
         assert_right(outputs, prompts)
 
     def drain(self):

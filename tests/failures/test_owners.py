@@ -4,6 +4,7 @@ An exception is raised at every call that leaves the scheduler, the cache, the d
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -20,6 +21,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine import core, runner
+from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.packing import Packer
 from mamba_align_jax.engine.request import Request
@@ -36,6 +38,8 @@ DRAFTS = dict(num_speculative_tokens=2)
 STEPPING = {"sync": DRAFTS, "async": DRAFTS | dict(async_stepping=True)}
 STUTTER = 2
 PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
+# Needs a program of a higher level, and changes no token.
+FULL = dataclasses.replace(PARAMS, logit_bias={0: 0.0})
 SPELLER = Speller(STUTTER)
 
 # Every method and function that a step, or the end of a request, calls on another part. The insides of the pools are
@@ -57,7 +61,8 @@ CALLS = [
     *((WaitingQueue, name) for name in ("put_back", "remove")),
     *((Request, name) for name in ("append", "leave", "wait", "output")),
     *((Counters, name) for name in ("admit", "verify", "end")),
-    *((StepRunner, name) for name in ("dispatch", "read", "_run", "_store_pages")),
+    *((StepRunner, name) for name in ("dispatch", "read", "_run", "_store_pages", "_store_request")),
+    (SamplerState, "with_request"),
     *((Packer, name) for name in ("pack", "early_rows")),
     *((runner, name) for name in ("choose_bucket", "run_step", "pack")),
     *((core, name) for name in ("count_row", "tokens_up_to_end")),
@@ -109,7 +114,8 @@ def prompts(rng):
 
 def serve(engine, asked):
     """Runs requests to their ends, and returns the outputs in their order."""
-    ids, outputs = [engine.add_request(prompt, PARAMS) for prompt in asked], {}
+    ids, outputs = [engine.add_request(prompt, PARAMS) for prompt in asked[:-1]], {}
+    ids.append(engine.add_request(asked[-1], FULL))
     for _ in range(600):
         if not engine.has_unfinished:
             break
@@ -155,7 +161,7 @@ def test_failing_call_ends_at_most_the_requests_of_its_step(rng, place, stepping
         assert_nothing_is_held(engine)
         assert [output.finish_reason for output in failed] == ["error"] * len(failed)
         assert {output.error for output in failed} <= set(raised)
-        of_a_step = place[0] in (StepRunner, Packer, runner)
+        of_a_step = place[0] in (StepRunner, Packer, SamplerState, runner)
         assert len(failed) <= (SIZES["max_num_seqs"] if of_a_step else len(raised)), "innocent requests ended"
         happened += bool(raised)
         # The engine goes on as if nothing had been.

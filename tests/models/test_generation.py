@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
@@ -111,8 +112,8 @@ def check_engine(model, tokens, monkeypatch):
     else:
         engine = Engine(model, dataclasses.replace(CONFIG, speculation="mtp"))
     # One program runs every step. Where padded prefill chunks take long, steps without a prompt have a second program.
-    mixed = max(engine.runner.buckets)._replace(prefill_rows=CONFIG.max_num_seqs, draws=False)
-    programs = [mixed, Bucket(CONFIG.max_num_seqs, 0, 0, draws=False)]
+    mixed = max(engine.runner.buckets)._replace(prefill_rows=CONFIG.max_num_seqs, level=Level.MOST_LIKELY)
+    programs = [mixed, Bucket(CONFIG.max_num_seqs, 0, 0, Level.MOST_LIKELY)]
     monkeypatch.setattr(StepRunner, "buckets", programs if "kda" in model.mixers() else programs[:1])
 
     def answer(lengths, salts=("",), **params):

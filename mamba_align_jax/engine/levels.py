@@ -1,0 +1,27 @@
+"""What a program can do when it samples. A step pays only for what one of its rows needs."""
+
+from enum import IntEnum
+
+from mamba_align_jax.engine.config import SamplingParams
+
+
+class Level(IntEnum):
+    """What a program can do when it samples. A program of one level can run every step of a lower level.
+
+    Attributes:
+        MOST_LIKELY: Every row takes its most likely token.
+        DRAW: Rows draw tokens at random, for which the logits are sorted.
+        FULL: Rows have penalties, biases, `min_tokens` or `min_p`. The program takes and returns a `SamplerState`.
+    """
+
+    MOST_LIKELY = 0
+    DRAW = 1
+    FULL = 2
+
+
+def level_of(params: SamplingParams) -> Level:
+    """Returns the lowest level that samples a request's tokens."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    if penalties or params.logit_bias or params.min_tokens or params.min_p:
+        return Level.FULL
+    return Level.DRAW if params.temperature > 0 else Level.MOST_LIKELY
