@@ -35,12 +35,12 @@ def integer(name: str, value: Any, minimum: int | None = None, maximum: int | No
     return int(value)
 
 
-def optional_integer(name: str, value: Any, minimum: int) -> int | None:
-    """Checks None or a whole number from `minimum` on."""
+def optional_integer(name: str, value: Any, minimum: int, maximum: int | None = INT32_MAX) -> int | None:
+    """Checks None or a whole number from `minimum` to `maximum`."""
     if value is None:
         return None
     require(is_integer(value) and value >= minimum, name, f"None or at least {minimum}", value)
-    return integer(name, value, minimum)
+    return integer(name, value, minimum, maximum)
 
 
 def number(name: str, value: Any, minimum: float, maximum: float, wanted: str) -> float:

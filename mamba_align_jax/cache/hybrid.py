@@ -28,7 +28,8 @@ class HybridHit:
         miss: Why the hit ends before the prompt's last cacheable boundary, or None if it does not. "below one block"
             means that the prompt has no such boundary. "no checkpoint" means that more pages are cached, but no state
             was kept. "evicted" means that the state or a page was cached earlier. "not identical" means that no request
-            with the tokens that follow has been published.
+            with the tokens that follow has been published. "prompt_logprobs" means that the request asks for those, which
+            need the whole prompt to run.
     """
 
     length: int
@@ -124,6 +125,17 @@ class HybridCache:
             junction=branch if branch > state.length else 0,
             miss=self._why(tokens, chain, state.length, branch, paged),
         )
+
+    def no_hit(self, why: str, salt: bytes = b"", chain: HashChain | None = None) -> HybridHit:
+        """Returns what a request enters with that must compute all its tokens, and says why.
+
+        Args:
+            why: Becomes the hit's `miss`, unless the mode is "none".
+            salt: What the request publishes is published under this salt.
+            chain: The hashes of an earlier lookup of its tokens, to be used instead of `salt`.
+        """
+        chain = chain or HashChain(self.kv.page_size, salt)
+        return HybridHit(0, Hit(0, (), chain), miss=None if self.states.mode == "none" else why)
 
     def requested_offsets(self, wanted: Collection[int], prompt: int) -> tuple[int, ...]:
         """Rounds the offsets `wanted` into a prompt of `prompt` tokens to boundaries. Returns none in mode "none"."""

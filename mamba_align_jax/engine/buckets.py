@@ -55,7 +55,7 @@ def choose_bucket(buckets: Iterable[Bucket], plan: Plan) -> Bucket:
 
     Programs of levels above `Level.DRAW` have the sizes of those that draw.
     """
-    level = max((level_of(row.request.params) for row in plan.rows if row.samples), default=Level.MOST_LIKELY)
+    level = max(_level(row) for row in plan.rows)
     exact = Bucket(
         len(plan.decode),
         len(plan.prefill),
@@ -64,6 +64,12 @@ def choose_bucket(buckets: Iterable[Bucket], plan: Plan) -> Bucket:
     )
     chosen = min(bucket for bucket in buckets if bucket.holds(exact))
     return chosen._replace(level=max(chosen.level, level))
+
+
+def _level(row: Row) -> Level:
+    if row.scores_prompt:
+        return Level.PROMPT
+    return level_of(row.request.params) if row.samples else Level.MOST_LIKELY
 
 
 def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = False) -> list[Bucket]:
@@ -75,10 +81,9 @@ def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = F
         full: Whether requests need levels above `Level.DRAW`.
     """
     chosen = [bucket for bucket in buckets if draws or bucket.level == Level.MOST_LIKELY]
-    higher = [level for level in Level if level not in LISTED] if full else []
-    return chosen + [
-        bucket._replace(level=level) for bucket in chosen if bucket.level == LISTED[-1] for level in higher
-    ]
+    drawing = [bucket for bucket in chosen if bucket.level == Level.DRAW and full]
+    chosen += [bucket._replace(level=Level.FULL) for bucket in drawing]
+    return chosen + [bucket._replace(level=Level.PROMPT) for bucket in drawing if bucket.prefill_rows]
 
 
 @functools.lru_cache

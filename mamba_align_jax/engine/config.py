@@ -16,6 +16,8 @@ SPECULATIONS = ("prompt_lookup", "mtp")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 # The largest number of entries of `SamplingParams.logit_bias`, and of stop tokens that `min_tokens` forbids.
 MAX_LOGIT_BIASES, MAX_FORBIDDEN_STOPS = 300, 64
+# The largest number of most likely tokens that a request may ask for.
+MAX_LOGPROBS = 20
 _OLD_SPECULATIONS: Mapping[str, str] = MappingProxyType({"ngram": "prompt_lookup"})
 
 __getattr__ = renamed_names(__name__, {"MODES": "mamba_align_jax.engine.config:PREFIX_CACHE_MODES"})
@@ -138,7 +140,7 @@ class SamplingParams:
     """How one request is sampled.
 
     Attributes:
-        max_tokens: Largest number of tokens to generate.
+        max_tokens: Largest number of tokens to generate. With 0 the request ends when its prompt has run.
         temperature: 0 always takes the most likely token.
         top_k: Only the k most likely tokens are drawn; 0 keeps all.
         top_p: Only the most likely tokens up to this probability are drawn.
@@ -156,6 +158,10 @@ class SamplingParams:
         frequency_penalty: Is subtracted from a token's logit for each time that it was generated. In [-2, 2].
         logit_bias: Is added to the logits of single tokens: a mapping from token id to bias, or pairs of them, at most
             300. Biases are in [-100, 100]. They are kept as a tuple of pairs.
+        logprobs: If it is a number, the output has the log-probability of each generated token, and those of so many
+            most likely tokens in its place, at most 20. They are those of the model's own logits.
+        prompt_logprobs: The same for the tokens of the prompt. The request then computes its whole prompt, whatever is
+            cached.
         cache_salt: Requests share prefixes only if their salts are equal.
         checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
             are rounded down to `block_size`; 0 and offsets after the prompt are dropped. `RequestOutput.checkpoint_at`
@@ -180,6 +186,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Any = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
@@ -187,7 +195,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked = dict(
-            max_tokens=values.integer("max_tokens", self.max_tokens, 1),
+            max_tokens=values.integer("max_tokens", self.max_tokens, 0),
             temperature=values.number("temperature", self.temperature, 0, values.FLOAT32_MAX, "finite and at least 0"),
             top_k=values.integer("top_k", self.top_k, 0),
             # A smaller number would be 0 on the device.
@@ -208,6 +216,8 @@ class SamplingParams:
             presence_penalty=values.number("presence_penalty", self.presence_penalty, -2, 2, "in [-2, 2]"),
             frequency_penalty=values.number("frequency_penalty", self.frequency_penalty, -2, 2, "in [-2, 2]"),
             logit_bias=_biases(self.logit_bias),
+            logprobs=values.optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            prompt_logprobs=values.optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
             cache_salt=values.text("cache_salt", self.cache_salt),
             checkpoint_at=values.integers("checkpoint_at", self.checkpoint_at, ordered=False),
             num_speculative_tokens=values.optional_integer("num_speculative_tokens", self.num_speculative_tokens, 0),

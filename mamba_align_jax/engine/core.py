@@ -281,7 +281,9 @@ class EngineCore:
         if self._watch and is_first_admission(row):
             self._watch.admitted(len(request.prompt))
         tokens, reason = tokens_up_to_end(request, result.tokens, self.model_config.eos_token_id)
-        self.scheduler.finished(row, tokens)
+        if result.prompt_logprobs:
+            request.score_prompt(row.start, result.prompt_logprobs)
+        self.scheduler.finished(row, tokens, result.logprobs[: len(tokens)])
         if reason:
             self.scheduler.remove(request)
             self._end(request, reason)

@@ -11,17 +11,25 @@ class Level(IntEnum):
     Attributes:
         MOST_LIKELY: Every row takes its most likely token.
         DRAW: Rows draw tokens at random, for which the logits are sorted.
-        FULL: Rows have penalties, biases, `min_tokens` or `min_p`. The program takes and returns a `SamplerState`.
+        FULL: Rows have penalties, biases, `min_tokens` or `min_p`, or ask how likely their tokens are. The program takes
+            and returns a `SamplerState`.
+        PROMPT: Rows ask how likely the tokens of their prompts are, for which the logits after every token are computed.
     """
 
     MOST_LIKELY = 0
     DRAW = 1
     FULL = 2
+    PROMPT = 3
+
+
+def changes_logits(params: SamplingParams) -> bool:
+    """Whether a request's logits are changed before a token is chosen."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return bool(penalties or params.logit_bias or params.min_tokens or params.min_p)
 
 
 def level_of(params: SamplingParams) -> Level:
     """Returns the lowest level that samples a request's tokens."""
-    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    if penalties or params.logit_bias or params.min_tokens or params.min_p:
+    if changes_logits(params) or params.logprobs is not None:
         return Level.FULL
     return Level.DRAW if params.temperature > 0 else Level.MOST_LIKELY

@@ -13,11 +13,13 @@ from mamba_align_jax.align.state import Additions
 from mamba_align_jax.align.tables import TableUpdates
 from mamba_align_jax.engine.adjust import AdjustOptions
 from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.choice import SamplingInputs
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
-from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.page_tables import Entry, PageUpdates
-from mamba_align_jax.engine.program import DrawOptions, Inputs
+from mamba_align_jax.engine.program import Inputs
+from mamba_align_jax.engine.sampling import DrawOptions
 from mamba_align_jax.engine.scheduler import Row
 
 __getattr__ = renamed_names(__name__, {"all_buckets": "mamba_align_jax.engine.buckets:all_buckets"})
@@ -58,8 +60,7 @@ class Packer:
             ),
             pages=self._page_updates(bucket, rows, early),
             samples=_keep_on_host(np.array([row is not None and row.samples for row in places])),
-            draw=_draw_options(places) if bucket.level >= Level.DRAW else None,
-            adjust=self._adjust_options(places) if bucket.level >= Level.FULL else None,
+            sampling=self._sampling(bucket, places),
         )
 
     def early_rows(self, bucket: Bucket, places: Sequence[Row | None]) -> list[Row]:
@@ -93,10 +94,13 @@ class Packer:
         )
 
     def _tokens(self, bucket: Bucket, rows: Sequence[Row]) -> np.ndarray:
-        tokens = np.zeros(bucket.decode_rows * self._spec.window + bucket.prefill_tokens, np.int32)
         packed: list[int] = []
         for row in rows:
             packed += row.tokens
+        return self._padded(bucket, packed)
+
+    def _padded(self, bucket: Bucket, packed: Sequence[int]) -> np.ndarray:
+        tokens = np.zeros(bucket.decode_rows * self._spec.window + bucket.prefill_tokens, np.int32)
         tokens[: len(packed)] = packed
         return tokens
 
@@ -128,9 +132,25 @@ class Packer:
         room = len(places) * groups * self._spec.blocks_per_request(1)
         return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)
 
+    def _sampling(self, bucket: Bucket, places: Sequence[Row | None]) -> SamplingInputs:
+        return SamplingInputs(
+            draw=_draw_options(places) if bucket.level >= Level.DRAW else None,
+            adjust=self._adjust_options(places) if bucket.level >= Level.FULL else None,
+            following=self._following_tokens(bucket, places) if bucket.level >= Level.PROMPT else None,
+        )
+
+    def _following_tokens(self, bucket: Bucket, places: Sequence[Row | None]) -> Any:
+        """Returns the prompt's token after each packed token: see `SamplingInputs.following`."""
+        packed: list[int] = []
+        for row in places:
+            if row is not None:
+                known = row.request.prompt[row.start + 1 : row.start + 1 + row.num_tokens] if row.scores_prompt else ()
+                packed += [*known, *[0] * (row.num_tokens - len(known))]
+        return self._padded(bucket, packed)
+
     def _adjust_options(self, places: Sequence[Row | None]) -> AdjustOptions:
         """Returns how each row's logits are changed. Those of padding rows are not."""
-        changes = [row is not None and level_of(row.request.params) >= Level.FULL for row in places]
+        changes = [row is not None and changes_logits(row.request.params) for row in places]
         slots = [
             row.slot if row and change else self._spec.max_num_seqs for row, change in zip(places, changes, strict=True)
         ]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -17,33 +16,18 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
 from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
-from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, drop_unlikely
+from mamba_align_jax.engine.adjust import SamplerState
+from mamba_align_jax.engine.choice import SamplingInputs, choose_tokens
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Sampled, SampledStep
-from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.engine.logprobs import Scores, score_prompt
 from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
 from mamba_align_jax.engine.pending import Pending, decode_places, propose, record_prompts, record_sampled, resolve
-from mamba_align_jax.engine.sampling import count_sampled, sample
+from mamba_align_jax.engine.sampling import count_sampled
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import Layout
 from pallas_kernels.rows import token_rows
-
-
-class DrawOptions(NamedTuple):
-    """How each row draws its tokens: see `SamplingParams`.
-
-    Attributes:
-        temperature: float32 [rows].
-        top_k: int32 [rows].
-        top_p: float32 [rows].
-        seed: int32 [rows].
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -60,8 +44,7 @@ class Inputs:
         additions: The slots of the requests that enter.
         pages: Changes of the page tables.
         samples: True for rows that sample. bool [rows].
-        draw: How rows draw tokens; None in a program whose rows take their most likely token.
-        adjust: How rows' logits are changed; None in a program that changes none.
+        sampling: How tokens are chosen.
     """
 
     tokens: jax.Array
@@ -71,12 +54,11 @@ class Inputs:
     additions: Additions
     pages: PageUpdates
     samples: jax.Array
-    draw: DrawOptions | None
-    adjust: AdjustOptions | None
+    sampling: SamplingInputs
 
 
 class StepResult(NamedTuple):
-    """What the host reads of a step. All arrays are int32.
+    """What the host reads of a step. All arrays are int32, but for the log-probabilities.
 
     Attributes:
         tokens: Row r sampled `tokens[r, :counts[r]]`. [rows, 1 + K]
@@ -85,6 +67,8 @@ class StepResult(NamedTuple):
         copies: Number of blocks that were copied: of recurrent states in row 0, of convolution windows in row 1. [2,
             groups]
         null_reads: Number of rows whose state was lost. []
+        scores: How likely the tokens are; None in a program that doesn't say. [rows, 1 + K]
+        prompt: How likely the token after each packed token is; None in a program that scores no prompt. [tokens]
     """
 
     tokens: jax.Array
@@ -92,6 +76,8 @@ class StepResult(NamedTuple):
     drafts: jax.Array
     copies: jax.Array
     null_reads: jax.Array
+    scores: Scores | None = None
+    prompt: Scores | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -187,8 +173,6 @@ def device_specs(layout: Layout) -> DeviceState:
     return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, page_tables=every, pending=every)
 
 
-# Stands for no token where tokens are indices. Indices that are out of range are dropped.
-_NO_TOKEN = np.iinfo(np.int32).max
 # A kernel that updates a pool in place counts twice in XLA's estimate of memory, once as its input and once as its output.
 # XLA would compute most products of a step twice, to bring an estimate down that is a multiple of what the step takes.
 _COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -272,7 +256,10 @@ def _run_step(
     if inputs.following.size:
         pending = record_prompts(pending, batch, rows, step.pages.positions, tokens, inputs.following)
     hidden, pool, kv = model(tokens, step, pool, kv)
-    verified, last = _choose_tokens(model, hidden, step.pages.positions, inputs, verify, drafts, sampler)
+    sampling = inputs.sampling
+    verified, last, scores = choose_tokens(
+        model, hidden, step.pages.positions, batch, sampling, verify, drafts, sampler
+    )
     counts = count_sampled(verified, drafts, num_drafts)
     counts = jnp.concatenate([counts, inputs.samples[num_decode_rows:].astype(jnp.int32)])
     state, plan = plan_finish(spec, state, batch, indices, counts, tables)
@@ -284,8 +271,8 @@ def _run_step(
         known=certain_tokens(indices.num_computed_tokens, batch.num_tokens, jnp.maximum(batch.num_drafts, 0)),
     )
     pending = record_sampled(pending, sampled)
-    if sampler is not None and inputs.adjust is not None:
-        changed = jnp.where(inputs.samples, inputs.adjust.slot, spec.max_num_seqs)
+    if sampler is not None and sampling.adjust is not None:
+        changed = jnp.where(inputs.samples, sampling.adjust.slot, spec.max_num_seqs)
         sampler = sampler.counting(changed, sampled.tokens, counts)
     if drafter is not None:
         finished = SampledStep(model, hidden, step, kv, batch, rows, pending.history, sampled)
@@ -300,66 +287,11 @@ def _run_step(
         drafts=jnp.pad(num_drafts, (0, counts.shape[0] - num_decode_rows)),
         copies=_num_copies(spec, indices.migration) + _num_copies(spec, plan),
         null_reads=indices.num_null_reads(),
+        scores=scores,
+        prompt=None if sampling.following is None else score_prompt(model, hidden, sampling.following),
     )
     after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
     return pack(result), after, sampler
-
-
-def _choose_tokens(
-    model: ServedModel,
-    hidden: jax.Array,
-    positions: jax.Array,
-    inputs: Inputs,
-    verify: jax.Array,
-    drafts: jax.Array,
-    sampler: SamplerState | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token after every token of the decode rows and after the last token of each prefill row.
-
-    Args:
-        model: The model.
-        hidden: Hidden states of the step's tokens. [tokens, hidden]
-        positions: Their positions. int32 [tokens].
-        inputs: What the host sent.
-        verify: Where the decode rows' tokens are packed. int32 [decode rows, 1 + K].
-        drafts: The decode rows' drafts. int32 [decode rows, K].
-        sampler: What is known of the requests whose logits are changed; None if none are.
-
-    Returns:
-        The tokens of the decode rows, int32 [decode rows, 1 + K], and of the prefill rows, int32 [prefill rows].
-    """
-    num_decode_rows, window = verify.shape
-    num_rows = inputs.batch.idx_mapping.shape[0]
-    last = jnp.maximum(inputs.batch.query_start_loc[1 + num_decode_rows :] - 1, 0)
-    place = jnp.concatenate([verify.reshape(-1), last])
-    row = jnp.concatenate([jnp.repeat(jnp.arange(num_decode_rows), window), jnp.arange(num_decode_rows, num_rows)])
-    if inputs.draw is None:
-        chosen = model.most_likely(hidden[place])
-    else:
-        logits = model.logits(hidden[place])
-        if sampler is not None and inputs.adjust is not None:
-            options = AdjustOptions(*(option[row] for option in inputs.adjust))
-            logits = adjust(logits, sampler, options, _drafts_before(drafts, num_rows), positions[place] + 1)
-            logits = drop_unlikely(logits, inputs.draw.temperature[row], options.min_p)
-        chosen = sample(logits, *(option[row] for option in inputs.draw), positions[place] + 1)
-    verified, rest = jnp.split(chosen, [verify.size])
-    return verified.reshape(verify.shape), rest
-
-
-def _drafts_before(drafts: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the drafts before each place where a token is chosen, `_NO_TOKEN` where there is none.
-
-    Args:
-        drafts: int32 [decode rows, K].
-        num_rows: Number of all rows. Each decode row has 1 + K places, each other row has one.
-
-    Returns:
-        int32 [places, K].
-    """
-    num_decode_rows, K = drafts.shape
-    earlier = jnp.arange(K) < jnp.arange(1 + K)[:, None]  # [places, drafts]
-    before = jnp.where(earlier, drafts[:, None], _NO_TOKEN).reshape(num_decode_rows * (1 + K), K)
-    return jnp.pad(before, ((0, num_rows - num_decode_rows), (0, 0)), constant_values=_NO_TOKEN)
 
 
 def _num_copies(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:

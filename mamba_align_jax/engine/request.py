@@ -1,6 +1,7 @@
 """A request on its way through the engine, and the output that its caller gets."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -48,7 +49,8 @@ class RequestOutput:
         text: The generated text, up to a stop string; None if the engine has no tokenizer.
         stop_reason: The token or the stop string that ended the request; None unless `finish_reason` is "stop".
         logprobs: The log-probabilities of `token_ids`; None unless they were asked for.
-        prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for.
+        prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for and the whole
+            prompt has run.
     """
 
     request_id: int
@@ -140,6 +142,8 @@ class Request:
         outbox: Where the output goes, by the request's id.
         ended: The output; None before the request has ended.
         text: The text of the tokens that were read so far; None without a tokenizer. `read_text` reads the others.
+        logprobs: The log-probabilities of the sampled tokens, if the caller asks for them.
+        prompt_logprobs: Those of the prompt's tokens that are known, None for the first.
     """
 
     id: int
@@ -166,6 +170,8 @@ class Request:
     token_times: list[float] = field(default_factory=list)
     ended: RequestOutput | None = None
     text: GeneratedText | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -197,11 +203,27 @@ class Request:
         """Whether known tokens must be planned before the next one can be sampled."""
         return self.num_computed + self.num_ahead < self.prefill_end
 
-    def append(self, *tokens: int) -> None:
-        """Appends the tokens that a step sampled."""
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the caller asks for log-probabilities of the prompt's tokens that are not known yet."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
+
+    @property
+    def known_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """The log-probabilities of the prompt's tokens if the caller asks for them and all are known; None otherwise."""
+        is_known = self.params.prompt_logprobs is not None and not self.lacks_prompt_logprobs
+        return tuple(self.prompt_logprobs) if is_known else None
+
+    def append(self, *tokens: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Appends the tokens that a step sampled, with their log-probabilities if the caller asks for them."""
         # In this order, so that no token lacks its time if the caller is interrupted: see `wait`.
         self.token_times.extend([time.perf_counter() - self.arrival] * len(tokens))
+        self.logprobs.extend(logprobs)
         self.tokens.extend(tokens)
+
+    def score_prompt(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Stores the log-probabilities of the prompt's tokens after `start`. They may be stored again."""
+        self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
     def read_text(self) -> GeneratedText | None:
         """Reads the text of all tokens, and returns it; None without a tokenizer.
@@ -237,7 +259,8 @@ class Request:
         """Makes the request one that waits: it has no slot, and all its tokens must run again or come from the cache."""
         self.leave()
         self.num_computed, self.prefill_end = 0, len(self.tokens)
-        del self.token_times[self.prefill_end - len(self.prompt) :]
+        for told in (self.token_times, self.logprobs):
+            del told[self.prefill_end - len(self.prompt) :]
 
     def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
         """Returns the output for the caller, with `reason` as its `finish_reason`.
@@ -265,4 +288,6 @@ class Request:
             error=error,
             text=text,
             stop_reason=stop_reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self.known_prompt_logprobs,
         )

@@ -23,6 +23,9 @@ def tokens_up_to_end(
     Raises:
         Exception: The tokenizer's, for a request with stop strings.
     """
+    if sampled and request.num_left == 0:
+        # Nothing was to be generated. The prompt has run.
+        return (), "length"
     num_left, text = request.num_left, _text_with_stop(request)
     for number, token in enumerate(sampled, 1):
         reason = _end_reason(request, token, num_left - number, eos_token_id)

@@ -12,13 +12,14 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
-from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.model import ServedModel, end_tokens
 from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import store_pages
 from mamba_align_jax.engine.pending import store_tokens
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
+from mamba_align_jax.engine.request import TokenLogprobs
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
 from mamba_align_jax.sharding import Layout
@@ -32,10 +33,19 @@ class Dispatched(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """What one row sampled, accepted drafts first, and how many drafts it had."""
+    """What the host has read of one row.
+
+    Attributes:
+        tokens: The tokens that it sampled, accepted drafts first.
+        num_drafts: How many drafts it had.
+        logprobs: The log-probabilities of the tokens, if the request asks for them.
+        prompt_logprobs: Those of the prompt's tokens after the row's tokens, if the request asks for them.
+    """
 
     tokens: list[int]
     num_drafts: int
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class ReadStep(NamedTuple):
@@ -193,7 +203,7 @@ class StepRunner:
             if row is not None and row.enters and row.start:
                 self._store_tokens(row.slot, row.request.tokens[: row.start])
         for row in places:
-            if row is not None and row.enters and level_of(row.request.params) >= Level.FULL:
+            if row is not None and row.enters and changes_logits(row.request.params):
                 self._store_request(row)
         sampler = self.make_sampler() if bucket.level >= Level.FULL else None
         inputs = self.packer.pack(bucket, places, early)
@@ -226,11 +236,13 @@ class StepRunner:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
         result: StepResult = jax.device_get(dispatched.result).unpack()
         columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
-        rows = [
-            (row, RowResult(sampled[: count if row.samples else 0], num_drafts))
-            for row, sampled, count, num_drafts in zip(dispatched.places, *columns, strict=True)
-            if row is not None
-        ]
+        rows, begin = [], 0
+        for place, (row, sampled, count, num_drafts) in enumerate(zip(dispatched.places, *columns, strict=True)):
+            if row is not None:
+                tokens = sampled[: count if row.samples else 0]
+                logprobs = _logprobs(result, row, place, tokens), _prompt_logprobs(result, row, begin)
+                rows.append((row, RowResult(tokens, num_drafts, *logprobs)))
+                begin += row.num_tokens
         return ReadStep(rows, self._copied_bytes(result.copies), int(result.null_reads))
 
     def _copied_bytes(self, copies: Any) -> int:
@@ -250,3 +262,20 @@ class StepRunner:
             num_decode_rows=bucket.decode_rows,
             layout=self._layout,
         )
+
+
+def _logprobs(result: StepResult, row: Row, place: int, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
+    """Returns the log-probabilities of the tokens that a row sampled, if its request asks for them."""
+    num_top = row.request.params.logprobs
+    if num_top is None or result.scores is None:
+        return ()
+    return [result.scores.read((place, number), token, num_top) for number, token in enumerate(tokens)]
+
+
+def _prompt_logprobs(result: StepResult, row: Row, begin: int) -> Sequence[TokenLogprobs]:
+    """Returns the log-probabilities of the prompt's tokens after the row's tokens, which are packed from `begin` on."""
+    num_top = row.request.params.prompt_logprobs
+    if num_top is None or result.prompt is None or not row.scores_prompt:
+        return ()
+    following = row.request.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+    return [result.prompt.read(begin + number, token, num_top) for number, token in enumerate(following)]

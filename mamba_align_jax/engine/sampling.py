@@ -1,7 +1,25 @@
 """Chooses tokens from logits, and counts the drafts that they confirm."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class DrawOptions(NamedTuple):
+    """How each row draws its tokens: see `SamplingParams`.
+
+    Attributes:
+        temperature: float32 [rows].
+        top_k: int32 [rows].
+        top_p: float32 [rows].
+        seed: int32 [rows].
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
 
 
 def most_likely(logits: jax.Array) -> jax.Array:

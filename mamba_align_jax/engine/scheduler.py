@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
-from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.request import Request, TokenLogprobs
 from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 
@@ -28,6 +28,7 @@ class Row:
             arrives after other steps were planned.
         admission: Number of the request's admissions when the row was planned.
         published: The boundary that the row offered to the cache, in tokens; 0 for none.
+        scores_prompt: Whether the request asks how likely the tokens after these are, which are its prompt's.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Row:
     slot: int = -1
     admission: int = 0
     published: int = 0
+    scores_prompt: bool = False
 
     @property
     def certain(self) -> int:
@@ -189,17 +191,18 @@ class Scheduler:
             row.published = self.cache.dispatched(row.request.id, tokens)
         self.current = None
 
-    def finished(self, row: Row, tokens: Sequence[int]) -> None:
+    def finished(self, row: Row, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Records the result of one row of the oldest step whose result has not been read.
 
         Args:
             row: A row that is current: see `Row.is_current`.
             tokens: The tokens that it sampled, accepted drafts first. They end at a stop token, if there is one.
+            logprobs: The tokens' log-probabilities, if the request asks for them.
         """
         request, certain = row.request, row.certain
         row.start = request.num_computed
         if tokens:
-            request.append(*tokens)
+            request.append(*tokens, logprobs=logprobs)
         # The last sampled token has no state yet. All other sampled tokens are accepted drafts, whose states exist.
         request.num_computed += certain + max(len(tokens) - 1, 0)
         request.num_ahead -= certain
@@ -293,7 +296,7 @@ class Scheduler:
         # A request that enters takes blocks, so none enters while a running request waits for some.
         while self.waiting and self._free_slots and not blocked:
             request = self.current = self.waiting.first
-            hit = self.cache.lookup(request.tokens, request.params.cache_salt.encode(), request.chain)
+            hit = self._lookup(request)
             request.num_computed, request.chain = hit.length, hit.state.chain
             if request.num_admissions == 0:
                 # What a request keeps is decided when it first enters. A preemption doesn't change it.
@@ -307,6 +310,13 @@ class Scheduler:
             budget -= used
             self.waiting.remove(request)
             insort(self.running, request, key=by_rank)
+
+    def _lookup(self, request: Request) -> HybridHit:
+        salt = request.params.cache_salt.encode()
+        if request.lacks_prompt_logprobs:
+            # The logits after every token are needed, and what is cached has none.
+            return self.cache.no_hit("prompt_logprobs", salt, request.chain)
+        return self.cache.lookup(request.tokens, salt, request.chain)
 
     def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int | None:
         """Adds a prefill row if the budget and the pools allow it.
@@ -327,5 +337,7 @@ class Scheduler:
         if hit is not None:
             request.slot = self._free_slots.pop()
             request.num_admissions += 1
-        plan.prefill.append(self._planned(Row(request, start, end - start, True, allocation, enters=hit is not None)))
+        row = Row(request, start, end - start, True, allocation, enters=hit is not None)
+        row.scores_prompt = request.lacks_prompt_logprobs
+        plan.prefill.append(self._planned(row))
         return end - start

@@ -40,6 +40,8 @@ class Updates:
             request_id=request.id,
             token_ids=tuple(request.tokens[len(request.prompt) + shown.num_tokens :]),
             text=None if text is None else text[shown.num_characters :],
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs[shown.num_tokens :]),
+            prompt_logprobs=request.known_prompt_logprobs if shown.num_tokens == 0 else None,
             num_cached_tokens=request.num_cached,
             cache_miss=request.cache_miss,
         )
@@ -56,6 +58,8 @@ class Updates:
                 request_id=request_id,
                 token_ids=output.token_ids[shown.num_tokens :],
                 text=None if output.text is None else output.text[shown.num_characters :],
+                logprobs=None if output.logprobs is None else output.logprobs[shown.num_tokens :],
+                prompt_logprobs=output.prompt_logprobs if shown.num_tokens == 0 else None,
                 num_cached_tokens=output.num_cached_tokens,
                 cache_miss=output.cache_miss,
                 output=output,

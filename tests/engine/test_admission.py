@@ -16,7 +16,7 @@ NOT_NUMBERS = (None, "a", b"x", math.nan, math.inf, -math.inf, 10**400, True, [1
 NOT_FLAGS = (None, "a", "", 0, 1, 1.0, [], object())
 # For each field, values that it must not take.
 BAD_PARAMS = {
-    "max_tokens": (*NOT_INTEGERS, 0, -1, 2**31, 10**30),
+    "max_tokens": (*NOT_INTEGERS, -1, 2**31, 10**30),
     "temperature": (*NOT_NUMBERS, -0.1, 1e39),
     "top_k": (*NOT_INTEGERS, -1, 2**31),
     "top_p": (*NOT_NUMBERS, 0, -0.5, 1.01, 1e-39, 5e-324),
@@ -29,6 +29,8 @@ BAD_PARAMS = {
     "repetition_penalty": (*NOT_NUMBERS, 0, -1, 1e39),
     "presence_penalty": (*NOT_NUMBERS, -2.1, 2.1),
     "frequency_penalty": (*NOT_NUMBERS, -2.1, 2.1),
+    "logprobs": ("a", 1.5, 1.0, math.nan, True, [1], -1, 21, 2**31),
+    "prompt_logprobs": ("a", 1.5, 1.0, math.nan, True, [1], -1, 21, 2**31),
     "logit_bias": (
         *(None, 3, "12", b"12", [1], [(1,)], [(1, 2, 3)], {1.5: 1}, {"1": 1}, {-1: 1}, {True: 1}, [(1, 2), (1, 3)]),
         *({1: 101}, {1: -101}, {1: math.nan}, {1: "2"}, {1: None}, dict.fromkeys(range(301), 1)),

@@ -39,7 +39,7 @@ STEPPING = {"sync": DRAFTS, "async": DRAFTS | dict(async_stepping=True)}
 STUTTER = 2
 PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
 # Needs a program of a higher level, and changes no token.
-FULL = dataclasses.replace(PARAMS, logit_bias={0: 0.0})
+FULL = dataclasses.replace(PARAMS, logit_bias={0: 0.0}, logprobs=1)
 SPELLER = Speller(STUTTER)
 
 # Every method and function that a step, or the end of a request, calls on another part. The insides of the pools are
@@ -130,6 +130,9 @@ def assert_right(outputs, asked):
         tokens = [*output.prompt_token_ids, *output.token_ids]
         assert next_tokens(tokens[:-1], STUTTER)[len(prompt) - 1 :] == list(output.token_ids) or not output.token_ids
         assert len(output.token_times) == len(output.token_ids)
+        assert [found.token_id for found in output.logprobs or ()] == list(
+            output.token_ids[: len(output.logprobs or ())]
+        )
         if output.error is None:
             assert (output.finish_reason, len(output.token_ids)) == ("length", PARAMS.max_tokens)
 
