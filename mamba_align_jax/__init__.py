@@ -41,6 +41,7 @@ _PUBLIC = {
     "AsyncEngine": "engine.async_engine",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
+    "Grammar": "engine.grammar",
     "RequestOutput": "engine.request",
     "RequestUpdate": "engine.request",
     "SamplingParams": "engine.config",

@@ -1,8 +1,8 @@
-"""Changes logits before a token is chosen: biases, forbidden end tokens, penalties, and a smallest probability.
+"""Changes logits before a token is chosen: grammars, biases, forbidden end tokens, penalties, and a smallest probability.
 
-The definitions and their order are vLLM's: https://docs.vllm.ai/en/v0.22.1/api/vllm/v1/sample/sampler/. Biases and
-forbidden end tokens come first, then the penalties for repetition, frequency and presence, then temperature, `min_p`,
-`top_k` and `top_p`.
+The definitions and their order are vLLM's: https://docs.vllm.ai/en/v0.22.1/api/vllm/v1/sample/sampler/. What a grammar
+forbids comes first, then biases and forbidden end tokens, then the penalties for repetition, frequency and presence, then
+temperature, `min_p`, `top_k` and `top_p`.
 """
 
 import functools
@@ -144,6 +144,20 @@ def adjust(
     logits = jnp.where(seen > 0, penalized, logits)
     logits = logits - options.frequency[:, None] * count
     return logits - options.presence[:, None] * (count > 0).astype(jnp.float32)
+
+
+def allow(logits: jax.Array, masks: jax.Array) -> jax.Array:
+    """Forbids the tokens that a mask leaves out.
+
+    Args:
+        logits: float32 [n, vocab].
+        masks: Bit `t % 32` of word `t // 32` says whether token t is allowed. int32 [n, words].
+
+    Returns:
+        The logits, float32 [n, vocab], -inf where a token is forbidden.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return jnp.where(bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def drop_unlikely(logits: jax.Array, temperature: jax.Array, min_p: jax.Array) -> jax.Array:

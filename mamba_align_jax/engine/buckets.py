@@ -82,7 +82,7 @@ def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = F
     """
     chosen = [bucket for bucket in buckets if draws or bucket.level == Level.MOST_LIKELY]
     drawing = [bucket for bucket in chosen if bucket.level == Level.DRAW and full]
-    chosen += [bucket._replace(level=Level.FULL) for bucket in drawing]
+    chosen += [bucket._replace(level=level) for bucket in drawing for level in (Level.FULL, Level.CONSTRAINED)]
     return chosen + [bucket._replace(level=Level.PROMPT) for bucket in drawing if bucket.prefill_rows]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.align.batch import StepBatch
-from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, drop_unlikely
+from mamba_align_jax.engine.adjust import AdjustOptions, SamplerState, adjust, allow, drop_unlikely
 from mamba_align_jax.engine.logprobs import Scores, score
 from mamba_align_jax.engine.model import ServedModel
 from mamba_align_jax.engine.sampling import DrawOptions, sample
@@ -22,11 +22,15 @@ class SamplingInputs(NamedTuple):
     Attributes:
         draw: How rows draw tokens; None in a program whose rows take their most likely token.
         adjust: How rows' logits are changed; None in a program that changes none.
+        masks: The tokens that may be chosen in each place, one bit each: see `GrammarState.allow`. The places are those
+            of the decode rows, 1 + K each, then one for each prefill row. None in a program that allows all tokens.
+            int32 [places, words].
         following: The token after each token of a prompt; None in a program that scores no prompt. int32 [tokens].
     """
 
     draw: DrawOptions | None = None
     adjust: AdjustOptions | None = None
+    masks: jax.Array | None = None
     following: jax.Array | None = None
 
 
@@ -77,6 +81,8 @@ def choose_tokens(
         chosen = model.most_likely(hidden[place])
     else:
         own = logits = model.logits(hidden[place])
+        if sampling.masks is not None:
+            logits = allow(logits, sampling.masks)
         if sampling.adjust is not None and sampler is not None:
             options = AdjustOptions(*(option[row] for option in sampling.adjust))
             logits = adjust(logits, sampler, options, _drafts_before(drafts, num_rows), positions[place] + 1)

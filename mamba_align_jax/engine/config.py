@@ -10,6 +10,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
+from mamba_align_jax.engine.grammar import Grammar
 
 PREFIX_CACHE_MODES = ("none", "align")
 SPECULATIONS = ("prompt_lookup", "mtp")
@@ -162,6 +163,8 @@ class SamplingParams:
             most likely tokens in its place, at most 20. They are those of the model's own logits.
         prompt_logprobs: The same for the tokens of the prompt. The request then computes its whole prompt, whatever is
             cached.
+        grammar: What the generated text must match; None for anything. End tokens are generated where the grammar may
+            end. Needs an engine with the tokenizer of a tokenizer.json and the extra `structured`.
         cache_salt: Requests share prefixes only if their salts are equal.
         checkpoint_at: Offsets into the prompt, for instance the end of a system prompt, whose states stay cached. They
             are rounded down to `block_size`; 0 and offsets after the prompt are dropped. `RequestOutput.checkpoint_at`
@@ -188,6 +191,7 @@ class SamplingParams:
     logit_bias: Any = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     cache_salt: str = ""
     checkpoint_at: tuple[int, ...] = ()
     num_speculative_tokens: int | None = None
@@ -225,6 +229,12 @@ class SamplingParams:
         )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
+        values.require(is_grammar, "grammar", "a Grammar or None", self.grammar)
+        if self.grammar is not None:
+            # A grammar says where the text ends.
+            values.require(not self.ignore_eos, "ignore_eos", "False if there is a grammar", self.ignore_eos)
+            values.require(not self.min_tokens, "min_tokens", "0 if there is a grammar", self.min_tokens)
         values.require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens", self.min_tokens)
         num_stops = len(self.stop_token_ids) if self.min_tokens else 0
         wanted = f"at most {MAX_FORBIDDEN_STOPS} tokens if there is min_tokens"

@@ -22,7 +22,9 @@ from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.grammar import GrammarCompiler
 from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.model import end_tokens
 from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
@@ -82,6 +84,7 @@ class EngineCore:
             self._drafters = self._drafters._replace(host=guarded)
         self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
         check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
+        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
         self._counters = Counters.for_drafts(config.num_speculative_tokens)
         self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
         self.cache = self._new_cache()
@@ -160,7 +163,8 @@ class EngineCore:
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
         text = GeneratedText(self.tokenizer, params.stop) if self.tokenizer else None
-        request = Request(next(self._ids), prompt, params, outbox, text=text)
+        grammar = self._grammars.start(params.grammar) if params.grammar else None
+        request = Request(next(self._ids), prompt, params, outbox, text=text, grammar=grammar)
         self._is_torn = True
         try:
             self.scheduler.add(request)

@@ -150,13 +150,14 @@ class Engine(EngineCore):
 
         Raises:
             ValueError: The request can never run: it is no sequence of tokens, is empty, too long for the model or the
-                pools, has tokens outside the vocabulary, or wants more draft tokens than the engine makes.
+                pools, has tokens outside the vocabulary, wants more draft tokens than the engine makes, or has a
+                grammar that llguidance doesn't take.
             QueueFullError: `max_waiting` requests wait already.
         """
         return self._alone(self._add, *self._checked(prompt_token_ids, params), self._outputs)
 
     def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
-        return check_request(
+        checked = check_request(
             prompt,
             params,
             config=self.config,
@@ -165,6 +166,11 @@ class Engine(EngineCore):
             max_model_len=self.spec.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
+        _, params = checked
+        if params.grammar is not None:
+            # Another thread may step the engine while a grammar is compiled.
+            self._grammars.check(params.grammar)
+        return checked
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request at once and frees exactly its blocks.

@@ -13,13 +13,15 @@ class Level(IntEnum):
         DRAW: Rows draw tokens at random, for which the logits are sorted.
         FULL: Rows have penalties, biases, `min_tokens` or `min_p`, or ask how likely their tokens are. The program takes
             and returns a `SamplerState`.
+        CONSTRAINED: Rows have grammars. The host sends which tokens may follow.
         PROMPT: Rows ask how likely the tokens of their prompts are, for which the logits after every token are computed.
     """
 
     MOST_LIKELY = 0
     DRAW = 1
     FULL = 2
-    PROMPT = 3
+    CONSTRAINED = 3
+    PROMPT = 4
 
 
 def changes_logits(params: SamplingParams) -> bool:
@@ -30,6 +32,8 @@ def changes_logits(params: SamplingParams) -> bool:
 
 def level_of(params: SamplingParams) -> Level:
     """Returns the lowest level that samples a request's tokens."""
+    if params.grammar is not None:
+        return Level.CONSTRAINED
     if changes_logits(params) or params.logprobs is not None:
         return Level.FULL
     return Level.DRAW if params.temperature > 0 else Level.MOST_LIKELY

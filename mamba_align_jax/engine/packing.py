@@ -16,6 +16,7 @@ from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.choice import SamplingInputs
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN
+from mamba_align_jax.engine.grammar import mask_words
 from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.page_tables import Entry, PageUpdates
 from mamba_align_jax.engine.program import Inputs
@@ -32,15 +33,17 @@ _GREEDY = SamplingParams()
 class Packer:
     """Packs rows into `Inputs` in host memory."""
 
-    def __init__(self, spec: AlignConfig, page_size: int, keeps_history: bool) -> None:
+    def __init__(self, spec: AlignConfig, page_size: int, keeps_history: bool, vocab_size: int) -> None:
         """Makes a packer.
 
         Args:
             spec: How states are kept.
             page_size: Number of tokens of a KV page.
             keeps_history: Whether the device keeps each slot's tokens for a drafter.
+            vocab_size: Number of the model's tokens.
         """
         self._spec, self._page_size, self._keeps_history = spec, page_size, keeps_history
+        self._mask_words = mask_words(vocab_size)
 
     def pack(self, bucket: Bucket, places: Sequence[Row | None], early: Sequence[Row] = ()) -> Inputs:
         """Packs the row of each place, None being padding, without the pages of `early_rows`, which are stored already."""
@@ -136,8 +139,19 @@ class Packer:
         return SamplingInputs(
             draw=_draw_options(places) if bucket.level >= Level.DRAW else None,
             adjust=self._adjust_options(places) if bucket.level >= Level.FULL else None,
+            masks=self._masks(bucket, places) if bucket.level >= Level.CONSTRAINED else None,
             following=self._following_tokens(bucket, places) if bucket.level >= Level.PROMPT else None,
         )
+
+    def _masks(self, bucket: Bucket, places: Sequence[Row | None]) -> Any:
+        """Returns the tokens that are allowed in each place where one is chosen: see `SamplingInputs.masks`."""
+        window = self._spec.window
+        masks = np.full((bucket.decode_rows * window + bucket.prefill_rows, self._mask_words), -1, np.int32)
+        for number, row in enumerate(places):
+            if row is not None and row.masks is not None:
+                begin = number * window if number < bucket.decode_rows else number + bucket.decode_rows * (window - 1)
+                masks[begin : begin + 1 + len(row.drafts)] = row.masks[: 1 + len(row.drafts)]
+        return _keep_on_host(masks)
 
     def _following_tokens(self, bucket: Bucket, places: Sequence[Row | None]) -> Any:
         """Returns the prompt's token after each packed token: see `SamplingInputs.following`."""

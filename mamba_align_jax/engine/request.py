@@ -9,6 +9,7 @@ from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.grammar import GrammarState
 
 
 class TokenLogprobs(NamedTuple):
@@ -144,6 +145,7 @@ class Request:
         text: The text of the tokens that were read so far; None without a tokenizer. `read_text` reads the others.
         logprobs: The log-probabilities of the sampled tokens, if the caller asks for them.
         prompt_logprobs: Those of the prompt's tokens that are known, None for the first.
+        grammar: Says which tokens may follow; None if any may.
     """
 
     id: int
@@ -172,6 +174,7 @@ class Request:
     text: GeneratedText | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    grammar: GrammarState | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

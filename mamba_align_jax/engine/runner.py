@@ -142,7 +142,7 @@ class StepRunner:
             layout=self._layout,
         )
         self.sampler: SamplerState | None = None
-        self.packer = Packer(spec, self._page_size, keeps_history=history > 0)
+        self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
         self._checker = StepChecker(spec, sizes.state_blocks)
         # False while the device's state, or the checker's account of it, may be half changed.
         self._is_sound = True

@@ -4,6 +4,8 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mamba_align_jax.cache.hybrid import Allocation, HybridCache, HybridHit
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Drafter
 from mamba_align_jax.engine.request import Request, TokenLogprobs
@@ -29,6 +31,8 @@ class Row:
         admission: Number of the request's admissions when the row was planned.
         published: The boundary that the row offered to the cache, in tokens; 0 for none.
         scores_prompt: Whether the request asks how likely the tokens after these are, which are its prompt's.
+        masks: The tokens that the request's grammar allows in the places of the tokens that the row samples; None
+            without a grammar. See `GrammarState.allow`.
     """
 
     request: Request
@@ -42,6 +46,7 @@ class Row:
     admission: int = 0
     published: int = 0
     scores_prompt: bool = False
+    masks: np.ndarray | None = None
 
     @property
     def certain(self) -> int:
@@ -239,8 +244,12 @@ class Scheduler:
             room = request.max_length - request.max_computed - 1
             if request.is_prefilling or room < 1:
                 continue
+            if request.grammar and request.num_ahead:
+                # What the grammar allows depends on a token that has not been read.
+                continue
             try:
                 drafts = self._drafts(request, room - 1)
+                drafts, masks = _allowed(request, drafts)
             except Exception as error:
                 plan.failed.append((request, error))
                 continue
@@ -258,6 +267,7 @@ class Scheduler:
                 if victim is request:
                     break
             if row is not None:
+                row.masks = masks
                 plan.decode.append(row)
 
     def _verify_row(self, request: Request, drafts: list[int]) -> Row | None:
@@ -282,7 +292,8 @@ class Scheduler:
         if max_drafts < 1:
             return []
         if self.drafter is None:
-            return [UNKNOWN] * max_drafts
+            # A grammar must know the drafts.
+            return [] if request.grammar else [UNKNOWN] * max_drafts
         return self.drafter.draft(request.id, request.tokens, max_drafts)[:max_drafts]
 
     def _plan_prefill(self, plan: Plan) -> None:
@@ -339,5 +350,14 @@ class Scheduler:
             request.num_admissions += 1
         row = Row(request, start, end - start, True, allocation, enters=hit is not None)
         row.scores_prompt = request.lacks_prompt_logprobs
+        if row.samples:
+            _, row.masks = _allowed(request, [])
         plan.prefill.append(self._planned(row))
         return end - start
+
+
+def _allowed(request: Request, drafts: list[int]) -> tuple[list[int], np.ndarray | None]:
+    """Returns the drafts that the request's grammar allows, and `Row.masks`."""
+    if request.grammar is None:
+        return drafts, None
+    return request.grammar.allow(request.tokens, len(request.prompt), drafts)

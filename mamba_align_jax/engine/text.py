@@ -29,6 +29,10 @@ class _FileTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def to_json(self) -> str:
+        """Returns the tokenizer.json, for grammars."""
+        return self._tokenizer.to_str()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids))
 

@@ -29,6 +29,7 @@ BAD_PARAMS = {
     "repetition_penalty": (*NOT_NUMBERS, 0, -1, 1e39),
     "presence_penalty": (*NOT_NUMBERS, -2.1, 2.1),
     "frequency_penalty": (*NOT_NUMBERS, -2.1, 2.1),
+    "grammar": ("a", {}, {"type": "object"}, 1, True, object()),
     "logprobs": ("a", 1.5, 1.0, math.nan, True, [1], -1, 21, 2**31),
     "prompt_logprobs": ("a", 1.5, 1.0, math.nan, True, [1], -1, 21, 2**31),
     "logit_bias": (

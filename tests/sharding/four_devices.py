@@ -168,6 +168,37 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
 
 
+def test_changed_logits_and_log_probabilities_are_those_of_one_device(model, mesh):
+    """Every device counts all tokens. A request that changes nothing runs beside the one that does."""
+    sizes = dict(block_size=16, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=48, max_model_len=96)
+    prompt = np.random.default_rng(3).integers(0, 64, 30).tolist()
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True)
+    changed = dataclasses.replace(
+        greedy, repetition_penalty=1.3, frequency_penalty=0.7, logit_bias={5: 3.5}, min_p=0.05, logprobs=3,
+        prompt_logprobs=2,
+    )  # fmt: skip
+    for params in (changed, dataclasses.replace(changed, temperature=1.1, seed=7)):
+        found = []
+        for where in (None, mesh):
+            engine = Engine(model, EngineConfig(**sizes, num_state_blocks=20, num_kv_pages=40), mesh=where)
+            ids = [engine.add_request(prompt, each) for each in (params, greedy)]
+            outputs = {}
+            while engine.has_unfinished:
+                outputs |= {output.request_id: output for output in engine.step()}
+            found.append([outputs[number] for number in ids])
+        assert_same_everywhere(engine.runner.sampler)
+        assert engine.runner.sampler.seen.sharding.shard_shape(engine.runner.sampler.seen.shape)[1] == 64
+        for one, four in zip(*found, strict=True):
+            assert one.token_ids == four.token_ids
+        (one, plain), (four, _) = found
+        assert one.token_ids != plain.token_ids
+        for first, second in zip(
+            one.logprobs + one.prompt_logprobs[1:], four.logprobs + four.prompt_logprobs[1:], strict=True
+        ):
+            assert first.token_id == second.token_id
+            np.testing.assert_allclose(first.logprob, second.logprob, atol=ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["mamba2", pytest.param("kimi_linear", marks=pytest.mark.deep)])
 def test_arrays_without_elements_are_not_used(mesh, name):
     """A model without attention has no keys, and latent attention no values. XLA in JAX 0.11 crashes over empty arrays."""
