@@ -29,7 +29,6 @@ class _Stream:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.request_id: int | None = None  # known once the engine has the request; written by the engine's thread
-        self.is_open = True
         self._update: RequestUpdate | None = None
         self._error: BaseException | None = None
         self._news = asyncio.Event()
@@ -133,7 +132,6 @@ class AsyncEngine:
                 if update.output is not None:
                     return
         finally:
-            stream.is_open = False
             self._commands.put(partial(self._abort, stream))
 
     async def shutdown(self, *, drain: bool = True) -> None:
@@ -190,8 +188,6 @@ class AsyncEngine:
 
     def _add(self, stream: _Stream, prompt: tuple[int, ...], params: SamplingParams) -> None:
         self._coming.discard(stream)
-        if not stream.is_open:
-            return
         try:
             stream.request_id = self.engine.add_request(prompt, params)
         except Exception as error:
@@ -241,5 +237,4 @@ class AsyncEngine:
 
 def _put_all(pairs: Sequence[tuple[_Stream, RequestUpdate]]) -> None:
     for stream, update in pairs:
-        if stream.is_open:
-            stream.put(update)
+        stream.put(update)

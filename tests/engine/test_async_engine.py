@@ -98,17 +98,31 @@ def test_whoever_leaves_frees_exactly_his_blocks(engine, rng):
 
     run(main())
     assert len(outputs) > 5
+    assert engine.stats.aborted_requests > 5
     assert_right(list(outputs.values()), [asked[number] for number in outputs])
     assert not engine.has_unfinished
 
 
-def test_dropped_iterator_aborts_its_request(engine):
+def slow_steps(monkeypatch, engine, seconds):
+    step_outputs = engine.step_outputs
+
+    def slow():
+        time.sleep(seconds)
+        return step_outputs()
+
+    monkeypatch.setattr(engine, "step_outputs", slow)
+
+
+def test_dropped_iterator_aborts_its_request(engine, monkeypatch):
+    slow_steps(monkeypatch, engine, 0.02)
+
     async def main():
         async with AsyncEngine(engine) as serving:
             async for _ in serving.generate([1, 2, 3], LONG):
                 break
             await until(lambda: not serving._streams and not engine._requests)
             assert_nothing_is_held(engine)
+            assert engine.stats.aborted_requests == 1
 
     run(main())
 
@@ -271,13 +285,7 @@ def test_closed_event_loop_aborts_its_requests(engine):
 
 def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
     """A request that comes during a long step does not make the event loop wait for it."""
-    step_outputs = engine.step_outputs
-
-    def slow():
-        time.sleep(0.2)
-        return step_outputs()
-
-    monkeypatch.setattr(engine, "step_outputs", slow)
+    slow_steps(monkeypatch, engine, 0.2)
     gaps = []
 
     async def tick():

@@ -177,3 +177,39 @@ def test_abort_needs_no_tokenizer(rng):
     output = engine.abort(name)
     assert (output.finish_reason, output.text, len(output.token_ids) > 0) == ("abort", "", True)
     assert_nothing_is_held(engine)
+
+
+def test_tokenizer_that_raises_while_the_engine_recovers_ends_its_request(rng, monkeypatch):
+    """The interrupt comes after the text of a token was read and before the request has the token."""
+    tokenizer = Letters()
+    engine, prompt = make_engine("sync", tokenizer), prompts(rng)[0]
+    name = engine.add_request(prompt, params("\n"))
+    for _ in range(4):
+        engine.step()
+
+    def interrupt(row, tokens):
+        tokenizer.broken = frozenset(range(61))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "finished", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    (output,) = engine.step()
+    assert (output.request_id, output.finish_reason) == (name, "error")
+    assert isinstance(output.error, LookupError)
+    assert_nothing_is_held(engine)
+
+
+class Unfinished(Letters):
+    """Each letter is followed by the beginning of a character, so no text is settled before the end."""
+
+    def decode(self, token_ids):
+        return "".join(super(Unfinished, self).decode([token]) + "\ufffd" for token in token_ids)
+
+
+def test_stop_string_before_an_unfinished_character_is_found_at_the_end(rng):
+    engine, prompt = make_engine("sync", Unfinished()), prompts(rng)[0]
+    letters = LETTERS.decode(answer(prompt)[:10])
+    (output,) = engine.generate(prompt, SamplingParams(max_tokens=10, ignore_eos=True, stop=letters[3]))
+    assert (output.finish_reason, output.stop_reason, len(output.token_ids)) == ("stop", letters[3], 10)
+    assert output.text == Unfinished().decode(answer(prompt)[: letters.index(letters[3])])
