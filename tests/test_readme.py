@@ -36,10 +36,11 @@ def test_the_engine_in_ten_lines():
 
 @pytest.mark.deep
 def test_the_quickstart():
-    first, second, stats = run("-c", blocks("docs/quickstart.md")[0]).splitlines()
+    first, second, stats, answer = run("-c", "".join(blocks("docs/quickstart.md")[:2])).splitlines()
     assert first.startswith("0 cached;")
     assert int(second.split()[0]) >= 64
     assert "hit_requests=1" in stats
+    assert 0 < len(answer) <= 16
 
 
 @pytest.mark.deep
