@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.engine import Engine
@@ -106,9 +106,9 @@ class AsyncEngine:
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestUpdate, None]:
-        """Runs one request, and yields what is new of it. The last update has the output.
+        """Runs one request, and yields what is new of it.
 
-        A reader that is slower than the engine gets several steps' news in one update. If the task is cancelled, or the
+        The last update has the output, and that has the error if one was raised on the request's account. A reader that is slower than the engine gets several steps' news in one update. If the task is cancelled, or the
         iterator is closed or dropped, the request is aborted and its blocks are freed.
 
         Args:
@@ -120,11 +120,11 @@ class AsyncEngine:
             QueueFullError: `max_waiting` requests wait already.
             EngineDeadError: The thread has ended, or was never started.
         """
-        if isinstance(prompt, str):
-            # Long texts take a while, in which other tasks run.
-            (prompt,) = await asyncio.to_thread(token_ids, self.engine.tokenizer, prompt)
+        # Long texts and grammars take a while, in which other tasks run.
+        is_slow = isinstance(prompt, str) or getattr(params, "grammar", None) is not None
+        request = await asyncio.to_thread(self._checked, prompt, params) if is_slow else self._checked(prompt, params)
         stream = _Stream()
-        self._submit(stream, *self.engine._checked(prompt, params))
+        self._submit(stream, *request)
         try:
             while True:
                 update = await stream.get()
@@ -146,6 +146,11 @@ class AsyncEngine:
         self._commands.put(self._nothing if drain else self._abort_all)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+
+    def _checked(self, prompt: Any, params: Any) -> tuple[tuple[int, ...], SamplingParams]:
+        if isinstance(prompt, str):
+            (prompt,) = token_ids(self.engine.tokenizer, prompt)
+        return self.engine._checked(prompt, params)
 
     def _submit(self, stream: _Stream, prompt: tuple[int, ...], params: SamplingParams) -> None:
         with self._door:

@@ -18,6 +18,7 @@ class GeneratedText(NamedTuple):
     Attributes:
         tokenizer: Turns tokens into text.
         stop: The strings that end the request.
+        min_tokens: Number of tokens up to which no stop string ends it.
         num_tokens: Number of generated tokens that were read.
         text: The text that no later token changes. After a stop string was found, it ends before the stop string.
         context: The last tokens whose text is in `text`. Tokenizers treat the first token of a text in another way than
@@ -28,6 +29,7 @@ class GeneratedText(NamedTuple):
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
     num_tokens: int = 0
     text: str = ""
     context: tuple[int, ...] = ()
@@ -36,7 +38,7 @@ class GeneratedText(NamedTuple):
 
     def fresh(self) -> "GeneratedText":
         """Returns the text of no tokens."""
-        return GeneratedText(self.tokenizer, self.stop)
+        return GeneratedText(self.tokenizer, self.stop, self.min_tokens)
 
     def read(self, tokens: Iterable[int]) -> "GeneratedText":
         """Returns the text after further tokens."""
@@ -96,9 +98,9 @@ class GeneratedText(NamedTuple):
         text, found = self.text, self.found
         if found is None:
             text += piece
-        if piece and found is None and self.stop:
+        if piece and found is None and self.stop and num_tokens > self.min_tokens:
             # A stop string counts where its last character is new. Of several the one that begins first does.
             begins = ((text.find(stop, max(len(self.text) - len(stop) + 1, 0)), stop) for stop in self.stop)
             begin, found = min(((begin, stop) for begin, stop in begins if begin >= 0), default=(len(text), None))
             text = text[:begin]
-        return GeneratedText(self.tokenizer, self.stop, num_tokens, text, context, unsettled, found)
+        return GeneratedText(self.tokenizer, self.stop, self.min_tokens, num_tokens, text, context, unsettled, found)

@@ -5,7 +5,6 @@ import contextlib
 import threading
 import time
 
-import numpy as np
 import pytest
 from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
 from failures.test_owners import PARAMS as SPELLED
@@ -285,7 +284,7 @@ def test_closed_event_loop_aborts_its_requests(engine):
 
 def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
     """A request that comes during a long step does not make the event loop wait for it."""
-    slow_steps(monkeypatch, engine, 0.2)
+    slow_steps(monkeypatch, engine, 0.7)
     gaps = []
 
     async def tick():
@@ -297,9 +296,9 @@ def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
     async def main():
         async with AsyncEngine(engine) as serving:
             ticking = asyncio.create_task(tick())
-            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
             await asyncio.gather(*(last(serving.generate([number], params)) for number in range(3)))
             ticking.cancel()
 
     run(main())
-    assert np.median(gaps) < 0.05
+    assert max(gaps) < 0.35

@@ -114,3 +114,11 @@ def test_text_that_might_have_become_a_stop_string_comes_at_the_end():
     assert (text.shown, text.ended().text) == ("a", "aST")
     text = text.read(encode("x"))
     assert text.shown == "aSTx"
+
+
+def test_stop_string_within_the_first_tokens_ends_nothing():
+    text = GeneratedText(BYTES, ("ab",), min_tokens=4)
+    assert text.read(encode("xxab")).found is None
+    assert text.read(encode("xxabx")).ended().text == "xxabx"
+    # The first that is complete after them does, though it begins within them.
+    assert text.read(encode("abxabx"))[3:5] == (6, "abx")
