@@ -60,7 +60,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     limit = old_max_tokens if max_tokens is None else max_tokens
     params = make_params(found | {"max_tokens": limit or service.max_model_len - len(tokens)})
     service.check_length(len(tokens), params.max_tokens, "messages")
-    asked = service.choices_of([tokens], [params], n)
+    asked = service.choices_of([tokens], params, n)
     form = _Form(service, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), with_logprobs, with_ids)
     return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
 

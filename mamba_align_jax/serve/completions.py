@@ -44,16 +44,16 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     found = take_sampling(fields, service.settings)
     fields.end()
     found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
-    found["max_tokens"] = 16 if max_tokens is None else max_tokens
     if logprobs is not None:
         found["logprobs"] = logprobs
         if echo:
             found["prompt_logprobs"] = logprobs
-    params = make_params(found)
     tokens = [one if isinstance(one, tuple) else await service.encode(one, "prompt") for one in prompts]
+    if max_tokens is None:
+        max_tokens = max(1, min(16, service.max_model_len - max(map(len, tokens))))
     for one in tokens:
-        service.check_length(len(one), params.max_tokens, "prompt")
-    asked = service.choices_of(tokens, [params] * len(tokens), n)
+        service.check_length(len(one), max_tokens, "prompt")
+    asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n)
     echoed = [await _text(service, one) for one in prompts for _ in range(n)] if echo else None
     name, ends = f"cmpl-{uuid.uuid4().hex}", [0] * len(asked)
     form = _Form(service, name, int(time.time()), echoed, ends, logprobs is not None, with_ids)

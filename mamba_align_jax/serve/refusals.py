@@ -8,6 +8,8 @@ from starlette.responses import Response
 
 # A status says whose fault it was; clients of OpenAI's API read the type.
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# `json.dumps` would make one for each event.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class Refusal(Exception):
@@ -53,7 +55,7 @@ def overloaded(message: str) -> Refusal:
 
 def to_json(content: Any) -> bytes:
     """Returns a value as JSON, in ASCII, so that any text can be sent, even half of a surrogate pair."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(content).encode("ascii")
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

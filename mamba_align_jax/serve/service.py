@@ -71,8 +71,9 @@ class Service:
 
     @property
     def max_model_len(self) -> int:
-        """The number of tokens of the longest prompt with its answer."""
-        return self.serving.engine.spec.max_model_len
+        """The number of tokens of the longest prompt with its answer, for which the pools have room."""
+        engine = self.serving.engine
+        return min(engine.spec.max_model_len, (engine.sizes.kv_pages - 1) * engine.config.kv_page_size)
 
     def check_ready(self) -> None:
         """Checks that calls are taken.
@@ -172,10 +173,10 @@ class Service:
             )
             raise Refusal(400, message, param=param, code="context_length_exceeded")
 
-    def choices_of(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], n: int) -> list[Asked]:
+    def choices_of(self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int) -> list[Asked]:
         """Returns the requests for n choices to each prompt: the seed is the next number for each choice."""
-        seeded = lambda one, i: replace(one, seed=(one.seed + i) % _NUM_SEEDS)
-        return [(prompt, seeded(one, i)) for prompt, one in zip(prompts, params, strict=True) for i in range(n)]
+        seeded = [replace(params, seed=(params.seed + number) % _NUM_SEEDS) for number in range(n)]
+        return [(prompt, one) for prompt in prompts for one in seeded]
 
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool

@@ -146,3 +146,8 @@ def test_json_in_any_spelling_is_read(served):
             "/v1/completions", content=content, headers={"content-type": "application/json; charset=utf-8"}
         )
         assert response.json()["usage"]["prompt_tokens"] == 6
+
+
+def test_without_a_limit_an_answer_is_short_and_fits(served):
+    assert served.complete(PROMPT, ignore_eos=True)["usage"]["completion_tokens"] == 16
+    assert served.complete("x" * 505, ignore_eos=True)["usage"]["completion_tokens"] == 7

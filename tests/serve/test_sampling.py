@@ -1,0 +1,101 @@
+"""What a call says of sampling reaches the engine, and log-probabilities come back as OpenAI writes them."""
+
+import numpy as np
+import pytest
+
+from mamba_align_jax import SamplingParams
+from mamba_align_jax.data import encode
+
+PROMPT = "def read(self, name):\n    "
+MESSAGES = [{"role": "user", "content": "def read(self):"}]
+
+
+def own(served, prompt=PROMPT, **params):
+    (output,) = served.engine.generate(encode(prompt), SamplingParams(max_tokens=8, **params))
+    return output
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(logit_bias={"101": 100}), dict(presence_penalty=2, frequency_penalty=1.5), dict(repetition_penalty=3.0),
+        dict(temperature=1, seed=5, min_p=0.2), dict(temperature=1, seed=5, top_k=3, top_p=0.9), dict(min_tokens=8),
+    ],
+    ids=lambda fields: "+".join(fields),
+)  # fmt: skip
+def test_fields_mean_what_they_mean_to_the_engine(served, fields):
+    choice = served.complete(PROMPT, **{"max_tokens": 8, "temperature": 0} | fields)["choices"][0]
+    params = fields | ({"logit_bias": {101: 100}} if "logit_bias" in fields else {})
+    assert choice["token_ids"] == list(own(served, **params).token_ids)
+
+
+def test_a_top_k_of_minus_one_keeps_all_tokens(served):
+    fields = dict(temperature=1, seed=5, max_tokens=8)
+    first, second = (served.complete(PROMPT, top_k=k, **fields)["choices"][0] for k in (-1, 0))
+    assert first["token_ids"] == second["token_ids"]
+
+
+def check_logprobs(found, logprobs, text):
+    """Compares what an answer has with what the engine gives."""
+    names = [chr(one.token_id) for one in logprobs]
+    assert found["tokens"] == names
+    np.testing.assert_allclose(found["token_logprobs"], [one.logprob for one in logprobs], atol=1e-4)
+    for top, one in zip(found["top_logprobs"], logprobs, strict=True):
+        assert set(top) >= {chr(token) for token, _ in one.top if token < 128}
+        assert max(top.values()) == pytest.approx(one.top[0][1], abs=1e-4)
+    assert found["text_offset"] == list(range(found["text_offset"][0], found["text_offset"][0] + len(names)))
+    assert "".join(names) == text
+
+
+def test_completions_have_log_probabilities(served):
+    output = own(served, logprobs=3)
+    answer = served.complete(PROMPT, max_tokens=8, temperature=0, logprobs=3)["choices"][0]
+    check_logprobs(answer["logprobs"], output.logprobs, answer["text"])
+    fields = dict(prompt=PROMPT, max_tokens=8, temperature=0, logprobs=3)
+    parts = [event["choices"][0]["logprobs"] for event in served.events("/v1/completions", fields)]
+    whole = {name: [item for part in parts for item in part[name]] for name in answer["logprobs"]}
+    check_logprobs(whole, output.logprobs, answer["text"])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(served, max_tokens):
+    """lm-eval reads them like this."""
+    output = own(served, logprobs=1, prompt_logprobs=1)
+    fields = dict(max_tokens=max_tokens, temperature=0, logprobs=1, echo=True)
+    answer = served.complete(PROMPT, **fields)
+    (choice,) = answer["choices"]
+    found, count = choice["logprobs"], len(PROMPT)
+    assert choice["text"] == PROMPT + output.text[:max_tokens]
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    parts = {name: values[1:count] for name, values in found.items()}
+    check_logprobs(parts, output.prompt_logprobs[1:], PROMPT[1:])
+    assert len(found["tokens"]) == count + max_tokens
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert answer["usage"]["cache_miss"] == "prompt_logprobs"
+    streamed = [event["choices"][0] for event in served.events("/v1/completions", dict(prompt=PROMPT, **fields))]
+    assert "".join(part["text"] for part in streamed) == choice["text"]
+    for name in found:
+        assert [item for part in streamed for item in part["logprobs"][name]] == found[name]
+
+
+def test_chats_have_log_probabilities(served):
+    prompt = served.service.template.render(MESSAGES)
+    output = own(served, prompt, logprobs=2)
+    fields = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    found = served.post("/v1/chat/completions", fields).json()["choices"][0]["logprobs"]["content"]
+    for one, own_one in zip(found, output.logprobs, strict=True):
+        assert (one["token"], one["bytes"]) == (chr(own_one.token_id), [own_one.token_id])
+        assert one["logprob"] == pytest.approx(own_one.logprob, abs=1e-4)
+        assert [top["bytes"] for top in one["top_logprobs"]] == [[token] for token, _ in own_one.top]
+    events = served.events("/v1/chat/completions", fields)
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    streamed = [one for part in parts if part for one in part["content"]]
+    assert [one["token"] for one in streamed] == [one["token"] for one in found]
+
+
+def test_log_probabilities_without_alternatives_are_those_of_the_tokens(served):
+    fields = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "logprobs": True}
+    found = served.post("/v1/chat/completions", fields).json()["choices"][0]["logprobs"]["content"]
+    assert [one["top_logprobs"] for one in found] == [[], [], []]
+    answer = served.complete(PROMPT, max_tokens=3, temperature=0, logprobs=0)["choices"][0]["logprobs"]
+    assert [list(top) for top in answer["top_logprobs"]] == [[token] for token in answer["tokens"]]
