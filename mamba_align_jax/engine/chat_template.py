@@ -7,17 +7,15 @@ time and of memory, so a bad template can neither read files nor stop its caller
 import contextlib
 import importlib.util
 import json
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.worker import Worker
 
-_WORKER = Path(__file__).with_name("_template_worker.py")
+_SCRIPT = Path(__file__).with_name("_template_worker.py")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,7 +36,7 @@ class ChatTemplate:
         """
         self.source, self.variables, self.time_limit = source, dict(variables or {}), time_limit
         self._lock = threading.Lock()
-        self._worker = _Worker(source, time_limit)
+        self._worker = self._start()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -60,61 +58,22 @@ class ChatTemplate:
             raise ValueError(f"messages must be what JSON can hold, got {error}") from error
         with self._lock:
             if not self._worker.is_alive:
-                self._worker = _Worker(self.source, self.time_limit)
-            return self._worker.ask(task)
+                self._worker = self._start()
+            return _text_of(self._worker.ask(task))
+
+    def _start(self) -> Worker:
+        worker = Worker(_SCRIPT, str(self.time_limit))
+        _text_of(worker.ask(json.dumps(self.source)))
+        return worker
 
 
-class _Worker:
-    """The process that renders one template."""
-
-    def __init__(self, source: str, time_limit: float) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(time_limit)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf8",
-        )
-        self._stop = weakref.finalize(self, _stop, self._process)
-        self.ask(json.dumps(source))
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, task: str) -> str:
-        """Sends a line and waits for the answer, which comes in time: the process ends itself if it takes too long."""
-        assert self._process.stdin
-        assert self._process.stdout
-        answer = ""
-        try:
-            self._process.stdin.write(task + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        except BaseException:
-            # The answer would be taken for that of the next question.
-            self._stop()
-            raise
-        if not answer:
-            self._stop()
-            raise ValueError("the chat template must be done within its limits, got one that takes longer")
-        result = json.loads(answer)
-        if "error" in result:
-            raise ValueError(f"the chat template must accept the messages, got {result['error']}")
-        return result["text"]
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            assert pipe
-            pipe.close()
+def _text_of(answer: Any) -> str:
+    """Returns the text of a worker's answer, or raises the error that it tells."""
+    if answer is None:
+        raise ValueError("the chat template must be done within its limits, got one that takes longer")
+    if "error" in answer:
+        raise ValueError(f"the chat template must accept the messages, got {answer['error']}")
+    return answer["text"]
 
 
 def load_chat_template(path: str | Path) -> ChatTemplate | None:

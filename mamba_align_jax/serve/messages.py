@@ -19,8 +19,16 @@ async def take_prompt(service: Service, fields: Fields) -> Sequence[int]:
     """
     messages = fields.need("messages", _messages, service.settings.limits)
     begins_answer = fields.take("add_generation_prompt", values.flag)
-    text = await service.chat_text(messages, begins_answer is not False)
+    variables = fields.take("chat_template_kwargs", _variables) or {}
+    text = await service.chat_text(messages, begins_answer is not False, variables)
     return await service.encode(text, "messages", add_special_tokens=False)
+
+
+def _variables(name: str, value: Any) -> dict[str, Any]:
+    fixed = ("messages", "add_generation_prompt")
+    is_object = isinstance(value, dict) and not any(other in value for other in fixed)
+    values.require(is_object, name, f"an object without {' and '.join(fixed)}", value)
+    return value
 
 
 def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, str]]:

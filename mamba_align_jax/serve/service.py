@@ -20,13 +20,17 @@ from mamba_align_jax.engine.text import Tokenizer
 from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
 from mamba_align_jax.serve.fields import Fields, read_fields
 from mamba_align_jax.serve.generation import Asked, Choice, run_requests, usage
+from mamba_align_jax.serve.grammars import GrammarCheck
 from mamba_align_jax.serve.keys import Keys
 from mamba_align_jax.serve.metrics import Metrics
+from mamba_align_jax.serve.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
 from mamba_align_jax.serve.settings import Settings
 
 # Seeds fit the device's int32.
 _NUM_SEEDS = 2**31
+# Chats that may wait to be rendered, and grammars to be checked.
+_MAX_WAITING = 64
 # As vLLM writes the logarithm of 0.
 _LEAST_LOGPROB = -9999.0
 
@@ -65,6 +69,8 @@ class Service:
         self.serving, self.settings, self.template = serving, settings, template
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
+        self._rendering, self._compiling = OneAtATime(_MAX_WAITING), OneAtATime(_MAX_WAITING)
+        self._grammars = GrammarCheck(settings.limits.grammar_s)
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         # A token's text never changes.
         self.token_text = functools.lru_cache(maxsize=2**16)(self._token_text)
@@ -130,8 +136,15 @@ class Service:
         encode = self.tokenizer(param).encode
         return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
 
-    async def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    async def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         """Returns the text of a chat.
+
+        Args:
+            messages: The messages.
+            add_generation_prompt: Whether the text ends where an answer begins.
+            variables: What else the template may use.
 
         Raises:
             Refusal: There is no template, or it refuses the messages.
@@ -140,10 +153,22 @@ class Service:
         if template is None:
             message = "the model has no chat template: use /v1/completions"
             raise Refusal(400, message, param="messages", code="no_chat_template")
+        render = functools.partial(template.render, messages, add_generation_prompt=add_generation_prompt, **variables)
         try:
-            return await asyncio.to_thread(template.render, messages, add_generation_prompt=add_generation_prompt)
+            return await self._rendering.run(render)
         except ValueError as error:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
+
+    async def check_grammar(self, kind: str, text: str) -> None:
+        """Checks that a grammar compiles quickly.
+
+        Raises:
+            Refusal: It doesn't.
+        """
+        try:
+            await self._compiling.run(self._grammars.check, kind, text)
+        except ValueError as error:
+            raise Refusal(400, str(error), param="response_format", code="grammar") from error
 
     def _token_text(self, token: int) -> str:
         """Returns the text of a token as far as it has one of its own; without a tokenizer, nothing."""

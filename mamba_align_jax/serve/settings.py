@@ -23,6 +23,7 @@ class Limits:
         logprobs: Number of the most likely tokens that are reported for each token.
         messages: Number of messages of a chat.
         grammar_bytes: Size of a JSON schema.
+        grammar_s: Seconds that a JSON schema may take to compile.
         connections: Number of connections that are open at once.
         receive_s: Seconds in which a call's head must have arrived, and then its body.
         send_s: Seconds for which a client may leave an answer unread.
@@ -40,6 +41,7 @@ class Limits:
     logprobs: int = 20
     messages: int = 1024
     grammar_bytes: int = 64 * 2**10
+    grammar_s: float = 2.0
     connections: int = 1024
     receive_s: float = 30.0
     send_s: float = 30.0

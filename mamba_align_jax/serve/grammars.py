@@ -1,0 +1,42 @@
+"""Refuses grammars that would take long to compile, before the engine sees them.
+
+Most grammars compile within milliseconds, but a short one can need hours: {"multipleOf": 2147483647}. So a grammar is
+first compiled in a process of its own, which ends at a limit of time and of memory.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from mamba_align_jax.engine.worker import Worker
+
+_SCRIPT = Path(__file__).with_name("_grammar_worker.py")
+
+
+class GrammarCheck:
+    """Compiles grammars as a test. One thread may call it."""
+
+    def __init__(self, time_limit: float) -> None:
+        """Takes the number of seconds that a grammar may take. The process starts with the first grammar."""
+        self._time_limit = time_limit
+        self._worker: Worker | None = None
+        # What was good stays good.
+        self.check = functools.lru_cache(256)(self._check)
+
+    def _check(self, kind: str, text: str) -> None:
+        """Compiles a grammar.
+
+        Args:
+            kind: "json_schema" or "json_object".
+            text: The schema, or nothing.
+
+        Raises:
+            ValueError: The grammar is wrong, or takes too long or too much memory.
+        """
+        if self._worker is None or not self._worker.is_alive:
+            self._worker = Worker(_SCRIPT, str(self._time_limit))
+        answer = self._worker.ask(json.dumps((kind, text)))
+        if answer is None:
+            raise ValueError(f"response_format must compile within {self._time_limit:g} s and the limits of memory")
+        if answer["error"]:
+            raise ValueError(f"response_format must be a schema that llguidance takes, got {answer['error']}")

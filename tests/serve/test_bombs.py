@@ -1,0 +1,76 @@
+"""Templates and schemas that would read files, hang or need all memory are refused, and other calls go on meanwhile."""
+
+import threading
+import time
+
+import pytest
+from fakes.http import Served
+from serve.conftest import LIMITS
+
+from mamba_align_jax.engine.chat_template import ChatTemplate
+from mamba_align_jax.serve.grammars import GrammarCheck
+from mamba_align_jax.serve.settings import Settings
+
+pytest.importorskip("llguidance")
+NESTED = {"type": "object", "properties": {"a": {"type": "string"}}}
+for _ in range(200):
+    NESTED = {"type": "object", "properties": {"a": NESTED}}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return GrammarCheck(1.0)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": "integer", "multipleOf": 2147483647}',
+        '{"type": "string", "pattern": "^(?=.*a)(?=.*b).{1000,100000}$"}',
+        '{"$ref": "file:///etc/passwd"}',
+        '{"$ref": "http://127.0.0.1:1/schema.json"}',
+        str(NESTED).replace("'", '"'),
+        '{"allOf": [' + ", ".join(['{"anyOf": [' + ", ".join(['{"minProperties": 1}'] * 6) + "]}"] * 9) + "]}",
+        '{"type": "what"}',
+        "5",
+    ],
+    ids=["multiple", "lookahead", "file", "http", "nested", "product", "type", "number"],
+)
+def test_a_bad_schema_is_refused_in_time(grammars, schema):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="response_format must"):
+        grammars.check("json_schema", schema)
+    assert time.monotonic() - begin < 10
+    grammars.check("json_object", "")
+
+
+def test_backtracking_costs_nothing(grammars):
+    """llguidance's expressions have no backtracking."""
+    grammars.check("json_schema", '{"type": "string", "pattern": "^(a+)+$"}')
+    grammars.check("json_schema", '{"type": "string", "minLength": 1000000, "maxLength": 1000000000}')
+
+
+def test_a_template_bomb_costs_its_own_call_alone(engine):
+    source = (
+        "{% if messages | length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(source + "{% endif %}{{ messages[0].content }}", time_limit=2.0)
+    message = {"role": "user", "content": "x"}
+    with Served(engine, Settings(warm=False, limits=LIMITS), template) as served:
+        replies = []
+
+        def ask():
+            with served.new_client() as client:
+                replies.append(client.post("/v1/chat/completions", json={"messages": [message] * 2}))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert served.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+        assert served.client.get("/health").status_code == 200
+        # The bombs go off one after the other.
+        assert len(replies) < 2
+        for thread in threads:
+            thread.join(30)
+        assert [reply.json()["error"]["code"] for reply in replies] == ["chat_template"] * 2
+        assert served.post("/v1/chat/completions", {"messages": [message], "max_tokens": 1}).status_code == 200
