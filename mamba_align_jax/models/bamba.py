@@ -21,8 +21,6 @@ from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rot
 from mamba_align_jax.models.sources import Source, named
 
 LINEAR, FULL = "linear_attention", "full_attention"
-# The share of a head's dims that is rotated. Configurations do not name it.
-_ROTATED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +33,7 @@ class Config(ModelConfig):
     head_dim: int
     attention_bias: bool = False
     rope_theta: float = 1e4
+    partial_rotary_factor: float = 0.5
     rope_scaling: dict | None = field(default=None, hash=False)
     rms_norm_eps: float = 1e-5
     mamba_n_heads: int = 128
@@ -67,7 +66,12 @@ class Config(ModelConfig):
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "mamba_d_head": inner // mamba_heads if dim == "auto" else dim,
-            **rotation(config, rope_theta=cls.rope_theta),
+            # Only the fields of the rotation may name the share of a head's dims that is rotated.
+            **rotation(
+                {name: value for name, value in config.items() if name != "partial_rotary_factor"},
+                rope_theta=cls.rope_theta,
+                partial_rotary_factor=cls.partial_rotary_factor,
+            ),
         }
 
 
@@ -91,7 +95,7 @@ class Layer(nnx.Module):
                 head_dim=c.head_dim,
                 dtype=c.dtype,
                 rngs=rngs,
-                rotary_dim=int(c.head_dim * _ROTATED),
+                rotary_dim=int(c.head_dim * c.partial_rotary_factor),
                 rope_theta=c.rope_theta,
                 rope_scaling=c.rope_scaling,
                 bias=c.attention_bias,

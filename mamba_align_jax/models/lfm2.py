@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
@@ -21,7 +22,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.short_conv import ShortConv
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
-from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
+from mamba_align_jax.models.config import ModelConfig, layer_kinds, rotation
 from mamba_align_jax.models.sources import Source, experts, joined, named, taps, tensor
 from pallas_kernels import Implementation
 
@@ -49,6 +50,7 @@ class Config(ModelConfig):
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    use_expert_bias: bool = True
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
     max_position_embeddings: int = 128_000
@@ -58,7 +60,6 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds, the size of MLPs and the rotation: see `ModelConfig.derive`."""
-        require(config, use_expert_bias=(True,))
         layers, hidden, heads = (
             config.get(name, 1) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
@@ -177,5 +178,7 @@ def sources(place: str, config: Config) -> list[Source]:
     if place.endswith("conv.conv.weight"):
         return [taps(place)]
     if leaf == "e_score_correction_bias":
+        if not config.use_expert_bias:
+            return [Source((), lambda _: np.zeros(config.num_experts, np.float32))]
         return [tensor(".".join([*path, "expert_bias"]))]
     return [named(".".join([*path, _NAMES.get(module, module), leaf]))]

@@ -158,6 +158,11 @@ def _with_own_head(
     return replace(config, tie_word_embeddings=False)
 
 
+def _adapted(architecture: ModuleType, config: ModelConfig, tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """Returns the configuration as the files' tensors ask for it, if the architecture has layouts that differ."""
+    return architecture.adapted(config, tensors) if hasattr(architecture, "adapted") else config
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How a model is made: its structure, its parameters' shapes, and the source of each."""
@@ -225,7 +230,8 @@ def read_weights(
         architecture: A module of `mamba_align_jax.models`. It has `Model(config, rngs)` and `sources(place, config)`,
             which lists the ways (`Source`) to make the parameter at `place`, the dotted path of its attribute in the
             model. The first way whose tensors are all in the files is taken. It may have `ignored(config)`, which
-            returns prefixes of tensors that are not loaded.
+            returns prefixes of tensors that are not loaded, and `adapted(config, names)`, which returns the configuration
+            that fits the tensors of these names.
         config: The architecture's configuration.
         progress: Called after each parameter, with the number of parameters that are loaded and that of all parameters.
         check_values: Whether weights are refused that are not finite in the model's dtype.
@@ -235,7 +241,7 @@ def read_weights(
             missing or broken. It is named.
     """
     tensors = find_tensors(path)
-    config = _with_own_head(Path(path), architecture, config, tensors)
+    config = _with_own_head(Path(path), architecture, _adapted(architecture, config, tensors), tensors)
     plan = _plan(Path(path), architecture, config, tensors)
     loaded = []
     for place, source in plan.sources.items():
@@ -259,7 +265,8 @@ def read_outline(path: str | Path, architecture: ModuleType, config: ModelConfig
         ValueError: a tensor is missing or unknown, one that makes a parameter alone has a wrong shape, or a file is
             missing or broken. It is named.
     """
-    plan = _plan(Path(path), architecture, config, find_tensors(path))
+    tensors = find_tensors(path)
+    plan = _plan(Path(path), architecture, _adapted(architecture, config, tensors), tensors)
     return nnx.merge(plan.graph, nnx.from_flat_state(list(plan.variables.items())))
 
 

@@ -6,7 +6,8 @@ some of its projections. It reads the layer's inputs beside the embeddings.
 Source: Glorioso et al., "The Zamba2 Suite" (2024).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ class Config(ModelConfig):
     mamba_d_conv: int = 4
     add_bias_linear: bool = False
     num_mem_blocks: int = 1
+    shares_blocks: bool = True
     use_shared_attention_adapter: bool = False
     adapter_rank: int = 128
     use_mem_rope: bool = False
@@ -84,6 +86,12 @@ class Config(ModelConfig):
     def hybrid_layers(self) -> list[int]:
         """The layers that hear a shared block, in order. They take turns with the blocks."""
         return [number for number, kind in enumerate(self.layers_block_type) if kind == HYBRID]
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks whose weights differ: each layer that hears one has its own if they are not shared."""
+        hybrid = len(self.hybrid_layers)
+        return min(self.num_mem_blocks, hybrid) if self.shares_blocks else hybrid
 
 
 class Layer(nnx.Module):
@@ -154,13 +162,44 @@ class Model(CausalLM):
                 rope_theta=c.rope_theta,
                 rope_scaling=c.rope_scaling,
             )
-            for _ in range(min(c.num_mem_blocks, len(hybrid)))
+            for _ in range(c.num_blocks)
         ]
         # The name comes before `layers`, so that the blocks' parameters have their places here and not in a layer.
         self.blocks = nnx.List(blocks)
-        turns = {number: blocks[turn % c.num_mem_blocks] for turn, number in enumerate(hybrid)}
+        turns = {number: blocks[turn % c.num_blocks] for turn, number in enumerate(hybrid)}
         layers = [Layer(c, turns.get(number), rngs) for number in range(c.num_hidden_layers)]
         super().__init__(c, layers, RMSNorm(c.hidden_size, c.rms_norm_eps), rngs)
+
+
+def adapted(config: Config, names: Collection[str]) -> Config:
+    """Returns the configuration with `shares_blocks` false if each layer has a block of its own in the files.
+
+    Copies of a block may differ from it: transformers shares neither the blocks of models whose embeddings are not tied
+    nor parameters that files hold twice with different values.
+
+    Args:
+        config: The configuration.
+        names: The names of the tensors.
+    """
+    copies = tuple(f"{_block(number)}." for number in config.hybrid_layers[config.num_blocks :])
+    return replace(config, shares_blocks=not any(name.startswith(copies) for name in names))
+
+
+def ignored(config: Config) -> tuple[str, ...]:
+    """Returns the prefixes of tensors that are not loaded: copies of a block hold the adapters of other layers too."""
+    hybrid = () if config.shares_blocks else config.hybrid_layers
+    return tuple(
+        f"{_block(number)}.{projection}_adapter_list.{turn}."
+        for own, number in enumerate(hybrid)
+        for turn in range(len(hybrid))
+        for projection in ("feed_forward.gate_up_proj", *(f"self_attn.linear_{x}" for x in "qkv"))
+        if turn != own
+    )
+
+
+def _block(number: int) -> str:
+    """Returns the prefix of the tensors of the block that layer `number` has in the files."""
+    return f"model.layers.{number}.shared_transformer"
 
 
 def sources(place: str, config: Config) -> list[Source]:
@@ -172,7 +211,7 @@ def sources(place: str, config: Config) -> list[Source]:
     kind, index, name = place.split(".", 2)
     number, hybrid = int(index), config.hybrid_layers
     if kind == "blocks":
-        prefix = f"model.layers.{hybrid[number]}.shared_transformer"
+        prefix = _block(hybrid[number])
         # The gates and their factors are one tensor in the files as well.
         return [(tensor if "gate_up_proj" in name else named)(f"{prefix}.{name}")]
     layer = f"model.layers.{number}"
@@ -184,7 +223,7 @@ def sources(place: str, config: Config) -> list[Source]:
         return [named(f"{layer}.{name}")]
     # Adapters are listed in the block, in the order of the layers that hear a block.
     turn = hybrid.index(number)
-    prefix = f"model.layers.{hybrid[turn % config.num_mem_blocks]}.shared_transformer"
+    prefix = _block(hybrid[turn % config.num_blocks])
 
     def adapter(projection: str, half: int) -> str:
         return f"{prefix}.{projection}_adapter_list.{turn}.{half}.weight"

@@ -210,16 +210,6 @@ def test_unsupported_configuration_is_refused(tmp_path, make, change, message):
         load_model(tmp_path)
 
 
-def test_copies_of_a_shared_block_are_refused(tmp_path):
-    """They may differ from the block: transformers shares it only if embeddings are tied."""
-    _, tensors = weights.write(tmp_path, weights.zamba2)
-    name = "shared_transformer.self_attn.q_proj.weight"
-    copy = {f"model.layers.2.{name}": tensors[f"model.layers.0.{name}"]}
-    save_file(tensors | copy, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"tensor 'model.layers.2.{name}' has no place"):
-        load_model(tmp_path)
-
-
 def test_options_change_what_is_loaded(tmp_path):
     """Falcon-H1's mixers may have a norm, and Granite may have no experts."""
     for make, options in (
