@@ -108,8 +108,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """Runs one request, and yields what is new of it.
 
-        The last update has the output, and that has the error if one was raised on the request's account. A reader that is slower than the engine gets several steps' news in one update. If the task is cancelled, or the
-        iterator is closed or dropped, the request is aborted and its blocks are freed.
+        The last update has the output, and that has the error if one was raised on the request's account. A reader that
+        is slower than the engine gets several steps' news in one update. If the task is cancelled, or the iterator is
+        closed or dropped, the request is aborted and its blocks are freed.
 
         Args:
             prompt: The prompt, as text or token ids.
