@@ -54,7 +54,7 @@ CALLS = [
     *((HybridCache, name) for name in ("free", "forget")),
     *((StateBlockManager, name) for name in ("lookup", "begin", "fits", "allocate", "publish", "commit", "release")),
     *((StateBlockManager, name) for name in ("free", "forget", "_offer")),
-    *((KVPageManager, name) for name in ("lookup", "holds", "fits", "allocate", "publish", "free")),
+    *((KVPageManager, name) for name in ("lookup", "holds", "fits", "allocate", "can_publish", "publish", "free")),
     *((BlockPool, name) for name in ("allocate", "find", "hold", "release", "publish", "unpublish", "_evict")),
     (HashChain, "at"),
     *((PromptLookupDrafter, name) for name in ("draft", "forget")),
