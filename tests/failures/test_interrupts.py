@@ -26,10 +26,13 @@ PARAMS = SamplingParams(max_tokens=18, ignore_eos=True, stop=tuple(chr(60 + toke
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt once, before the line number `turn` of this package that runs within the context."""
+    """Raises KeyboardInterrupt once, before the line number `turn` of this package that runs within the context.
 
-    def __init__(self, turn):
-        self.turn, self.lines, self.place = turn, 0, None
+    Only lines of files whose paths begin with `path` are counted.
+    """
+
+    def __init__(self, turn, path=PACKAGE):
+        self.turn, self.path, self.lines, self.place = turn, path, 0, None
 
     def __enter__(self):
         sys.settrace(self.trace)
@@ -42,7 +45,7 @@ class Interrupt:
     def trace(self, frame, event, argument):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        if event == "line" and frame.f_code.co_filename.startswith(self.path):
             self.lines += 1
             if self.lines > self.turn and self.place is None:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -163,6 +166,24 @@ def test_every_line_of_the_short_calls_may_be_interrupted():
             calls.check()
             if interrupt.place is None:
                 break
+
+
+@pytest.mark.parametrize("file", ["updates", "results", "request"])
+def test_every_line_that_makes_an_update_may_be_interrupted(file):
+    """A request has tokens that were shown and tokens that were not when the interrupt comes."""
+    engine = Engine(SPELLER, EngineConfig(**SIZES), tokenizer=Letters())
+    calls = Calls(engine, np.random.default_rng(0))
+    for turn in itertools.count():
+        calls.add()
+        for _ in range(5):
+            calls.update()
+        with Interrupt(turn, f"{PACKAGE}/engine/{file}.py") as interrupt:
+            calls.update()
+        calls.drain()
+        calls.check()
+        if interrupt.place is None:
+            break
+    assert turn > 10
 
 
 def test_two_interrupts_leak_nothing():
