@@ -111,6 +111,7 @@ class Calls:
         whole = sorted(self.outputs.keys() - set(aborted))
         assert all(self.outputs[n].finish_reason == "length" for n in whole)
         assert_right([self.outputs[n] for n in whole], [self.prompts[n] for n in whole])
+        assert all(output.text == Letters().decode(output.token_ids) for output in self.outputs.values())
         for number, (tokens, text) in self.shown.items():
             output = self.outputs[number]
             assert (output.token_ids[: len(tokens)], output.text[: len(text)]) == (tokens, text)
