@@ -122,7 +122,7 @@ class AsyncEngine:
             EngineDeadError: The thread has ended, or was never started.
         """
         # Long texts and grammars take a while, in which other tasks run.
-        is_slow = isinstance(prompt, str) or getattr(params, "grammar", None) is not None
+        is_slow = isinstance(prompt, str) or (isinstance(params, SamplingParams) and params.grammar is not None)
         request = await asyncio.to_thread(self._checked, prompt, params) if is_slow else self._checked(prompt, params)
         stream = _Stream()
         self._submit(stream, *request)

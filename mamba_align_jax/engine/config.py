@@ -151,7 +151,8 @@ class SamplingParams:
         stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
             that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.
-        min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens.
+        min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens, and no stop
+            string ends the request.
         min_p: Only tokens that are at least `min_p` times as likely as the most likely token are drawn; 0 keeps all.
         repetition_penalty: Divides the positive logits of tokens that are in the prompt or were generated, and
             multiplies the negative ones; 1 changes nothing.

@@ -101,6 +101,20 @@ def test_prompt_is_no_part_of_the_text(rng):
     assert output.finish_reason == "length"
 
 
+@pytest.mark.parametrize("stepping", ["sync", "async"])
+def test_stop_string_within_min_tokens_ends_nothing(rng, stepping):
+    engine, prompt = make_engine(stepping), prompts(rng)[0]
+    tokens = answer(prompt)
+    text = LETTERS.decode(tokens)
+    # The last letter comes first as token `number`, and again as the last.
+    number = next(n for n in range(3, LENGTH) if text[n] in text[n + 1 :])
+    last = text.index(text[number], number + 1)
+    (output,) = engine.generate(prompt, params(text[number], min_tokens=number + 1))
+    assert (output.token_ids, output.text) == (tuple(tokens[: last + 1]), text[:last])
+    (output,) = engine.generate(prompt, params(text[number], min_tokens=number))
+    assert (output.token_ids, output.text) == (tuple(tokens[: number + 1]), text[:number])
+
+
 def test_stop_tokens_and_lengths_have_their_reasons(rng):
     engine, prompt = make_engine("drafts"), prompts(rng)[0]
     token = answer(prompt)[5]
@@ -187,7 +201,7 @@ def test_tokenizer_that_raises_while_the_engine_recovers_ends_its_request(rng, m
     for _ in range(4):
         engine.step()
 
-    def interrupt(row, tokens):
+    def interrupt(*result):
         tokenizer.broken = frozenset(range(61))
         raise KeyboardInterrupt
 
