@@ -56,6 +56,10 @@ class GeneratedText(NamedTuple):
                 text = text._after(text.num_tokens + 1, piece, (), rest)
         return text
 
+    def of_all(self, tokens: tuple[int, ...]) -> "GeneratedText":
+        """Returns the text of all tokens of a request without stop strings that has ended."""
+        return self.fresh()._replace(num_tokens=len(tokens), text=self.tokenizer.decode(tokens))
+
     def ended(self) -> "GeneratedText":
         """Returns the text if no token follows. What is left of a character becomes a replacement character."""
         if not self.unsettled:

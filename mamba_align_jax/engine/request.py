@@ -246,8 +246,11 @@ class Request:
         if self.text is None:
             return None
         try:
-            text = self.read_text() or self.text
-            text = self.text = text.ended()
+            if self.text.num_tokens or self.text.stop:
+                self.text = (self.read_text() or self.text).ended()
+            else:
+                # Nothing was shown, so nothing has to follow from it, and one call is quicker than one for each token.
+                self.text = self.text.of_all(self.generated)
         except Exception:
             # A request that ends otherwise has the text that could be decoded.
             if reason in ("stop", "length"):

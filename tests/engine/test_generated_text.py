@@ -61,6 +61,8 @@ def test_pieces_put_together_are_the_whole_text(tokens):
     half = len(tokens) // 2
     assert GeneratedText(BYTES).read(tokens[:half]).read(tokens[half:]).ended() == end
     assert end.fresh() == GeneratedText(BYTES)
+    whole = end.of_all(tuple(tokens))
+    assert (whole.num_tokens, whole.text) == (end.num_tokens, end.text)
 
 
 @pytest.mark.parametrize("text", ["a中😀b", "öö", "ab"])

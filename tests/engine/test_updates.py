@@ -1,5 +1,7 @@
 """`step_outputs` tells what is new of each request: its updates, put together, are its output."""
 
+from dataclasses import replace
+
 import pytest
 from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, assert_right, prompts
 from failures.test_owners import PARAMS as SPELLED
@@ -50,6 +52,21 @@ def test_updates_put_together_are_the_output(rng, stepping):
     assert engine.step_outputs() == []
     assert not engine._updates._shown
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+def test_log_probabilities_come_with_their_tokens(rng, stepping):
+    """Those of the prompt come once, and the others as many as tokens."""
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping])), prompts(rng)[:4]
+    params = replace(SPELLED, logprobs=2, prompt_logprobs=1)
+    ids = [engine.add_request(prompt, params) for prompt in asked]
+    updates = drain(engine)
+    for update in updates:
+        assert [one.token_id for one in update.logprobs] == list(update.token_ids)
+    for name, prompt in zip(ids, asked, strict=True):
+        update = joined(updates)[name]
+        assert (update.logprobs, update.prompt_logprobs) == (update.output.logprobs, update.output.prompt_logprobs)
+        assert [one and one.token_id for one in update.prompt_logprobs] == [None, *prompt[1:]]
 
 
 def test_step_and_step_outputs_take_turns(rng):
