@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mamba_align_jax.engine.levels import Level, level_of
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.scheduler import Plan, Row
 
 # The fewest decode rows of a program that also has prefill rows, if it is not the only one.
@@ -55,7 +55,8 @@ def choose_bucket(buckets: Iterable[Bucket], plan: Plan) -> Bucket:
 
     Programs of levels above `Level.DRAW` have the sizes of those that draw.
     """
-    level = max(_level(row) for row in plan.rows)
+    levels = [row.request.level for row in plan.decode] + [_level(row) for row in plan.prefill]
+    level = max(levels)
     exact = Bucket(
         len(plan.decode),
         len(plan.prefill),
@@ -67,9 +68,10 @@ def choose_bucket(buckets: Iterable[Bucket], plan: Plan) -> Bucket:
 
 
 def _level(row: Row) -> Level:
+    """Returns the level that a prefill row needs."""
     if row.scores_prompt:
         return Level.PROMPT
-    return level_of(row.request.params) if row.samples else Level.MOST_LIKELY
+    return row.request.level if row.samples else Level.MOST_LIKELY
 
 
 def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = False) -> list[Bucket]:

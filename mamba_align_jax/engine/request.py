@@ -10,6 +10,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarState
+from mamba_align_jax.engine.levels import Level, level_of
 
 
 class TokenLogprobs(NamedTuple):
@@ -123,6 +124,7 @@ class Request:
         params: How it is sampled.
         tokens: The prompt and the tokens sampled so far.
         max_length: The number of tokens at which the request ends.
+        level: The level of the programs that sample its tokens.
         slot: The request's place in the device's arrays; -1 while it waits.
         rank: Priority and arrival. Lower ranks run first. The queue sets it once.
         num_computed: Number of tokens whose states exist on the device, as far as results were read.
@@ -154,6 +156,7 @@ class Request:
     outbox: dict[int, RequestOutput] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
     max_length: int = field(init=False)
+    level: Level = field(init=False)
     slot: int = -1
     rank: tuple[int, int] = (0, 0)
     num_computed: int = 0
@@ -179,6 +182,7 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.max_length = len(self.prompt) + self.params.max_tokens
+        self.level = level_of(self.params)
         self.prefill_end = len(self.prompt)
 
     @property

@@ -202,7 +202,7 @@ class StepRunner:
         for row in places[bucket.decode_rows :] if self._drafter else ():
             if row is not None and row.enters and row.start:
                 self._store_tokens(row.slot, row.request.tokens[: row.start])
-        for row in places:
+        for row in places[bucket.decode_rows :]:
             if row is not None and row.enters and changes_logits(row.request.params):
                 self._store_request(row)
         sampler = self.make_sampler() if bucket.level >= Level.FULL else None
@@ -236,13 +236,13 @@ class StepRunner:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
         result: StepResult = jax.device_get(dispatched.result).unpack()
         columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
-        rows, begin = [], 0
-        for place, (row, sampled, count, num_drafts) in enumerate(zip(dispatched.places, *columns, strict=True)):
-            if row is not None:
-                tokens = sampled[: count if row.samples else 0]
-                logprobs = _logprobs(result, row, place, tokens), _prompt_logprobs(result, row, begin)
-                rows.append((row, RowResult(tokens, num_drafts, *logprobs)))
-                begin += row.num_tokens
+        rows = [
+            (row, RowResult(sampled[: count if row.samples else 0], num_drafts))
+            for row, sampled, count, num_drafts in zip(dispatched.places, *columns, strict=True)
+            if row is not None
+        ]
+        if result.scores is not None:
+            rows = _with_logprobs(result, dispatched.places, rows)
         return ReadStep(rows, self._copied_bytes(result.copies), int(result.null_reads))
 
     def _copied_bytes(self, copies: Any) -> int:
@@ -262,6 +262,19 @@ class StepRunner:
             num_decode_rows=bucket.decode_rows,
             layout=self._layout,
         )
+
+
+def _with_logprobs(
+    result: StepResult, places: Sequence[Row | None], rows: Sequence[tuple[Row, RowResult]]
+) -> list[tuple[Row, RowResult]]:
+    """Returns the results of the rows, in the order of their places, with the log-probabilities that they ask for."""
+    found, begin = [], 0
+    used = (place for place, row in enumerate(places) if row is not None)
+    for place, (row, own) in zip(used, rows, strict=True):
+        logprobs, of_prompt = _logprobs(result, row, place, own.tokens), _prompt_logprobs(result, row, begin)
+        found.append((row, own._replace(logprobs=logprobs, prompt_logprobs=of_prompt)))
+        begin += row.num_tokens
+    return found
 
 
 def _logprobs(result: StepResult, row: Row, place: int, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:

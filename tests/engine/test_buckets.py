@@ -16,12 +16,12 @@ from mamba_align_jax.engine.buckets import (
     prefill_sizes,
     programs_of,
 )
-from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.program import run_step
 
 
 def plan(decode, chunks=(), temperature=0.0):
-    request = SimpleNamespace(params=SamplingParams(temperature=temperature))
+    request = SimpleNamespace(level=level_of(SamplingParams(temperature=temperature)))
     row = lambda tokens: SimpleNamespace(num_tokens=tokens, request=request, samples=True, scores_prompt=False)
     decode_rows, prefill_rows = [row(1) for _ in range(decode)], [row(tokens) for tokens in chunks]
     return SimpleNamespace(decode=decode_rows, prefill=prefill_rows, rows=decode_rows + prefill_rows)
