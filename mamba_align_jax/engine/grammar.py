@@ -4,7 +4,7 @@ llguidance (https://github.com/guidance-ai/llguidance) says which tokens a gramm
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,15 @@ class Grammar:
 class GrammarState:
     """The state of one request's grammar, which follows from the request's tokens."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, end_tokens: Collection[int]) -> None:
         """Starts before the first generated token.
 
         Args:
             matcher: llguidance's matcher, in its first state. No one else may use it.
             vocab_size: Number of the model's tokens.
+            end_tokens: The model's end tokens.
         """
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, end_tokens
         # The number of tokens that the matcher has read; None if a call was cut off, so that it is unknown.
         self._num_read: int | None = 0
 
@@ -74,8 +75,8 @@ class GrammarState:
             if num_allowed == len(drafts):
                 break
             draft = drafts[num_allowed]
-            # No draft may follow an end token, after which the matcher is stopped.
-            if not mask[draft // 32] >> (draft % 32) & 1 or self._matcher.is_stopped():
+            # The grammar does not go on after an end token.
+            if draft in self._end_tokens or not mask[draft // 32] >> (draft % 32) & 1:
                 break
             self._check(self._matcher.consume_token(draft))
             num_allowed += 1
@@ -127,7 +128,7 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Returns the state of a grammar before the first token. Raises what `check` raises."""
-        return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size)
+        return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size, self._end_tokens)
 
     def _load_vocabulary(self) -> Any:
         try:

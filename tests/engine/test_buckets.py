@@ -57,9 +57,13 @@ def test_small_engines_have_few_programs():
     assert len(set(all_buckets(64, 4, 2048))) == 2 * greedy(64, 4, 2048)
 
 
-def test_engine_whose_requests_draw_nothing_compiles_half_of_the_programs():
-    sizes = dict(block_size=8, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
-    engine, compiled = Engine(Speller(), EngineConfig(**sizes)), []
+@pytest.fixture
+def few_sizes():
+    return dict(block_size=8, kv_page_size=8, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
+
+
+def test_engine_whose_requests_draw_nothing_compiles_half_of_the_programs(few_sizes):
+    engine, compiled = Engine(Speller(), EngineConfig(**few_sizes)), []
     engine.warmup(lambda: compiled.append(1), draws=False)
     assert 2 * len(compiled) == engine.num_programs == 8
     before = run_step._cache_size()
@@ -67,6 +71,17 @@ def test_engine_whose_requests_draw_nothing_compiles_half_of_the_programs():
     assert run_step._cache_size() == before
     engine.generate([1, 2, 3], SamplingParams(max_tokens=4, temperature=1.0))
     assert run_step._cache_size() > before
+
+
+def test_engine_that_is_warm_at_every_level_compiles_nothing(few_sizes):
+    engine = Engine(Speller(), EngineConfig(**few_sizes))
+    engine.warmup(full=True)
+    before = run_step._cache_size()
+    prompts = [[1, 2, 3], list(range(30))]
+    for fields in (dict(), dict(temperature=1.0), dict(logit_bias={1: 2.0}), dict(prompt_logprobs=0)):
+        for batch in (prompts[:1], prompts):
+            engine.generate(batch, SamplingParams(max_tokens=4, **fields))
+    assert run_step._cache_size() == before
 
 
 def test_rows_count_as_well_as_tokens():

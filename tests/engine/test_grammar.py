@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import string
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_masks_allow_what_continues_a_string_of_the_language(tokenizer, rng, pat
         for _ in range(3):
             after = text + "".join(TEXTS[draft] for draft in drafts)
             may = [token for token in allowed(after, language) if token != END] or [9]
-            drafts.append(int(rng.choice(may)) if rng.random() < 0.8 else int(rng.integers(VOCAB)))
+            drafts.append(int(rng.choice(may)) if rng.random() < 0.8 else int(rng.choice([END, rng.integers(VOCAB)])))
         kept, masks = state.allow(tokens, len(prompt), drafts)
         assert kept == drafts[: len(kept)]
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
@@ -224,6 +225,16 @@ def test_constrained_request_runs_in_every_other_asynchronous_step(tokenizer):
     serve(engine, [([1, 2, 3], params_of(FORCED)), ([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))])
     assert [0 in ids for ids in rows[:12]] == [True, False] * 6
     assert all(1 in ids for ids in rows[:12])
+
+
+def test_grammar_may_be_compiled_in_one_thread_and_used_in_another(tokenizer, rng):
+    compiler, grammar = GrammarCompiler(tokenizer, VOCAB, [END]), Grammar("regex", "[ab]{3,9}")
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            list(pool.map(compiler.check, [grammar, Grammar("regex", f"a{{{rng.integers(1, 90)}}}")] * 4))
+            states = list(pool.map(compiler.start, [grammar] * 8))
+            masks = [found for _, found in pool.map(lambda state: state.allow([5, 0, 1], 1), states)]
+            assert all(np.array_equal(mask, masks[0]) for mask in masks)
 
 
 @pytest.mark.parametrize(
