@@ -64,10 +64,12 @@ class SoakTraffic:
         seed: of all draws.
         books: long token lists. Requests share their beginnings, and fresh tokens are taken from their middle.
         config: the engine's.
+        levels: whether some requests need programs of higher levels.
     """
 
-    def __init__(self, seed, books, config):
+    def __init__(self, seed, books, config, levels=False):
         self.rng, self.books, self.config = np.random.default_rng(seed), books, config
+        self.levels = levels
         self.conversations = deque(maxlen=60)
         self.edges = [n * config.block_size + d for n in range(4) for d in (-1, 0, 1) if n * config.block_size + d > 0]
 
@@ -118,6 +120,10 @@ class SoakTraffic:
                 top_p=self.pick(1.0, 1.0, 0.9),
                 seed=int(rng.integers(1 << 31)),
             )
+        if self.levels and len(prompt) % 5 == 0:
+            # Needs programs of a higher level, and changes no token.
+            asked = 1 if len(prompt) % 3 == 0 else None
+            params = dataclasses.replace(params, logit_bias={0: 0.0}, logprobs=1, prompt_logprobs=asked)
         return prompt, params
 
     def done(self, params, output):
@@ -279,6 +285,7 @@ class Watch:
         engine.add_request([1], SamplingParams(max_tokens=1))
         while engine.has_unfinished:
             engine.step()
+        engine.runner.make_sampler()
         self.left = self.rest()
 
     @property
@@ -418,6 +425,7 @@ class Watch:
                 or cached % self.engine.config.block_size
                 or (cached and self.known[self.key(params, output.prompt_token_ids[:cached])] == 1 + output.request_id)
                 or cached >= len(output.prompt_token_ids)
+                or not logprobs_fit(params, output)
             ):
                 self.wrong.append(output)
             self.remember(output.request_id, params, [*output.prompt_token_ids, *output.token_ids])
@@ -507,6 +515,15 @@ def soak(engine, traffic, judge, count, report=lambda line: None):
     return wrong + watch.wrong, ties, watch.leaked, watch.aborted, watch.refused
 
 
+def logprobs_fit(params, output):
+    """Whether an output has the log-probabilities that were asked for, one of each token."""
+    own, of_prompt = output.logprobs, output.prompt_logprobs
+    own_fit = own is None or [found.token_id for found in own] == list(output.token_ids)
+    fit = of_prompt is None or [found.token_id for found in of_prompt[1:]] == list(output.prompt_token_ids[1:])
+    lacks = params.prompt_logprobs is not None and of_prompt is None and len(output.token_ids) > 0
+    return own_fit and fit and not lacks and (own is None) == (params.logprobs is None)
+
+
 def shares(count, configs):
     """Yields each configuration under both ways of stepping, with its share of the requests, if it has one."""
     both = [(name + how, options | more) for name, options in configs.items() for how, more in STEPPING.items()]
@@ -523,7 +540,13 @@ def parts(seed, stub, model):
     speller = Speller(STUTTER)
     for name, share, options in shares(stub, STUB_CONFIGS):
         config = EngineConfig(**{**STUB, **options})
-        yield f"stub, {name}", share, Engine(speller, config), SoakTraffic([seed, share], books, config), Exactly()
+        yield (
+            f"stub, {name}",
+            share,
+            Engine(speller, config),
+            SoakTraffic([seed, share], books, config, True),
+            Exactly(),
+        )
     if model:
         bundled = load_model(BYTE_MODEL, "float32")
         text = encode("".join(thing.__doc__ for thing in (argparse.ArgumentParser, SamplingParams, EngineConfig)))

@@ -56,7 +56,7 @@ def soaked(count, seed=0):
     engine = Engine(SPELLER, config)
     poison(engine)
     books = np.random.default_rng(seed).integers(0, VOCAB, (4, 200)).tolist()
-    return engine, soak.soak(engine, soak.SoakTraffic(seed, books, config), soak.Exactly(), count)
+    return engine, soak.soak(engine, soak.SoakTraffic(seed, books, config, levels=True), soak.Exactly(), count)
 
 
 def test_small_soak():
