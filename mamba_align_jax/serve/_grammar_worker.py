@@ -32,7 +32,8 @@ def _main(time_limit: float) -> None:
     for line in sys.stdin:
         # What the alarm does is to end the process.
         signal.setitimer(signal.ITIMER_REAL, time_limit)
-        error = _error(*json.loads(line), bytes_)
+        kind, text = json.loads(line)
+        error = _error(kind, text, bytes_)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps({"error": error and error[:500]}), flush=True)
 

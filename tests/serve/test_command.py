@@ -1,0 +1,121 @@
+"""`mamba-align serve`: its options reach the engine and the server, and a signal drains it."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mamba_align_jax.cli import main
+from mamba_align_jax.data import BYTE_MODEL
+from mamba_align_jax.engine.config import EngineConfig
+from mamba_align_jax.serve import command
+from mamba_align_jax.serve.settings import Limits
+
+# Its programs are compiled quickly. It has no tokenizer.
+QUICK = Path(__file__).parents[1] / "data" / "mamba"
+
+
+def options(*arguments, model=BYTE_MODEL):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=model)
+    command.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_help_has_every_limit_with_the_words_of_its_docstring():
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    text = " ".join(parser.format_help().split())
+    for item in fields(Limits):
+        assert f"--limit-{item.name.replace('_', '-')}" in text
+    assert "Number of connections that are open at once (default: 1024)" in text
+    assert "Number of requests that run at once (default: 8)" in text
+
+
+def test_options_are_the_engines_and_the_servers(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("sk-b\n\n sk-c \n")
+    given = options(
+        *("--max-num-seqs", "3", "--memory-fraction", "0.5", "--async-stepping", "--speculation", "mtp"),
+        *("--api-key", "sk-a", "--api-key-file", str(file), "--limit-body-bytes", "100", "--limit-call-s", "7.5"),
+        *("--served-model-name", "name", "--min-priority", "-3", "--no-warmup", "--port", "0"),
+    )
+    settings = command.make_settings(given)
+    assert settings.api_keys == ("sk-a", "sk-b", "sk-c")
+    assert (settings.limits.body_bytes, settings.limits.call_s, settings.limits.choices) == (100, 7.5, 16)
+    assert (settings.model_name, settings.min_priority, settings.warm) == ("name", -3, False)
+    found = []
+
+    def load(config):
+        found.append(config)
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        command.run(given, load)
+    assert found == [
+        EngineConfig(max_num_seqs=3, memory_fraction=0.5, async_stepping=True, speculation="mtp", max_waiting=1024)
+    ]
+
+
+def test_without_options_the_settings_are_the_defaults():
+    assert command.make_settings(options()).model_name == "byte_model"
+    assert command.make_settings(options()).limits == Limits()
+
+
+def test_sampling_defaults_are_the_models(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
+    given = options("--sampling-defaults", model=tmp_path)
+    assert command.make_settings(given).sampling_defaults == {"temperature": 0.7, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--limit-choices", "0"], "choices must be at least 1"),
+        (["--api-key", "a b\n"], "api_keys must be"),
+        (["--api-key-file", "/nowhere"], "No such file"),
+        (["--api-key-file", "/dev/null"], "api_key_file must have a key"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+    ],
+)
+def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
+def test_a_signal_lets_streams_finish_and_ends_the_process(number):
+    arguments = ["serve", "--model", str(QUICK), "--port", "0", "--no-warmup", "--max-model-len", "256"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mamba_align_jax", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    )
+    try:
+        lines = iter(process.stderr.readline, "")
+        port = next(found[1] for line in lines if (found := re.search(r"http://127.0.0.1:(\d+)", line)))
+        call = {"prompt": [1, 2, 3], "max_tokens": 100, "stream": True, "return_token_ids": True, "ignore_eos": True}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", url, json=call, timeout=120, trust_env=False) as response:
+            events = response.iter_lines()
+            first = next(events)
+            process.send_signal(number)
+            rest = [first, *events]
+        assert rest[-2:] == ["data: [DONE]", ""]
+        found = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: {")]
+        assert sum(len(one["choices"][0]["token_ids"]) for one in found) == 100
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
