@@ -1,7 +1,7 @@
 """Compiles grammars, in a process of its own: see `grammars.py`. Imports nothing of this package.
 
-Each line of the input is the kind and the text of a grammar, as JSON. It is answered by a line with the error or
-null. A line that takes longer than the first argument says, in seconds, ends the process.
+Each line of the input is a JSON schema, in a JSON string. It is answered by a line with the error or null. A line that takes
+longer than the first argument says, in seconds, ends the process.
 """
 
 import json
@@ -14,9 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 _MAX_BYTES = 4 << 30
 
 
-def _error(kind: str, text: str, bytes_: LLTokenizer) -> str | None:
+def _error(schema: str, bytes_: LLTokenizer) -> str | None:
     try:
-        rules = LLMatcher.grammar_from_json_schema(text if kind == "json_schema" else '{"type": "object"}')
+        rules = LLMatcher.grammar_from_json_schema(schema)
         matcher = LLMatcher(bytes_, rules, log_level=0)
         # What the first step does is to look at every rule.
         matcher.compute_bitmask()
@@ -32,8 +32,7 @@ def _main(time_limit: float) -> None:
     for line in sys.stdin:
         # What the alarm does is to end the process.
         signal.setitimer(signal.ITIMER_REAL, time_limit)
-        kind, text = json.loads(line)
-        error = _error(kind, text, bytes_)
+        error = _error(json.loads(line), bytes_)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps({"error": error and error[:500]}), flush=True)
 

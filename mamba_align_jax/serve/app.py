@@ -81,15 +81,16 @@ async def _warm(service: Service) -> None:
         if service.is_stopping:
             raise _Stopping
 
-    if service.settings.warm:
+    warmup = service.settings.warmup
+    if warmup != "none":
         try:
-            seconds = await asyncio.to_thread(service.serving.engine.warmup, check)
+            seconds = await asyncio.to_thread(service.serving.engine.warmup, check, full=warmup == "full")
         except _Stopping:
             return
         except Exception:
             _LOG.exception("the programs could not be compiled: calls are not taken")
             return
-        _LOG.info("compiled %d programs in %.0f s", service.serving.engine.num_programs, seconds)
+        _LOG.info("compiled the programs in %.0f s", seconds)
     service.is_ready = True
 
 

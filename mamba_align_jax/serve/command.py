@@ -11,7 +11,7 @@ from typing import Any
 
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
-from mamba_align_jax.serve.settings import Limits, Settings
+from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
 # Fields of EngineConfig that are options, with their types.
 _ENGINE: dict[str, Callable[[str], Any]] = {
@@ -43,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="fields that a call leaves out are those of generation_config.json",
     )
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
-    add("--no-warmup", action="store_true", help="be ready at once; programs are compiled by the calls that need them")
+    add(
+        "--warmup", choices=WARMUPS, default="usual", help="the programs that are compiled first (default: %(default)s)"
+    )
     add("--access-log", action="store_true", help="log each call")
     engine = parser.add_argument_group("engine")
     texts = _attributes(EngineConfig)
@@ -120,7 +122,7 @@ def make_settings(options: argparse.Namespace) -> Settings:
         api_keys=tuple(keys),
         sampling_defaults=defaults,
         min_priority=options.min_priority,
-        warm=not options.no_warmup,
+        warmup=options.warmup,
         limits=Limits(**{item.name: getattr(options, f"limit_{item.name}") for item in fields(Limits)}),
     )
 

@@ -8,6 +8,7 @@ import functools
 import json
 from pathlib import Path
 
+from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.worker import Worker
 
 _SCRIPT = Path(__file__).with_name("_grammar_worker.py")
@@ -23,19 +24,15 @@ class GrammarCheck:
         # What was good stays good.
         self.check = functools.lru_cache(256)(self._check)
 
-    def _check(self, kind: str, text: str) -> None:
-        """Compiles a grammar.
-
-        Args:
-            kind: "json_schema" or "json_object".
-            text: The schema, or nothing.
+    def _check(self, grammar: Grammar) -> None:
+        """Compiles a grammar of the kind "json_schema".
 
         Raises:
             ValueError: The grammar is wrong, or takes too long or too much memory.
         """
         if self._worker is None or not self._worker.is_alive:
             self._worker = Worker(_SCRIPT, str(self._time_limit))
-        answer = self._worker.ask(json.dumps((kind, text)))
+        answer = self._worker.ask(json.dumps(grammar.text))
         if answer is None:
             raise ValueError(f"response_format must compile within {self._time_limit:g} s and the limits of memory")
         if answer["error"]:

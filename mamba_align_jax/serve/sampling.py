@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields as dataclass_fields
+from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.serve.fields import Fields
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
@@ -16,7 +17,11 @@ _SAME = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "priority"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-_KNOWN = frozenset(field.name for field in dataclass_fields(SamplingParams))
+
+_ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
+# JSON allows any number of spaces between its parts, and a model may write them until its answer is cut off. So there is at
+# most one, unless the schema has another rule of llguidance's.
+_LITTLE_SPACE = MappingProxyType({"x-guidance": {"whitespace_pattern": "[ \\n]?"}})
 
 
 def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
@@ -45,11 +50,8 @@ def make_params(found: Mapping[str, Any]) -> SamplingParams:
     """Makes the parameters of a call's first choice.
 
     Raises:
-        Refusal: A field has a wrong value, or the engine lacks what it asks for.
+        Refusal: A field has a wrong value.
     """
-    for name in found:
-        if name not in _KNOWN:
-            raise Refusal(400, f"{name} is not supported by this engine", param=name, code="unsupported_field")
     try:
         return SamplingParams(**found)
     except ValueError as error:
@@ -59,7 +61,7 @@ def make_params(found: Mapping[str, Any]) -> SamplingParams:
 def wrong_value(error: ValueError) -> Refusal:
     """Returns the refusal for a ValueError of the engine, whose text begins with the name of a field."""
     name = str(error).partition(" ")[0].rstrip(":")
-    names = {"prompt_token_ids": "prompt"}
+    names = {"prompt_token_ids": "prompt", "grammar": "response_format"}
     return Refusal(400, str(error), param=names.get(name, name) if name.isidentifier() else None)
 
 
@@ -103,7 +105,7 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
     wanted = fields.take("response_format", lambda name, value: Fields(value, name))
     if wanted is None:
         return {}
-    kind, schema = wanted.need("type", values.choice, ("text", "json_object", "json_schema")), ""
+    kind, schema = wanted.need("type", values.choice, ("text", "json_object", "json_schema")), _ANY_OBJECT
     if kind == "json_schema":
         described = wanted.need("json_schema", lambda name, value: Fields(value, name))
         described.need("name", values.text)
@@ -112,13 +114,11 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
         schema = described.need("schema", _schema, limits)
         described.end()
     wanted.end()
-    if kind == "text":
-        return {}
-    return {"grammar": (kind, schema)}
+    return {} if kind == "text" else {"grammar": Grammar("json_schema", json.dumps(_LITTLE_SPACE | schema))}
 
 
-def _schema(name: str, value: Any, limits: Limits) -> str:
+def _schema(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     values.require(isinstance(value, Mapping), name, "a JSON object", type(value))
-    text = json.dumps(value)
-    values.require(len(text) <= limits.grammar_bytes, name, f"at most {limits.grammar_bytes} bytes of JSON", len(text))
-    return text
+    size, limit = len(json.dumps(value)), limits.grammar_bytes
+    values.require(size <= limit, name, f"at most {limit} bytes of JSON", size)
+    return value

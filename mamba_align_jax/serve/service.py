@@ -15,6 +15,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.grammar import Grammar
 from mamba_align_jax.engine.request import RequestUpdate
 from mamba_align_jax.engine.text import Tokenizer
 from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
@@ -159,14 +160,14 @@ class Service:
         except ValueError as error:
             raise Refusal(400, str(error), param="messages", code="chat_template") from error
 
-    async def check_grammar(self, kind: str, text: str) -> None:
+    async def check_grammar(self, grammar: Grammar) -> None:
         """Checks that a grammar compiles quickly.
 
         Raises:
             Refusal: It doesn't.
         """
         try:
-            await self._compiling.run(self._grammars.check, kind, text)
+            await self._compiling.run(self._grammars.check, grammar)
         except ValueError as error:
             raise Refusal(400, str(error), param="response_format", code="grammar") from error
 

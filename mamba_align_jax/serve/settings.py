@@ -7,6 +7,8 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 
+WARMUPS = ("none", "usual", "full")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -70,7 +72,9 @@ class Settings:
             `mamba_align_jax.models.config_files.read_sampling_defaults` returns them.
         min_priority: The smallest priority number that a client may ask for. Those with smaller numbers run first, so
             with 0 clients may let others go first, and no more.
-        warm: Whether every program is compiled before the server is ready. Otherwise the first calls wait for it.
+        warmup: What is compiled before the server is ready: "usual" programs, "full" for those too that change logits or
+            report their probabilities, or "none". What is left out is compiled by the first call that needs it, and all
+            others wait meanwhile.
         limits: What one client may ask for.
     """
 
@@ -78,7 +82,7 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     min_priority: int = 0
-    warm: bool = True
+    warmup: str = "usual"
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -92,5 +96,5 @@ class Settings:
         object.__setattr__(self, "api_keys", tuple(self.api_keys))
         SamplingParams(**self.sampling_defaults)
         object.__setattr__(self, "min_priority", values.integer("min_priority", self.min_priority))
-        values.flag("warm", self.warm)
+        values.choice("warmup", self.warmup, WARMUPS)
         values.require(isinstance(self.limits, Limits), "limits", "Limits", self.limits)

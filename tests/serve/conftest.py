@@ -24,7 +24,7 @@ def engine(few_programs):
 @pytest.fixture(scope="module")
 def served(engine):
     """A server without keys."""
-    settings = Settings(model_name="bytes", warm=False, limits=LIMITS)
+    settings = Settings(model_name="bytes", warmup="none", limits=LIMITS)
     with Served(engine, settings, load_chat_template(BYTE_MODEL)) as served:
         yield served
 
@@ -32,5 +32,5 @@ def served(engine):
 @pytest.fixture
 def locked(engine):
     """A server with two keys. If a module has the other server too, one of them is idle: both step one engine."""
-    with Served(engine, Settings(model_name="bytes", api_keys=KEYS, warm=False, limits=LIMITS)) as served:
+    with Served(engine, Settings(model_name="bytes", api_keys=KEYS, warmup="none", limits=LIMITS)) as served:
         yield served

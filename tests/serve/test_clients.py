@@ -118,7 +118,7 @@ def test_upgrades_are_answered_as_other_calls(served):
 def test_a_stalled_client_is_disconnected(engine):
     """It reads nothing, and its answer is longer than what the system keeps for it."""
     # The name is in every event.
-    with Served(engine, Settings(model_name="m" * 10_000, warm=False, limits=LIMITS)) as served:
+    with Served(engine, Settings(model_name="m" * 10_000, warmup="none", limits=LIMITS)) as served:
         aborted, finished = engine.stats.aborted_requests, engine.stats.finished_requests
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**10)
@@ -221,7 +221,7 @@ def test_many_clients_of_all_kinds_get_what_is_theirs(locked):
 
 
 def test_a_call_ends_at_its_time_limit(engine):
-    settings = Settings(warm=False, limits=Limits(call_s=0.3))
+    settings = Settings(warmup="none", limits=Limits(call_s=0.3))
     with Served(engine, settings) as served:
         response = served.post("/v1/completions", LONG)
         assert (response.status_code, response.json()["error"]["code"]) == (504, "call_timeout")
@@ -234,7 +234,7 @@ def test_a_call_ends_at_its_time_limit(engine):
 
 @pytest.mark.parametrize(("drain_s", "num_tokens"), [(60, 100), (1, None)])
 def test_a_server_that_stops_lets_calls_finish_for_a_while(engine, drain_s, num_tokens):
-    with Served(engine, Settings(warm=False, limits=Limits(drain_s=drain_s))) as served:
+    with Served(engine, Settings(warmup="none", limits=Limits(drain_s=drain_s))) as served:
         fields = LONG | {"max_tokens": 100 if num_tokens else 490, "stream": True, "n": 1 if num_tokens else 4}
         with served.new_client() as client, client.stream("POST", "/v1/completions", json=fields) as response:
             lines = response.iter_lines()
@@ -264,7 +264,7 @@ def can_connect(served):
 
 
 def test_a_dead_engine_is_said(engine):
-    with Served(engine, Settings(warm=False)) as served:
+    with Served(engine, Settings(warmup="none")) as served:
         assert served.client.get("/health").json() == {"status": "live"}
         assert served.client.get("/ready").json() == {"status": "ready"}
         served.service.is_ready = False

@@ -46,12 +46,12 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     given = options(
         *("--max-num-seqs", "3", "--memory-fraction", "0.5", "--async-stepping", "--speculation", "mtp"),
         *("--api-key", "sk-a", "--api-key-file", str(file), "--limit-body-bytes", "100", "--limit-call-s", "7.5"),
-        *("--served-model-name", "name", "--min-priority", "-3", "--no-warmup", "--port", "0"),
+        *("--served-model-name", "name", "--min-priority", "-3", "--warmup", "none", "--port", "0"),
     )
     settings = command.make_settings(given)
     assert settings.api_keys == ("sk-a", "sk-b", "sk-c")
     assert (settings.limits.body_bytes, settings.limits.call_s, settings.limits.choices) == (100, 7.5, 16)
-    assert (settings.model_name, settings.min_priority, settings.warm) == ("name", -3, False)
+    assert (settings.model_name, settings.min_priority, settings.warmup) == ("name", -3, "none")
     found = []
 
     def load(config):
@@ -93,7 +93,7 @@ def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_finish_and_ends_the_process(number):
-    arguments = ["serve", "--model", str(QUICK), "--port", "0", "--no-warmup", "--max-model-len", "256"]
+    arguments = ["serve", "--model", str(QUICK), "--port", "0", "--warmup", "none", "--max-model-len", "256"]
     process = subprocess.Popen(
         [sys.executable, "-m", "mamba_align_jax", *arguments],
         stderr=subprocess.PIPE,

@@ -112,7 +112,7 @@ def test_running_and_waiting_requests_are_seen(served):
 
 def test_two_servers_have_metrics_of_their_own(engine):
     for name in ("first", "second"):
-        with Served(engine, Settings(model_name=name, warm=False)) as served:
+        with Served(engine, Settings(model_name=name, warmup="none")) as served:
             assert served.metric("vllm:generation_tokens_total", model_name=name) == 0
             served.complete("x", max_tokens=2, ignore_eos=True)
             assert served.metric("vllm:generation_tokens_total", model_name=name) == 2

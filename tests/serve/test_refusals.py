@@ -210,7 +210,7 @@ def test_wrong_limits_are_refused(fields):
     "fields",
     [
         dict(model_name=""), dict(api_keys="sk"), dict(api_keys=("",)), dict(api_keys=("ä",)), dict(api_keys=("a b\n",)),
-        dict(min_priority=0.5), dict(warm=1), dict(limits=None), dict(sampling_defaults={"top_p": 2}),
+        dict(min_priority=0.5), dict(warmup="all"), dict(limits=None), dict(sampling_defaults={"top_p": 2}),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused(fields):

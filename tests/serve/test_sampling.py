@@ -1,5 +1,7 @@
 """What a call says of sampling reaches the engine, and log-probabilities come back as OpenAI writes them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,46 @@ def test_log_probabilities_without_alternatives_are_those_of_the_tokens(served):
     assert [one["top_logprobs"] for one in found] == [[], [], []]
     answer = served.complete(PROMPT, max_tokens=3, temperature=0, logprobs=0)["choices"][0]["logprobs"]
     assert [list(top) for top in answer["top_logprobs"]] == [[token] for token in answer["tokens"]]
+
+
+def ask_for(served, form, **fields):
+    return served.post("/v1/chat/completions", {"messages": MESSAGES, "response_format": form, **fields})
+
+
+def schema(**content):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": content}}
+
+
+def test_an_answer_follows_its_schema(served):
+    properties = {"is_open": {"type": "boolean"}, "mode": {"enum": ["r", "w"]}}
+    form = schema(type="object", properties=properties, required=["is_open", "mode"], additionalProperties=False)
+    (choice,) = ask_for(served, form, temperature=0, max_tokens=100).json()["choices"]
+    found = json.loads(choice["message"]["content"])
+    assert isinstance(found["is_open"], bool)
+    assert found["mode"] in ("r", "w")
+    assert choice["finish_reason"] == "stop"
+    fields = {"messages": MESSAGES, "response_format": form, "temperature": 0, "max_tokens": 100}
+    deltas = [event["choices"][0]["delta"] for event in served.events("/v1/chat/completions", fields)]
+    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+
+
+def test_an_answer_is_an_object_if_no_schema_is_given(served):
+    (choice,) = ask_for(served, {"type": "json_object"}, temperature=0, max_tokens=400).json()["choices"]
+    assert choice["message"]["content"].startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_an_answer_of_any_text_needs_no_grammar(served):
+    one, other = (ask_for(served, form, temperature=0, max_tokens=5).json() for form in ({"type": "text"}, None))
+    assert one["choices"] == other["choices"]
+
+
+@pytest.mark.parametrize(
+    "content", [dict(type="what"), dict(type="integer", multipleOf=2**31 - 1), {"$ref": "file:///x"}]
+)
+def test_a_schema_that_does_not_compile_is_refused(served, content):
+    response = ask_for(served, schema(**content))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("response_format", "grammar")
