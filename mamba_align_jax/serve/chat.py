@@ -22,7 +22,7 @@ from mamba_align_jax.serve.service import Service, take_seed
 
 # Fields of OpenAI's API that would change the answer, with the values that ask for nothing.
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    *(("tools", ([],)), ("tool_choice", ("none",)), ("parallel_tool_calls", (True, False))),
+    *(("tools", ([],)), ("tool_choice", ("none", "auto")), ("parallel_tool_calls", (True, False))),
     *(("functions", ([],)), ("function_call", ("none",)), ("modalities", (["text"],)), ("audio", ())),
     *(("prediction", ()), ("web_search_options", ()), ("reasoning_effort", ()), ("verbosity", ())),
 )
