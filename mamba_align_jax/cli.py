@@ -196,8 +196,10 @@ def _bench(options: argparse.Namespace) -> int:
 
     rows = bench.main(options.rest)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("case", "TTFT", "p99", "TPOT", "ITL p99", "tokens/s", "hits", "idle"):
-        table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    # In a narrow terminal the names of the cases are wrapped, so that the numbers stay whole.
+    table.add_column("case", overflow="fold")
+    for heading in ("TTFT", "p99", "TPOT", "ITL p99", "tokens/s", "hits", "idle"):
+        table.add_column(heading, justify="right", no_wrap=True)
     names = ("ttft_ms_mean", "ttft_ms_p99", "tpot_ms_mean", "itl_ms_p99", "output_tokens_per_s")
     for row in rows:
         share = lambda name, row=row: f"{row[name]:.1%}" if name in row else ""
@@ -253,7 +255,8 @@ def _parser() -> argparse.ArgumentParser:
     steps.set_defaults(run=_trace)
 
     # The benchmark parses its own options.
-    bench = commands.add_parser("bench", help="time the engine under load in every mode (--help)", add_help=False)
+    help = "time the engine under load in every mode, or a server by --url (--help)"
+    bench = commands.add_parser("bench", help=help, add_help=False)
     bench.set_defaults(run=_bench)
     return parser
 

@@ -28,6 +28,7 @@ from mamba_align_jax.load.modes import COMPARED_MODES
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import decode_idle, free_pools, medians, run_cell
+from mamba_align_jax.load.url import run_url
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in DIR for later processes")
     parser.add_argument("--json", metavar="FILE", help="append a JSON row to FILE after every run: the medians so far")
     parser.add_argument("--commit", default="unknown", help="the commit that rows name")
+    door = parser.add_argument_group("a server", "Instead of an engine of its own, the benchmark can drive a server.")
+    door.add_argument(
+        "--url", help="an OpenAI-compatible server, as http://127.0.0.1:8000; options of engines and --model are unused"
+    )
+    door.add_argument("--served-model", metavar="NAME", help="default: the first model that the server names")
+    door.add_argument("--api-key", help="the key that the server asks for")
+    door.add_argument("--vocab-size", type=int, default=256, help="prompts are random token ids below this number")
     return parser
 
 
@@ -169,6 +177,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     """Runs the cells that the options ask for, and returns the rows in the order in which they were written."""
     begin = time.perf_counter()
     options = parser().parse_args(arguments)
+    if options.url:
+        return run_url(options)
     if options.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
     chosen, results = list(cells(options)), Results(options)

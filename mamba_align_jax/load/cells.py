@@ -50,8 +50,7 @@ class Cell:
     @property
     def sizes(self) -> Row:
         """The sizes of its workload and loop, for its rows of results."""
-        fields = vars(self.workload) | vars(self.loop)
-        return {name: value for name, value in fields.items() if name not in ("name", "seed")}
+        return load_sizes(self.workload, self.loop)
 
     @property
     def guess_s(self) -> float:
@@ -69,11 +68,14 @@ class Cell:
         return max(busy, requests / turns / self.loop.rate + turns * self.workload.output * step)
 
 
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yields the cells that the options of `mamba-align bench` ask for.
+def load_sizes(workload: Workload, loop: Loop) -> Row:
+    """Returns the sizes of a workload and a loop, for rows of results."""
+    fields = vars(workload) | vars(loop)
+    return {name: value for name, value in fields.items() if name not in ("name", "seed")}
 
-    Cells that draft in the same way follow each other; among them the mode changes first.
-    """
+
+def loads(options: argparse.Namespace) -> list[tuple[Workload, Loop]]:
+    """Returns the workloads that the options of `mamba-align bench` ask for, each with each loop."""
     workloads: dict[str, Workload] = {
         "prefix_repetition": PrefixRepetition(
             prefix=options.prefix, suffix=options.suffix, output=options.output, prefixes=options.prefixes,
@@ -85,16 +87,23 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         ),
     }  # fmt: skip
     loops = {"closed": ClosedLoop(options.concurrency), "open": OpenLoop(options.rate, options.seed)}
-    modes = options.mode or list(COMPARED_MODES)
-    loads = [
-        (workload, loop)
+    return [
+        (workloads[workload], loops[loop])
         for workload in options.workload or ["prefix_repetition"]
         for loop in options.loop or ["closed"]
     ]
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Yields the cells that the options of `mamba-align bench` ask for.
+
+    Cells that draft in the same way follow each other; among them the mode changes first.
+    """
+    modes = options.mode or list(COMPARED_MODES)
     for num_drafts in options.drafts or [0]:
         for speculation in (options.speculation or ["prompt_lookup"]) if num_drafts else ["none"]:
-            for workload, loop in loads:
-                yield from (Cell(workloads[workload], loops[loop], mode, speculation, num_drafts) for mode in modes)
+            for workload, loop in loads(options):
+                yield from (Cell(workload, loop, mode, speculation, num_drafts) for mode in modes)
 
 
 def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: int) -> EngineConfig:
