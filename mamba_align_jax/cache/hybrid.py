@@ -40,6 +40,23 @@ class HybridHit:
 
 
 @dataclass(frozen=True)
+class CachedPrefix:
+    """What is cached of a prompt.
+
+    Attributes:
+        num_tokens: The number of tokens from whose states and keys a request with this prompt would start.
+        num_paged_tokens: The number of its first tokens whose keys and values are cached, at least `num_tokens`.
+        boundaries: The boundaries in the prompt at which a state is cached, in tokens.
+        miss: Why a request would not start from more tokens: see `HybridHit.miss`.
+    """
+
+    num_tokens: int
+    num_paged_tokens: int
+    boundaries: tuple[int, ...]
+    miss: str | None
+
+
+@dataclass(frozen=True)
 class Allocation:
     """The new entries of a request's rows: `columns` are (column, block) pairs, `pages` are (number, page) pairs."""
 
@@ -304,6 +321,20 @@ class HybridCache:
         self.check()
         if self.states.pool.num_held or self.kv.pool.num_held:
             raise AssertionError("blocks are held, but no request is present")
+
+    def cached_prefix(self, tokens: Sequence[int], salt: bytes = b"") -> CachedPrefix:
+        """Returns what is cached of `tokens`, for people to look at. It changes nothing: see `lookup`."""
+        hit, size = self.lookup(tokens, salt), self.states.block_size
+        chain = hit.state.chain
+        if chain is None or self.states.mode == "none":
+            return CachedPrefix(0, 0, (), hit.miss)
+        ends = range(size, len(tokens) + 1, size)
+        return CachedPrefix(
+            num_tokens=hit.length,
+            num_paged_tokens=len(self.kv.lookup(tokens, chain)) * self.kv.page_size,
+            boundaries=tuple(end for end in ends if self.states.pool.find(chain.at(tokens, end)) is not None),
+            miss=hit.miss,
+        )
 
     def check(self) -> None:
         """Raises AssertionError unless both pools account for every block and each cached state has its last page."""

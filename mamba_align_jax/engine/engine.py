@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
+from mamba_align_jax.cache.hybrid import CachedPrefix
 from mamba_align_jax.engine.admission import check_request, params_for, seeded
 from mamba_align_jax.engine.buckets import Bucket, programs_of
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
@@ -193,6 +194,20 @@ class Engine(EngineCore):
         Running requests keep the blocks that they hold, but what they have computed and will compute is never shared.
         """
         self._alone(self._reset_prefix_cache)
+
+    def cached_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> CachedPrefix:
+        """Returns what is cached of a prompt, for people to look at. It counts and changes nothing.
+
+        Args:
+            prompt_token_ids: The prompt: a sequence of whole numbers, or an array of one axis.
+            cache_salt: What is cached under this salt: see `SamplingParams`.
+
+        Raises:
+            ValueError: The prompt is no sequence of the model's tokens.
+        """
+        tokens = values.integers("prompt_token_ids", prompt_token_ids, 0, self.model_config.vocab_size - 1)
+        salt = values.text("cache_salt", cache_salt).encode()
+        return self._alone(lambda: self.cache.cached_prefix(tokens, salt))
 
     @contextlib.contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
