@@ -73,6 +73,12 @@ def pytest_addoption(parser):
         default="quick",
         help="quick: a part of the long searches and products of cases; full: all of them, as `make test-all` runs",
     )
+    parser.addoption(
+        "--browser",
+        choices=("optional", "required"),
+        default="optional",
+        help="required: the tests of the server's page fail without a browser, instead of being skipped",
+    )
 
 
 def pytest_configure(config):

@@ -14,9 +14,11 @@ from starlette.routing import Route
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.serve.cache_view import view_cache
 from mamba_align_jax.serve.chat import chat
 from mamba_align_jax.serve.clients import ClientLeft, EventStream
 from mamba_align_jax.serve.completions import complete
+from mamba_align_jax.serve.page import show_page
 from mamba_align_jax.serve.refusals import Refusal, json_response
 from mamba_align_jax.serve.service import Service
 from mamba_align_jax.serve.settings import Settings
@@ -66,6 +68,8 @@ def create_app(engine: Engine, settings: Settings | None = None, template: ChatT
             api("/health", _health, "GET"),
             api("/ready", _ready, "GET"),
             api("/metrics", _metrics, "GET"),
+            api("/cache", view_cache, "POST"),
+            api("/", show_page, "GET"),
         ],
         exception_handlers=_handlers(service),
         lifespan=lifespan,

@@ -1,0 +1,55 @@
+"""The endpoint /cache: what is cached of a prompt, for the page and for operators who ask why a prompt missed."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.serve.keys import cache_salt
+from mamba_align_jax.serve.messages import take_prompt
+from mamba_align_jax.serve.refusals import json_response
+from mamba_align_jax.serve.service import Service
+
+
+async def view_cache(service: Service, request: Request) -> Response:
+    """Returns what is cached of a chat or a prompt under the caller's key and salt. Nothing is computed or changed.
+
+    Raises:
+        Refusal: The call is malformed, or the model has no tokenizer or no chat template.
+    """
+    key, fields = await service.read(request)
+    text = fields.take("prompt", _text_or_tokens)
+    salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
+    if text is None:
+        tokens = await take_prompt(service, fields)
+    else:
+        tokens = await service.encode(text, "prompt") if isinstance(text, str) else text
+    fields.end()
+    service.check_length(len(tokens), 0, "prompt")
+    engine = service.serving.engine
+    # It waits for the step that runs.
+    found = await asyncio.to_thread(engine.cached_prefix, tokens, salt)
+    return json_response(
+        {
+            "object": "cache_view",
+            "num_tokens": len(tokens),
+            "num_cached_tokens": found.num_tokens,
+            "num_paged_tokens": found.num_paged_tokens,
+            "boundaries": list(found.boundaries),
+            "cache_miss": found.miss,
+            "block_size": engine.config.block_size,
+            "kv_page_size": engine.config.kv_page_size,
+            "state_blocks": _pool(engine.cache.states.pool),
+            "kv_pages": _pool(engine.cache.kv.pool),
+        }
+    )
+
+
+def _text_or_tokens(name: str, value: object) -> str | tuple[int, ...]:
+    return values.text(name, value) if isinstance(value, str) else values.integers(name, value)
+
+
+def _pool(pool: Any) -> dict[str, int]:
+    return {"total": pool.num_blocks - 1, "used": pool.num_held, "kept": pool.num_cached}
