@@ -1,0 +1,32 @@
+"""The short form of `make soak-serve`: 32 clients for ten seconds, against a server in a thread."""
+
+import asyncio
+import random
+
+from fakes.http import Served
+from serve import load
+from serve.conftest import LIMITS
+
+from mamba_align_jax.serve.settings import Settings
+
+
+def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine):
+    random.seed(1)
+    prompts, seen = load.make_prompts(random.Random(1), 12), load.Seen()
+    settings = Settings(model_name=load.MODEL, api_keys=(load.KEY,), warm=False, limits=LIMITS)
+    with Served(engine, settings) as served:
+        asyncio.run(load.run_clients(served.port, prompts, seen, streams=32, seconds=10))
+        assert load.leaked(served.port) == 0
+        served.wait_until_idle()
+    assert not seen.faults, sorted(set(seen.faults))
+    assert seen.finished >= 8
+    assert len(seen.rude) >= 5
+    assert load.judge(seen.answers)[0] == 0
+
+
+def test_a_wrong_token_and_a_fault_are_noticed():
+    prompt = tuple(b"def read(self")
+    assert load.judge({(prompt, (0, 0, 0))})[0] == 1
+    seen = load.Seen()
+    seen.expect(False, "a fault")
+    assert seen.faults == ["a fault"]
