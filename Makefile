@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak lint docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients lint docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,14 @@ mutants: $(VENV)/ready
 
 soak: $(VENV)/ready
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+
+# Hundreds of clients, many of them rude, against the server for two minutes.
+soak-serve: $(VENV)/ready
+	$(BIN)/python tests/serve/load.py $(SOAK_ARGS)
+
+# Clients of others, each in an environment of its own in build/clients, against the server.
+clients: $(VENV)/ready
+	$(BIN)/python tests/clients/run.py $(CLIENTS_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,0 +1,164 @@
+"""Calls a server with OpenAI's own client, and compares its answers with the engine's. Run by `run.py`."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import jsonschema
+import openai
+
+NEAR = 1e-3
+
+
+class Caller:
+    def __init__(self, url, key, calls):
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
+        (self.model,) = [model.id for model in self.client.models.list()]
+        self.calls = calls
+
+    def wanted(self, name):
+        return self.calls[name]["choices"]
+
+    def create(self, name, **more):
+        """Makes a call as the client's users do. Fields that are not of OpenAI's API go through `extra_body`."""
+        fields = self.calls[name]["call"] | more | dict(model=self.model, extra_body=dict(return_token_ids=True))
+        kind = self.client.chat.completions if "messages" in fields else self.client.completions
+        return kind.create(**fields)
+
+
+def text_of(choice):
+    return choice.message.content if hasattr(choice, "message") else choice.text
+
+
+def check_choice(choice, wanted, text):
+    assert text == wanted["text"], (text, wanted["text"])
+    assert choice.finish_reason == wanted["finish_reason"], (choice.finish_reason, wanted["finish_reason"])
+    assert choice.stop_reason == wanted["stop_reason"], (choice.stop_reason, wanted["stop_reason"])
+
+
+def whole(caller, name):
+    """Every choice, in one piece, is the engine's."""
+    answer, wanted = caller.create(name), caller.wanted(name)
+    assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+    echoed = caller.calls[name]["call"]["prompt"] if caller.calls[name]["call"].get("echo") else ""
+    for choice, one in zip(answer.choices, wanted, strict=True):
+        check_choice(choice, one, text_of(choice).removeprefix(echoed))
+        assert choice.token_ids == one["token_ids"]
+    usage = answer.usage
+    assert usage.completion_tokens == sum(len(one["token_ids"]) for one in wanted)
+    assert usage.prompt_tokens == sum(one["prompt_tokens"] for one in wanted[:: caller.calls[name]["call"].get("n", 1)])
+    assert 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    return answer
+
+
+def streamed(caller, name):
+    """The pieces of a stream, put together, are the engine's choices."""
+    wanted = caller.wanted(name)
+    texts, tokens, ends = [""] * len(wanted), [[] for _ in wanted], [None] * len(wanted)
+    usage, events = None, 0
+    for event in caller.create(name, stream=True, stream_options=dict(include_usage=True)):
+        usage = event.usage or usage
+        events += 1
+        for choice in event.choices:
+            texts[choice.index] += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
+            tokens[choice.index] += choice.token_ids
+            if choice.finish_reason:
+                ends[choice.index] = choice
+    assert events > 2
+    for text, ids, end, one in zip(texts, tokens, ends, wanted, strict=True):
+        check_choice(end, one, text)
+        assert ids == one["token_ids"]
+    assert usage.completion_tokens == sum(len(one["token_ids"]) for one in wanted)
+
+
+def near(found, wanted):
+    assert math.isclose(found, wanted, abs_tol=NEAR), (found, wanted)
+
+
+def completion_logprobs(caller):
+    (choice,), (wanted,) = whole(caller, "logprobs").choices, caller.wanted("logprobs")
+    found = choice.logprobs
+    assert "".join(found.tokens) == wanted["text"]
+    assert found.text_offset == list(range(len(wanted["text"])))
+    for own, top, (value, tops) in zip(found.token_logprobs, found.top_logprobs, wanted["logprobs"], strict=True):
+        near(own, value)
+        assert len(top) in (len(tops), len(tops) + 1)
+        for token, entry in tops:
+            near(top[chr(token)], entry)
+
+
+def echoed_logprobs(caller):
+    (choice,), (wanted,) = whole(caller, "echoed").choices, caller.wanted("echoed")
+    prompt = caller.calls["echoed"]["call"]["prompt"]
+    assert choice.text == prompt + wanted["text"]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.token_logprobs[0] is None
+    entries = [*wanted["prompt_logprobs"][1:], *wanted["logprobs"]]
+    for own, (value, _) in zip(choice.logprobs.token_logprobs[1:], entries, strict=True):
+        near(own, value)
+
+
+def chat_logprobs(caller):
+    (choice,), (wanted,) = whole(caller, "chat logprobs").choices, caller.wanted("chat logprobs")
+    for own, (value, tops) in zip(choice.logprobs.content, wanted["logprobs"], strict=True):
+        near(own.logprob, value)
+        assert [top.token for top in own.top_logprobs] == [chr(token) for token, _ in tops]
+        for top, (_, entry) in zip(own.top_logprobs, tops, strict=True):
+            near(top.logprob, entry)
+
+
+def schema(caller):
+    (choice,) = whole(caller, "schema").choices
+    call = caller.calls["schema"]["call"]
+    jsonschema.validate(json.loads(choice.message.content), call["response_format"]["json_schema"]["schema"])
+
+
+def second_turn_hits_the_cache(caller):
+    long = [dict(role="user", content="Tell me what a file is, and what it is good for. " * 4)]
+    create = caller.client.chat.completions.create
+    first = create(model=caller.model, messages=long, max_tokens=8, temperature=0)
+    reply = dict(role="assistant", content=first.choices[0].message.content)
+    more = [*long, reply, dict(role="user", content="And a folder?")]
+    second = create(model=caller.model, messages=more, max_tokens=8, temperature=0)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64, second.usage
+
+
+def refused(caller, kind, make):
+    error = None
+    try:
+        make()
+    except kind as raised:
+        error = raised
+    assert error is not None, f"no {kind.__name__}"
+    assert error.body["message"], error.body
+
+
+def refusals(caller):
+    client = caller.client
+    simple = lambda client=client, **fields: client.completions.create(**dict(model=caller.model, prompt="a") | fields)
+    refused(caller, openai.AuthenticationError, lambda: simple(client.with_options(api_key="wrong")))
+    refused(caller, openai.NotFoundError, lambda: simple(model="another"))
+    refused(caller, openai.BadRequestError, lambda: simple(temperature=-1))
+    refused(caller, openai.BadRequestError, lambda: simple(max_tokens=10**6))
+    refused(caller, openai.BadRequestError, lambda: simple(best_of=3))
+    refused(caller, openai.BadRequestError, lambda: client.chat.completions.create(model=caller.model, messages=[]))
+
+
+def main(url, key, file):
+    caller = Caller(url, key, json.loads(Path(file).read_text())["calls"])
+    own = {
+        "logprobs": completion_logprobs, "echoed": echoed_logprobs, "chat logprobs": chat_logprobs, "schema": schema,
+    }  # fmt: skip
+    for name in caller.calls:
+        own[name](caller) if name in own else whole(caller, name)
+        if name != "echoed":
+            streamed(caller, name)
+        print(f"openai: {name}: the engine's own", flush=True)
+    second_turn_hits_the_cache(caller)
+    refusals(caller)
+    print(f"openai {openai.__version__}: {len(caller.calls)} calls in one piece and streamed, hits and refusals")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
