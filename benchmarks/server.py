@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def served(engine: Engine) -> Iterator[str]:
     """Serves an engine from a thread. Yields the address."""
-    settings = Settings(model_name="model", warm=False)
+    settings = Settings(model_name="model", warmup="none")
     server = make_server(create_app(engine, settings), settings.limits, host="127.0.0.1", port=0)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -64,7 +64,7 @@ def server():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-    command = [sys.executable, "-m", "mamba_align_jax", "serve", "--dtype=float32", f"--port={port}", "--no-warmup"]
+    command = [sys.executable, "-m", "mamba_align_jax", "serve", "--dtype=float32", f"--port={port}", "--warmup=none"]
     url, log = f"http://127.0.0.1:{port}", BUILD / "server.log"
     with log.open("w") as file:
         command += [f"--api-key={KEY}", "--served-model-name=bundled", *options]

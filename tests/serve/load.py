@@ -302,7 +302,7 @@ def server():
     ]
     # All prompts are greedy, so half of the programs are never needed. Compiling them quickly makes them a little slower.
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ
-    process = subprocess.Popen([*command, f"--served-model-name={MODEL}", "--no-warmup", *options], env=quick)
+    process = subprocess.Popen([*command, f"--served-model-name={MODEL}", "--warmup=none", *options], env=quick)
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):

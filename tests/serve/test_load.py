@@ -13,7 +13,7 @@ from mamba_align_jax.serve.settings import Settings
 def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine):
     random.seed(1)
     prompts, seen = load.make_prompts(random.Random(1), 12), load.Seen()
-    settings = Settings(model_name=load.MODEL, api_keys=(load.KEY,), warm=False, limits=LIMITS)
+    settings = Settings(model_name=load.MODEL, api_keys=(load.KEY,), warmup="none", limits=LIMITS)
     with Served(engine, settings) as served:
         asyncio.run(load.run_clients(served.port, prompts, seen, streams=32, seconds=10))
         assert load.leaked(served.port) == 0

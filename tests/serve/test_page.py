@@ -38,7 +38,7 @@ def browser(request):
 
 @pytest.fixture(scope="module")
 def served(engine):
-    with Served(engine, Settings(model_name="bytes", warm=False), load_chat_template(BYTE_MODEL)) as served:
+    with Served(engine, Settings(model_name="bytes", warmup="none"), load_chat_template(BYTE_MODEL)) as served:
         yield served
 
 
@@ -179,7 +179,7 @@ def test_a_refused_question_comes_back_with_the_reason(served, browser):
 
 
 def test_the_page_asks_with_the_key_that_it_is_given(engine, browser):
-    settings = Settings(model_name="bytes", api_keys=("sk-first",), warm=False)
+    settings = Settings(model_name="bytes", api_keys=("sk-first",), warmup="none")
     with Served(engine, settings, load_chat_template(BYTE_MODEL)) as locked, Page(browser, locked) as page:
         page.say("A question", until="#alert:not(:empty)")
         assert "authorization" in page.text("#alert")
