@@ -67,7 +67,7 @@ def test_info_works_for_a_model_without_attention(capsys):
     [
         ["generate", "--prompt", "x", "--model", "/nowhere"],
         ["generate", "--prompt", ""],
-        ["generate", "--prompt", "x", "--max-tokens", "0"],
+        ["generate", "--prompt", "x", "--max-tokens", "-1"],
         ["info", "--block-size", "3"],
     ],
 )
