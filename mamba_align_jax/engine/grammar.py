@@ -12,6 +12,8 @@ import numpy as np
 
 from mamba_align_jax import _values as values
 
+# What may stand between the parts of a JSON text. Any amount would let a model write spaces for ever.
+_WHITESPACE = " ?"
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
 
 
@@ -20,7 +22,8 @@ class Grammar:
     """What a request's generated text must match, from its first character to its last.
 
     Attributes:
-        kind: "json_schema", "json_object" (any JSON object), "regex", or "lark" (llguidance's dialect of Lark).
+        kind: "json_schema", "json_object" (any JSON object), "regex", or "lark" (llguidance's dialect of Lark). JSON is on
+            one line, with at most one space between its parts.
         text: The schema, the expression, or the rules; empty for "json_object".
     """
 
@@ -155,7 +158,8 @@ class GrammarCompiler:
             elif grammar.kind == "lark":
                 text = LLMatcher.grammar_from_lark(grammar.text)
             else:
-                text = LLMatcher.grammar_from_json_schema(grammar.text or '{"type": "object"}')
+                schema = grammar.text or '{"type": "object"}'
+                text = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
             matcher = LLMatcher(vocabulary, text, log_level=0)
             error = matcher.get_error()
         except Exception as raised:

@@ -179,6 +179,13 @@ def test_drawn_text_is_json_of_the_schema(tokenizer, rng, stepping):
     assert len(seen) > 3
 
 
+def test_json_has_at_most_one_space_between_its_parts(tokenizer):
+    """A model that likes spaces would write nothing else."""
+    state = GrammarCompiler(tokenizer, VOCAB, [END]).start(Grammar("json_object"))
+    space, brace = TEXTS.index(" "), TEXTS.index("{")
+    assert state.allow([], 0, [brace, space, space])[0] == [brace, space]
+
+
 @pytest.mark.parametrize("stepping", ["plain", "async_drafts"])
 def test_tokens_are_the_same_after_an_interrupt(tokenizer, rng, stepping, monkeypatch):
     """The interrupt comes in the middle of llguidance's work for a row."""
