@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak soak-serve clients lint docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients lint audit docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,12 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+# Looks up known weaknesses of what is installed. It asks pypi.org, so it is not part of `make lint`.
+audit: $(VENV)/ready
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet "pip-audit>=2.9"
+	build/audit/bin/pip-audit --path $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
