@@ -19,9 +19,6 @@ _SAME = (
 )
 
 _ANY_OBJECT: Mapping[str, Any] = MappingProxyType({"type": "object"})
-# JSON allows any number of spaces between its parts, and a model may write them until its answer is cut off. So there is at
-# most one, unless the schema has another rule of llguidance's.
-_LITTLE_SPACE = MappingProxyType({"x-guidance": {"whitespace_pattern": "[ \\n]?"}})
 
 
 def take_sampling(fields: Fields, settings: Settings) -> dict[str, Any]:
@@ -114,7 +111,7 @@ def take_grammar(fields: Fields, limits: Limits) -> dict[str, Any]:
         schema = described.need("schema", _schema, limits)
         described.end()
     wanted.end()
-    return {} if kind == "text" else {"grammar": Grammar("json_schema", json.dumps(_LITTLE_SPACE | schema))}
+    return {} if kind == "text" else {"grammar": Grammar("json_schema", json.dumps(dict(schema)))}
 
 
 def _schema(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
