@@ -60,25 +60,30 @@ class EventStream:
     def __init__(self, events: AsyncGenerator[Any, None], call_s: float) -> None:
         """Takes the events, each a JSON value, and the seconds in which the last must have come."""
         self._events, self._call_s = events, call_s
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the client leaves."""
-        await while_connected(receive, self._run(scope, receive, send))
+        try:
+            await while_connected(receive, self._run(scope, receive, send))
+        except ClientLeft:
+            # Once the response has begun, no other one can be sent. That a client left is no error.
+            if not self._has_begun:
+                raise
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
         try:
             try:
                 async with asyncio.timeout(self._call_s):
                     async for event in self._events:
-                        if not has_begun:
-                            has_begun = True
+                        if not self._has_begun:
+                            self._has_begun = True
                             await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
                         await send(_event(event))
             except TimeoutError:
                 raise too_long(self._call_s) from None
         except Refusal as refusal:
-            if not has_begun:
+            if not self._has_begun:
                 raise
             await send(_event(refusal.content))
         finally:

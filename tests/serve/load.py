@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -286,7 +287,7 @@ def memory_mb(process):
 
 @contextlib.contextmanager
 def server():
-    """Runs `mamba-align serve` on the bundled model in a process of its own. Yields the process and its port."""
+    """Runs `mamba-align serve` on the bundled model in a process of its own. Yields the process, its port and its log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -302,14 +303,16 @@ def server():
     ]
     # All prompts are greedy, so half of the programs are never needed. Compiling them quickly makes them a little slower.
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ
-    process = subprocess.Popen([*command, f"--served-model-name={MODEL}", "--warmup=none", *options], env=quick)
+    with tempfile.NamedTemporaryFile("w", prefix="mamba-align-serve-", suffix=".log", delete=False) as log:
+        command += [f"--served-model-name={MODEL}", "--warmup=none", *options]
+        process = subprocess.Popen(command, env=quick, stdout=log, stderr=log)
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
                 break
             time.sleep(0.2)
-        assert process.poll() is None, "the server has not started"
-        yield process, port
+        assert process.poll() is None, f"the server has not started: {log.name}"
+        yield process, port, log.name
         process.terminate()
         assert process.wait(60) in (0, -15), f"the server ended with {process.returncode}"
     finally:
@@ -327,7 +330,7 @@ def main():
     prompts, seen = make_prompts(random.Random(options.seed), 96), Seen()
     begin = time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begin:.0f} s: {text}", flush=True)
-    with server() as (process, port):
+    with server() as (process, port, log):
         say("the server runs")
         compile_programs(port, prompts)
         say("its programs are compiled")
@@ -338,6 +341,8 @@ def main():
         asyncio.run(run_clients(port, prompts, seen, options.streams, options.seconds * 3 / 4))
         late, lost = memory_mb(process.pid), leaked(port)
         refusals = metrics(port)["mamba_align:refused_calls_total"]
+    # No client may make the server log an error.
+    seen.expect("Traceback" not in Path(log).read_text(), f"there are errors in {log}")
     say(f"{seen.finished} streams have ended, {len(seen.answers)} different ones are judged")
     wrong, ties = judge(seen.answers)
     print(f"rude: {dict(seen.rude)}; busy: {dict(seen.refused)}; refused calls by the server's count: {refusals:.0f}")

@@ -10,7 +10,7 @@ from serve.conftest import LIMITS
 from mamba_align_jax.serve.settings import Settings
 
 
-def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine):
+def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine, caplog):
     random.seed(1)
     prompts, seen = load.make_prompts(random.Random(1), 12), load.Seen()
     settings = Settings(model_name=load.MODEL, api_keys=(load.KEY,), warmup="none", limits=LIMITS)
@@ -19,6 +19,7 @@ def test_streams_are_right_beside_rude_clients_and_nothing_leaks(engine):
         assert load.leaked(served.port) == 0
         served.wait_until_idle()
     assert not seen.faults, sorted(set(seen.faults))
+    assert not [record for record in caplog.records if record.exc_info], "a client made the server log an error"
     assert seen.finished >= 8
     assert len(seen.rude) >= 5
     assert load.judge(seen.answers)[0] == 0
