@@ -85,9 +85,10 @@ def likelihoods(engine, documents):
     """Returns the sum of log-probabilities of each choice of each document, as lm-eval computes it."""
     found = []
     for document in documents:
-        context = engine.tokenizer.encode(document["question"])
+        # lm-eval counts the spaces at the end of a question to the answer.
+        context = engine.tokenizer.encode(document["question"].rstrip())
         for text in document["choices"]:
-            tokens = [*context, *engine.tokenizer.encode(text)]
+            tokens = engine.tokenizer.encode(document["question"] + text)
             (output,) = engine.generate(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))
             found.append(sum(entry.logprob for entry in output.prompt_logprobs[len(context) :]))
     return found

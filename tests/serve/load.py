@@ -27,7 +27,7 @@ from mamba_align_jax.models import load_model
 
 KEY, MODEL = "key-of-the-load-test", "bundled"
 LIMITS = dict(limit_receive_s=3, limit_send_s=5, limit_body_bytes=200_000, limit_connections=1024)
-SIZES = dict(max_num_seqs=8, max_model_len=512, max_waiting=160, block_size=64, num_state_blocks=200, num_kv_pages=600)
+SIZES = dict(max_num_seqs=8, max_model_len=512, max_waiting=48, block_size=64, num_state_blocks=200, num_kv_pages=600)
 SIZES |= dict(max_num_batched_tokens=128, max_prefill_rows=4)
 OUTPUT = 16
 # Statuses that a server may answer to a call that is right, because it has too much to do.
@@ -214,7 +214,7 @@ async def client(port, prompts, seen, until):
     while time.monotonic() < until:
         act = random.choice(RUDE) if random.random() < 0.25 else polite
         try:
-            async with asyncio.timeout(120), Call(port) as call:
+            async with asyncio.timeout(600), Call(port) as call:
                 await act(call, random.choice(prompts), seen)
         except (OSError, asyncio.IncompleteReadError) as error:
             # A client that sends more than is read may find the connection reset before it reads the refusal, and one
