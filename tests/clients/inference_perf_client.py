@@ -1,4 +1,4 @@
-"""Loads a server with inference-perf's shared prefixes, and checks what it reports. Run by `run.py`."""
+"""Loads a server with inference-perf, and checks what it reports. Run by `run.py`."""
 
 import json
 import os
@@ -8,22 +8,27 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-GROUPS, PROMPTS, PREFIX, QUESTION, OUTPUT = 2, 6, 128, 20, 8
+CALLS, PROMPT, OUTPUT = 12, 150, 8
+# inference-perf puts this before every prompt.
+OPENING = "Pick as many lines as you can from these poem lines:\n"
+
+
+def exactly(number):
+    return dict(min=number, max=number, mean=number, std_dev=0, type="fixed", total_count=CALLS)
 
 
 def main(url, key, file):
-    calls = GROUPS * PROMPTS
     with tempfile.TemporaryDirectory() as folder:
+        # The corpus is as long as a prompt, so that all prompts are equal and hit the cache.
+        corpus = Path(folder, "corpus.txt")
+        corpus.write_text(("It was a line of a poem, and another one. " * 9)[: PROMPT - len(OPENING)])
         config = dict(
             api=dict(type="completion", streaming=True),
             data=dict(
-                type="shared_prefix",
-                shared_prefix=dict(
-                    num_groups=GROUPS, num_prompts_per_group=PROMPTS, system_prompt_len=PREFIX, question_len=QUESTION,
-                    output_len=OUTPUT,
-                ),
+                type="synthetic", corpus_file_path=str(corpus), input_distribution=exactly(PROMPT),
+                output_distribution=exactly(OUTPUT),
             ),
-            load=dict(type="concurrent", stages=[dict(num_requests=calls, concurrency_level=4)], num_workers=1),
+            load=dict(type="concurrent", stages=[dict(num_requests=CALLS, concurrency_level=4)], num_workers=1),
             server=dict(type="vllm", model_name="bundled", base_url=url, api_key=key, ignore_eos=True),
             tokenizer=dict(pretrained_model_name_or_path=str(Path(file).parent / "tokenizer")),
             report=dict(request_lifecycle=dict(summary=True, per_stage=True, per_request=True)),
@@ -38,17 +43,17 @@ def main(url, key, file):
         (summary,) = (json.loads(path.read_text()) for path in Path(folder).rglob("summary_lifecycle_metrics.json"))
         (each,) = (json.loads(path.read_text()) for path in Path(folder).rglob("per_request_lifecycle_metrics.json"))
     good = summary["successes"]
-    assert (good["count"], summary["failures"]["count"]) == (calls, 0), summary
+    assert (good["count"], summary["failures"]["count"]) == (CALLS, 0), summary
     assert good["latency"]["time_to_first_token"]["mean"] > 0
-    assert len(each) == calls
+    assert len(each) == CALLS
     for one in each:
         assert one["info"]["response_metrics"]["server_usage"]["completion_tokens"] == OUTPUT, one["info"]
     cached = sum(
         one["info"]["response_metrics"]["server_usage"]["prompt_tokens_details"]["cached_tokens"] for one in each
     )
-    assert cached >= PREFIX * GROUPS, "no shared prefix came from the cache"
+    assert cached >= 64 * CALLS / 2, "equal prompts did not hit the cache"
     print(
-        f"inference-perf {version('inference-perf')}: {calls} calls succeeded, {cached} prompt tokens were cached, "
+        f"inference-perf {version('inference-perf')}: {CALLS} calls succeeded, {cached} prompt tokens were cached, "
         f"TTFT {1e3 * good['latency']['time_to_first_token']['mean']:.0f} ms"
     )
 
