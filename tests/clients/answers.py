@@ -13,10 +13,7 @@ HERE = Path(__file__).parent
 # The server's options and the engine's configuration.
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=128, max_prefill_rows=2, max_model_len=512)
 PROMPT = "def read(self, size):\n    "
-SCHEMA = {
-    # What the server puts before every schema: see serve/sampling.py.
-    "x-guidance": {"whitespace_pattern": "[ \\n]?"},
-} | dict(
+SCHEMA = dict(
     type="object",
     properties=dict(name=dict(type="string", maxLength=12), size=dict(type="integer"), ready=dict(type="boolean")),
     required=["name", "size", "ready"],
