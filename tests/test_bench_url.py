@@ -36,15 +36,17 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
             self.world.bodies.append((self.path, body))
             self.world.open += 1
             self.world.most = max(self.world.most, self.world.open)
-        try:
-            self.complete(body)
-        finally:
-            with self.world.lock:
-                self.world.open -= 1
+        self.complete(body)
+
+    def leave(self):
+        """Counts the call as done. The client may send the next one as soon as it has the last line."""
+        with self.world.lock:
+            self.world.open -= 1
 
     def complete(self, body):
         kind, prompt = self.world.kind, body["prompt"]
         if kind == "full":
+            self.leave()
             return self.answer(503, json.dumps({"error": {"message": "the queue is full"}}))
         count = body["max_tokens"] - (kind == "short")
         tokens = [len(prompt) + place for place in range(count)]
@@ -61,6 +63,7 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
         for line in lines:
             time.sleep(0.01)
             self.wfile.write(f"data: {json.dumps(line)}\n\n".encode())
+        self.leave()
         if kind != "cut off":
             self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
         return None

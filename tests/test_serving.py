@@ -223,6 +223,8 @@ def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, caps
         "buckets",
         [buckets.Bucket(2, 8, 32, Level.MOST_LIKELY), buckets.Bucket(2, 0, 0, Level.MOST_LIKELY)],
     )
+    # A narrow terminal would wrap the names of the cases.
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
     workloads = ["--workload=prefix_repetition", "--workload=multi_turn"]

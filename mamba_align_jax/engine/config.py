@@ -1,6 +1,6 @@
 """What a caller chooses: the sizes and modes of an engine, and how a request is sampled."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -264,9 +264,7 @@ class SamplingParams:
 def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
     """Checks `SamplingParams.logit_bias`, and returns it as pairs of a token id and its bias."""
     name, wanted = "logit_bias", "a mapping from token ids to biases, or pairs of them"
-    pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-    values.require(isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes), name, wanted, pairs)
-    found = tuple(pairs)
+    found = values.members(name, tuple(pairs.items()) if isinstance(pairs, Mapping) else pairs, wanted)
     values.require(len(found) <= MAX_LOGIT_BIASES, name, f"at most {MAX_LOGIT_BIASES} entries", len(found))
     for pair in found:
         values.require(isinstance(pair, tuple | list) and len(pair) == 2, name, wanted, pair)

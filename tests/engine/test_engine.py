@@ -358,7 +358,8 @@ def test_wrong_requests_raise_and_change_nothing(model):
         engine.generate([[1, 2, 3]] * 3, GREEDY)
     assert not engine.has_unfinished
     for bad in (
-        dict(max_tokens=0),
+        dict(max_tokens=-1),
+        dict(logit_bias=np.array(2)),
         dict(temperature=-1),
         dict(top_p=0.0),
         dict(top_k=-1),

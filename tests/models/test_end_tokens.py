@@ -105,7 +105,7 @@ def test_sampling_defaults_that_can_not_be_followed_are_named(directory, caplog)
         ({"top_k": 2.5}, "generation_config.json: top_k must be an integer"),
         ({"top_p": 7}, "top_p must be"),
         ({"do_sample": "yes"}, "generation_config.json: do_sample must be true or false"),
-        ({"max_new_tokens": 0}, "max_tokens must be"),
+        ({"max_new_tokens": -1}, "generation_config.json: max_new_tokens must be an integer"),
         ({"eos_token_id": "2"}, "generation_config.json: eos_token_id must be an integer"),
     ],
 )

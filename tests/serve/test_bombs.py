@@ -55,10 +55,12 @@ def test_a_template_bomb_costs_its_own_call_alone(engine):
     source = (
         "{% if messages | length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     )
-    template = ChatTemplate(source + "{% endif %}{{ messages[0].content }}", time_limit=2.0)
+    template = ChatTemplate(source + "{% endif %}{{ messages[0].content }}", time_limit=4.0)
     message = {"role": "user", "content": "x"}
     with Served(engine, Settings(warmup="none", limits=LIMITS), template) as served:
         replies = []
+        # The programs are compiled here, so that the completion below is quick.
+        served.complete("x", max_tokens=1)
 
         def ask():
             with served.new_client() as client:
