@@ -204,6 +204,8 @@ class AsyncEngine:
     def _abort(self, stream: _Stream) -> None:
         if stream.request_id is not None and self._streams.pop(stream.request_id, None):
             self.engine.abort(stream.request_id)
+            # If the request had ended already, no one reads its output.
+            self.engine._outputs.pop(stream.request_id, None)
 
     def _abort_all(self) -> None:
         """Ends all requests. Their last updates come with the next step."""

@@ -211,6 +211,24 @@ def test_shutdown_without_draining_ends_what_runs(engine):
     assert_nothing_is_held(engine)
 
 
+def test_shutdown_forgets_the_output_of_a_reader_that_leaves_at_the_same_time(engine):
+    async def main():
+        serving, gate = AsyncEngine(engine), threading.Event()
+        serving.start()
+        stream = serving.generate([1], LONG)
+        await anext(stream)
+        # The thread finds both commands, first the one that ends all requests, then that of the reader.
+        serving._commands.put(lambda: gate.wait(60))
+        stopping = asyncio.create_task(serving.shutdown(drain=False))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        gate.set()
+        await stopping
+        assert not engine.has_unfinished
+
+    run(main())
+
+
 @pytest.mark.parametrize("error", [MemoryError("lost"), SystemExit(3)], ids=["Exception", "BaseException"])
 def test_fatal_error_reaches_every_waiter(engine, monkeypatch, error):
     def die():
