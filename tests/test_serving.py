@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks import report
-from mamba_align_jax import EngineConfig, RequestOutput
+from mamba_align_jax import EngineConfig, RequestOutput, cli
 from mamba_align_jax.cli import main
 from mamba_align_jax.engine import buckets, runner
 from mamba_align_jax.engine.levels import Level
@@ -223,8 +224,8 @@ def test_bench_writes_complete_rows_without_the_benchmarks_folder(tmp_path, caps
         "buckets",
         [buckets.Bucket(2, 8, 32, Level.MOST_LIKELY), buckets.Bucket(2, 0, 0, Level.MOST_LIKELY)],
     )
-    # A narrow terminal would wrap the names of the cases.
-    monkeypatch.setenv("COLUMNS", "200")
+    # A narrow terminal would wrap the names of the cases. The console has read its width from the environment already.
+    monkeypatch.setattr(cli, "_CONSOLE", Console(width=200))
     file = tmp_path / "serving.jsonl"
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in (SIZES | CHOICES).items()]
     workloads = ["--workload=prefix_repetition", "--workload=multi_turn"]

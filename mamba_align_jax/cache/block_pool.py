@@ -1,7 +1,7 @@
 """The block ids of one pool: which are held, which are cached under a key, and which is evicted next."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mamba_align_jax import _values as values
 
@@ -82,15 +82,15 @@ class BlockPool:
         """All keys that can be found."""
         return frozenset(self._block_of)
 
-    def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
+    def fits(self, count: int, hits: Sequence[int] = ()) -> bool:
         """True if the pool can hold the blocks `hits` and allocate `count` further blocks.
 
         Raises:
-            ValueError: As for `allocate`.
+            ValueError: `hits` is no sequence. Otherwise as for `allocate`.
         """
         if type(count) is not int or count < 0:
             raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
-        values.require(isinstance(hits, Iterable), "fits: hits", "block ids", hits)
+        values.require(isinstance(hits, Sequence), "fits: hits", "a sequence of block ids", hits)
         return count + sum(type(block) is int and block in self._cached for block in hits) <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:

@@ -155,7 +155,7 @@ class StateBlockManager:
         if len(wanted) >= self.pool.num_blocks:
             return False
         missing = self._missing(request, wanted, held)
-        return self.pool.fits(len(missing), held.values())
+        return self.pool.fits(len(missing), tuple(held.values()))
 
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
