@@ -171,7 +171,7 @@ def _info(options: argparse.Namespace) -> int:
         ("layers", ", ".join(f"{len(mixers)} {kind}" for kind, mixers in model.mixers().items())),
         ("tokens per state block", spec.block_size),
         ("state bytes per block", f"{spec.bytes_per_block:,}"),
-        ("blocks per running request", spec.blocks_per_request()),
+        ("blocks per running request", spec.blocks_per_request(max_chunk=config.max_num_batched_tokens)),
         ("state blocks that fit", f"{sizes.state_blocks - 1:,}"),
         ("KV bytes per page", f"{sizes.kv_page_bytes:,} ({config.kv_page_size} tokens)"),
         ("KV pages that fit", f"{sizes.kv_pages - 1:,}"),

@@ -206,14 +206,26 @@ class AlignConfig:
         """The number of columns in a block table."""
         return _ceil_div(self.max_model_len, self.state_block_size) + self.num_speculative_tokens
 
-    def blocks_per_request(self, steps_in_flight: int = 0) -> int:
-        """Returns the largest number of blocks per group that a running request holds, apart from cached ones."""
+    def blocks_per_request(self, steps_in_flight: int = 0, max_chunk: int | None = None) -> int:
+        """Returns the largest number of blocks per group that a running request holds, apart from cached ones.
+
+        Args:
+            steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
+            max_chunk: The tokens of the longest chunk. It counts in mode "all" only. None for chunks of any length.
+        """
         if self.mode == "none":
             return self.window
-        if self.mode == "all":
-            # A chunk may keep a state in each column that it passes.
+        if self.mode == "all" and max_chunk is None:
             return self.num_columns
-        return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
+        held = blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
+        return held + self.blocks_of_chunk(max_chunk or 0)
+
+    def blocks_of_chunk(self, num_tokens: int) -> int:
+        """Returns how many blocks a chunk takes besides those of `blocks_per_request`: 0, except in mode "all".
+
+        There it keeps a state in each column that it passes, until the step was dispatched.
+        """
+        return _ceil_div(num_tokens, self.block_size) if self.mode == "all" else 0
 
     def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:
         """Returns the bytes of one block of one state of a group, all layers together."""

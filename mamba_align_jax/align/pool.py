@@ -58,7 +58,7 @@ class StatePool:
         values.instance("StatePool.create: spec", spec, AlignConfig)
         values.instance("StatePool.create: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
         num_blocks = values.integer("StatePool.create: num_blocks", num_blocks)
-        minimum = 1 + spec.blocks_per_request()
+        minimum = 1 + spec.blocks_per_request(max_chunk=0)
         if num_blocks < minimum:
             raise ValueError(
                 f"StatePool.create: num_blocks must be at least {minimum} for one request, got {num_blocks}"

@@ -101,7 +101,7 @@ class HybridCache:
         values.require(isinstance(states, StateBlockManager), "HybridCache: states", "a StateBlockManager", states)
         values.require(isinstance(kv, KVPageManager), "HybridCache: kv", "a KVPageManager", kv)
         values.flag("HybridCache: check", check)
-        if states.mode == "align" and states.block_size % kv.page_size:
+        if states.mode != "none" and states.block_size % kv.page_size:
             raise ValueError(
                 f"HybridCache: block_size must be a multiple of the page size {kv.page_size}, got {states.block_size}"
             )
@@ -159,13 +159,16 @@ class HybridCache:
         return () if self.states.mode == "none" else requested_offsets(wanted, prompt, self.states.block_size)
 
     def checkpoints(self, prompt: int, requested: Sequence[int] = (), junction: int = 0) -> Checkpoints:
-        """Returns what a request with a prompt of `prompt` tokens keeps: see `request_checkpoints`."""
+        """Returns what a request with a prompt of `prompt` tokens keeps: see `request_checkpoints`.
+
+        In mode "all" it keeps every boundary.
+        """
         return request_checkpoints(
             prompt,
             self.states.block_size,
             requested=requested,
             junction=junction,
-            interval=self.checkpoint_interval,
+            interval=self.states.block_size if self.states.mode == "all" else self.checkpoint_interval,
         )
 
     @renamed_keywords(most="max_num_batched_tokens")
@@ -174,7 +177,8 @@ class HybridCache:
     ) -> int:
         """Returns the end of the next prefill chunk, or 0 if the request should wait for the next step.
 
-        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget.
+        The chunk does not end inside a block merely because other rows of the step have used up a part of the budget. In
+        mode "all" it takes the whole budget, and in mode "none" as well.
 
         Args:
             start: The first position to compute.
@@ -186,7 +190,7 @@ class HybridCache:
         start, budget = values.integer("chunk_end: start", start, 0), values.integer("chunk_end: budget", budget)
         prompt = values.integer("chunk_end: prompt", prompt, 0)
         max_num_batched_tokens = values.integer("chunk_end: max_num_batched_tokens", max_num_batched_tokens, 1)
-        if self.states.mode == "none":
+        if self.states.mode != "align":
             return min(start + budget, prompt) if budget > 0 else 0
         size = self.states.block_size
         end = next_chunk_end(start, start + budget, prompt, size, stops)
@@ -254,7 +258,7 @@ class HybridCache:
                 decode row, whose pages and boundary are published by `commit`.
 
         Returns:
-            The boundary, in tokens, if its key is new in the cache. 0 otherwise.
+            The last boundary, in tokens, whose key is new in the cache. 0 if there is none.
         """
         boundary = 0
         if tokens is not None and self.states.mode != "none":
@@ -277,7 +281,7 @@ class HybridCache:
             computed: How many of the tokens count as computed now.
 
         Returns:
-            The boundary that the request keeps, in tokens, or 0 for none.
+            The last boundary that the request keeps, in tokens, or 0 for none.
 
         Raises:
             ValueError: The request has no step in flight, or the step cannot have left so many tokens.

@@ -1,30 +1,25 @@
 """Assigns state blocks to the columns of each request. This is the host's side of the contract in design section 5."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
-from dataclasses import dataclass, field
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
-from mamba_align_jax.align.columns import blocks_per_request, column_of, last_boundary
+from mamba_align_jax.align.columns import blocks_per_request, column_of
 from mamba_align_jax.cache.block_pool import BlockPool, ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.steps import Hit as Hit
-from mamba_align_jax.cache.steps import Step, chain_of, check_hit, check_step, columns_of_step
-
-
-@dataclass
-class _Request:
-    chain: HashChain
-    committed: int
-    keep: Checkpoints | None
-    columns: dict[int, int] = field(default_factory=dict)
-    in_flight: deque[Step] = field(default_factory=deque)
-    # The key of the newest boundary, if that boundary is released when the request passes the next one.
-    rolling: bytes | None = None
-    # False after a reset of the cache: the request's states must not become findable any more.
-    shares: bool = True
+from mamba_align_jax.cache.steps import (
+    Holder,
+    Step,
+    boundaries_of_step,
+    chain_of,
+    check_hit,
+    check_step,
+    columns_of_step,
+    first_column_to_keep,
+)
 
 
 class StateBlockManager:
@@ -33,7 +28,7 @@ class StateBlockManager:
     For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
     only known tokens, call `publish` as well. Call `commit` when the step's result has been read. A column's block
     never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk
-    jumps over have no block.
+    jumps over have no block, except in mode "all", in which the chunk keeps a state in each of them.
     """
 
     def __init__(
@@ -52,22 +47,23 @@ class StateBlockManager:
             num_blocks: Size of the pool, NULL_BLOCK included.
             block_size: Tokens per column.
             num_speculative_tokens: The largest number of draft tokens in a step.
-            mode: "align", or "none" for a cache that never publishes a state.
+            mode: "align", "all", or "none" for a cache that never publishes a state.
             steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
             on_eviction: Called without arguments once for each cached state that is evicted.
 
         Raises:
             ValueError: An argument is out of range, or `num_blocks` is too small for one request.
         """
-        if not isinstance(mode, str) or mode not in ("none", "align"):
-            raise ValueError(f"StateBlockManager: mode must be 'none' or 'align', got {mode!r}")
+        if not isinstance(mode, str) or mode not in ("none", "align", "all"):
+            raise ValueError(f"StateBlockManager: mode must be 'none', 'align' or 'all', got {mode!r}")
         num_blocks = values.integer("StateBlockManager: num_blocks", num_blocks)
         block_size = values.integer("StateBlockManager: block_size", block_size, 1)
         K = values.integer("StateBlockManager: num_speculative_tokens", num_speculative_tokens, 0)
         steps_in_flight = values.integer("StateBlockManager: steps_in_flight", steps_in_flight, 0)
-        if mode == "align" and block_size < K + 1:
+        if mode != "none" and block_size < K + 1:
             raise ValueError(f"StateBlockManager: block_size must be at least {K + 1}, got {block_size}")
         self.block_size, self.num_speculative_tokens, self.mode = block_size, K, mode
+        self._interior = mode == "all"
         min_blocks = 1 + self.blocks_needed(steps_in_flight)
         wanted = f"at least {min_blocks} for one request"
         values.require(num_blocks >= min_blocks, "StateBlockManager: num_blocks", wanted, num_blocks)
@@ -78,10 +74,10 @@ class StateBlockManager:
         self.pool = BlockPool(
             num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None), on_eviction=on_eviction
         )
-        self._requests: dict[Hashable, _Request] = {}
+        self._requests: dict[Hashable, Holder] = {}
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
-        """Returns the largest number of blocks that a running request holds."""
+        """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more."""
         if self.mode == "none":
             return 1 + self.num_speculative_tokens
         return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
@@ -200,7 +196,7 @@ class StateBlockManager:
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
-            record = _Request(hit.chain or HashChain(self.block_size), hit.length, keep)
+            record = Holder(hit.chain or HashChain(self.block_size), hit.length, keep)
             record.rolling = self._resume_rolling(request, list(held.values()))
             self._requests[request] = record
         record = self._requests[request]
@@ -211,12 +207,14 @@ class StateBlockManager:
     def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
         """Publishes the boundary on which the newest step ends, if the request keeps it. Call it after the dispatch.
 
+        In mode "all" it publishes the boundaries inside the step as well.
+
         Args:
             request: A request whose newest step ran only known tokens: tokens of a prompt and no drafts.
             tokens: Its tokens up to the end of that step.
 
         Returns:
-            The boundary, in tokens, if its key is new. 0 otherwise.
+            The last boundary, in tokens, whose key is new. 0 if there is none.
 
         Raises:
             ValueError: The request is unknown or has no step in flight.
@@ -231,11 +229,13 @@ class StateBlockManager:
                 f"publish: tokens of request {request!r} must be those up to the end of its newest step, {end}, "
                 f"got {len(tokens)}"
             )
-        ends = len(tokens) > 0 and len(tokens) % self.block_size == 0
-        if ends:
-            record.chain.at(tokens, len(tokens))
-        record.in_flight[-1].offered = True
-        return len(tokens) if ends and self._offer(request, record, tokens, len(tokens))[1] else 0
+        step = record.in_flight[-1]
+        before = end - step.num_tokens + step.num_drafts
+        passed = boundaries_of_step(self.block_size, before, end, end, interior=self._interior)
+        if passed:
+            record.chain.at(tokens, passed[-1])
+        step.offered = True
+        return max([at for at in passed if self._offer(request, record, tokens, at)[1]], default=0)
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
         """Records the result of the request's oldest step in flight, and publishes the boundary that the step passed.
@@ -247,7 +247,7 @@ class StateBlockManager:
                 accepted drafts, it is the last that counts, and boundaries after it are not published.
 
         Returns:
-            The boundary that the request keeps, in tokens, or 0 for none.
+            The last boundary that the request keeps, in tokens, or 0 for none.
 
         Raises:
             ValueError: The request is unknown or has no step in flight, or the step cannot have left so many tokens.
@@ -264,13 +264,13 @@ class StateBlockManager:
                 f"commit: request {request!r} must have {certain} to {certain + step.num_drafts} computed tokens, "
                 f"got {computed!r} of {len(tokens)}"
             )
-        boundary = last_boundary(computed, self.block_size)
-        passes = not step.offered and boundary >= certain and boundary > 0
-        if passes:  # Tokens that can't be hashed raise before anything changes.
-            record.chain.at(tokens, boundary)
+        counts = record.committed, certain, computed
+        passed = () if step.offered else boundaries_of_step(self.block_size, *counts, interior=self._interior)
+        if passed:  # Tokens that can't be hashed raise before anything changes.
+            record.chain.at(tokens, passed[-1])
         record.in_flight.popleft()
         record.committed = computed
-        return boundary if passes and self._offer(request, record, tokens, boundary)[0] else 0
+        return max([at for at in passed if self._offer(request, record, tokens, at)[0]], default=0)
 
     def release(self, request: Hashable) -> None:
         """Releases the columns that no later step can read.
@@ -284,7 +284,8 @@ class StateBlockManager:
         record = self._present("release", request)
         if self.mode == "none":
             return
-        gone = [column for column in record.columns if column < record.committed // self.block_size]
+        first = first_column_to_keep(self.block_size, record.committed, record.in_flight, interior=self._interior)
+        gone = [column for column in record.columns if column < first]
         if gone:
             self.pool.release([record.columns.pop(column) for column in gone])
 
@@ -337,7 +338,7 @@ class StateBlockManager:
         kept = [(request, key) for key, requests in self._rolling.items() for request in requests]
         ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")
 
-    def _present(self, method: str, request: Hashable) -> _Request:
+    def _present(self, method: str, request: Hashable) -> Holder:
         record = values.known(self._requests, request)
         if record is None:
             raise ValueError(f"{method}: request must be one that holds blocks, got {request!r}")
@@ -355,9 +356,10 @@ class StateBlockManager:
         if self.mode == "none":
             return range(1 + self.num_speculative_tokens)
         drafts = self.num_speculative_tokens if num_drafts else 0
-        return columns_of_step(self.block_size, drafts, min_computed, max_computed, num_tokens)
+        counts = min_computed, max_computed, num_tokens
+        return columns_of_step(self.block_size, drafts, *counts, interior=self._interior)
 
-    def _offer(self, request: Hashable, record: _Request, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
+    def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
         stays = record.keep is None or record.keep.stays(boundary)
         rolls = record.keep is not None and record.keep.rolls(boundary)

@@ -1,10 +1,13 @@
-"""What a caller tells a cache for a step of a request: the counts of the step, and the hit on which the request enters."""
+"""The steps of a request as a cache sees them: their counts, the hit on which it enters, what they write and leave."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
 
 
@@ -30,6 +33,29 @@ class Step:
     num_tokens: int
     num_drafts: int
     offered: bool = False
+
+
+@dataclass
+class Holder:
+    """What `StateBlockManager` knows of a request that holds blocks.
+
+    Attributes:
+        chain: The hashes of its tokens.
+        committed: The tokens computed as far as the host has read results.
+        keep: The boundaries that stay cached, or None for all.
+        columns: The block of each column.
+        in_flight: The steps whose results are unread, the oldest first.
+        rolling: The key of the newest boundary, if that boundary is released when the request passes the next one.
+        shares: False after a reset of the cache: the request's states must not become findable any more.
+    """
+
+    chain: HashChain
+    committed: int
+    keep: Checkpoints | None
+    columns: dict[int, int] = field(default_factory=dict)
+    in_flight: deque[Step] = field(default_factory=deque)
+    rolling: bytes | None = None
+    shares: bool = True
 
 
 def chain_of(chain: HashChain | None, block_size: int, salt: bytes) -> HashChain:
@@ -68,13 +94,50 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         )
 
 
-def columns_of_step(block_size: int, max_drafts: int, min_computed: int, max_computed: int, num_tokens: int) -> range:
+def columns_of_step(
+    block_size: int, max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, *, interior: bool = False
+) -> range:
     """Returns the columns that a step may write. `max_drafts` is 0 for a row without drafts; see `check_step`.
 
-    A row with drafts may save any boundary that it passes. Other rows write only their running column.
+    A row with drafts may save any boundary that it passes. Other rows write only their running column, and with
+    `interior` also the columns of the boundaries inside them.
     """
-    first = min_computed // block_size if max_drafts else column_of(min_computed + num_tokens, block_size)
+    passes = max_drafts > 0 or (interior and num_tokens > 0)
+    first = min_computed // block_size if passes else column_of(min_computed + num_tokens, block_size)
     return range(first, column_of(max_computed + num_tokens, block_size) + 1 + max_drafts)
+
+
+def boundaries_of_step(block_size: int, before: int, certain: int, computed: int, *, interior: bool = False) -> range:
+    """Returns the boundaries whose states a step leaves in their columns, in rising order.
+
+    Args:
+        block_size: Tokens between boundaries.
+        before: The tokens computed before the step.
+        certain: The tokens that stay computed if all drafts are rejected.
+        computed: The tokens that count as computed after it.
+        interior: True if the boundaries between `before` and `certain` are kept too, as in mode "all".
+    """
+    first = max(before + 1 if interior else certain, 1)
+    return range(-(-first // block_size) * block_size, computed + 1, block_size)
+
+
+def first_column_to_keep(block_size: int, committed: int, in_flight: Iterable[Step], *, interior: bool = False) -> int:
+    """Returns the first column that a step which is not dispatched yet may read or write.
+
+    Args:
+        block_size: Tokens per column.
+        committed: The tokens computed as far as the host has read results.
+        in_flight: The steps whose results are unread, the oldest first. The newest was dispatched.
+        interior: True in mode "all". It then goes past the oldest steps if they were offered to the cache: what they
+            leave is certain, and what others can use of it is findable already.
+    """
+    first = committed // block_size
+    for step in in_flight if interior else ():
+        if not step.offered:
+            break
+        committed += step.num_tokens
+        first = max(first, column_of(committed, block_size))
+    return first
 
 
 def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool) -> None:

@@ -12,7 +12,7 @@ from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 from mamba_align_jax.engine.grammar import Grammar
 
-PREFIX_CACHE_MODES = ("none", "align")
+PREFIX_CACHE_MODES = ("none", "align", "all")
 SPECULATIONS = ("prompt_lookup", "mtp")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 # The largest number of entries of `SamplingParams.logit_bias`, and of stop tokens that `min_tokens` forbids.
@@ -29,7 +29,9 @@ class EngineConfig:
     """The static choices of an engine.
 
     Attributes:
-        prefix_cache: "align" keeps states at block boundaries; "none" keeps nothing between requests.
+        prefix_cache: "align" keeps states at block boundaries where chunks of prompts end. "all" keeps them at every
+            boundary, those inside chunks too, so that hits are longer and fewer states fit: see docs/scheduling.md. "none"
+            keeps nothing between requests.
         policy: "copy_free" or "pre_copy": see `AlignConfig`.
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
         kv_page_size: Number of tokens of a KV page.
@@ -86,8 +88,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.speculation, str):
             object.__setattr__(self, "speculation", renamed_value("speculation", self.speculation, _OLD_SPECULATIONS))
-        # "all" is a mode of `AlignConfig`, but the scheduler and `StateBlockManager` don't drive it.
-        self._check(values.choice, "prefix_cache", PREFIX_CACHE_MODES, " ('all' is not available in the engine yet)")
+        self._check(values.choice, "prefix_cache", PREFIX_CACHE_MODES)
         self._check(values.choice, "policy", POLICIES)
         self._check(values.choice, "speculation", SPECULATIONS)
         self._check(values.choice, "state_dtype", STATE_DTYPES)

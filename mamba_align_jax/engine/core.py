@@ -75,7 +75,7 @@ class EngineCore:
             devices, own = mesh.local_devices, share(model)
         self.spec = align_config(config, own)
         self._watch = None
-        if config.prefix_cache == "align":
+        if config.prefix_cache != "none":
             warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         self._drafters = choose_drafter(config, model, drafter)

@@ -53,7 +53,7 @@ class Packer:
             tokens=_keep_on_host(self._tokens(bucket, rows)),
             following=_keep_on_host(self._following(places[bucket.decode_rows :])),
             batch=self._batch(places),
-            updates=self._table_updates(places, rows),
+            updates=self._table_updates(bucket, places, rows),
             additions=Additions.from_host(
                 self._spec,
                 bucket.prefill_rows,
@@ -122,7 +122,7 @@ class Packer:
             put=_keep_on_host,
         )
 
-    def _table_updates(self, places: Sequence[Row | None], rows: Sequence[Row]) -> TableUpdates:
+    def _table_updates(self, bucket: Bucket, places: Sequence[Row | None], rows: Sequence[Row]) -> TableUpdates:
         groups = len(self._spec.groups)
         rows = [row for row in rows if row.allocation.columns]
         entries = [
@@ -132,7 +132,8 @@ class Packer:
             for column, block in row.allocation.columns
         ]
         # In one step a row never gets more blocks than it may hold while another step is in flight.
-        room = len(places) * groups * self._spec.blocks_per_request(1)
+        room = len(places) * groups * self._spec.blocks_per_request(1, max_chunk=0)
+        room += groups * self._spec.blocks_of_chunk(bucket.prefill_tokens)
         return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)
 
     def _sampling(self, bucket: Bucket, places: Sequence[Row | None]) -> SamplingInputs:

@@ -25,6 +25,7 @@ from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
 from mamba_align_jax.engine.pending import Pending, decode_places, propose, record_prompts, record_sampled, resolve
 from mamba_align_jax.engine.sampling import count_sampled
 from mamba_align_jax.kv import KVPages, KVSpec
+from mamba_align_jax.metadata.interior import interior_boundaries
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import Layout
 from pallas_kernels.rows import token_rows
@@ -252,6 +253,7 @@ def _run_step(
         page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
         token_rows=rows,
+        interior=interior_boundaries(spec, batch, indices, tables, tokens.shape[0] - num_decode_rows * spec.window),
     )
     if inputs.following.size:
         pending = record_prompts(pending, batch, rows, step.pages.positions, tokens, inputs.following)

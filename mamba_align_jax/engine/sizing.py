@@ -11,6 +11,7 @@ from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.model import ServedModel
+from mamba_align_jax.errors import UnsupportedError
 from mamba_align_jax.kv import KVSpec
 
 # At least, a step's bytes for each token: where it is in its row, its sequence and the pages.
@@ -41,7 +42,16 @@ def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
 
     Raises:
         ValueError: `max_model_len` exceeds the model's limit.
+        UnsupportedError: The mode is "all", and a layer keeps no boundaries inside a chunk.
     """
+    if config.prefix_cache == "all":
+        # A model that does not say is taken to keep none.
+        lossy = model.without_interior() if hasattr(model, "without_interior") else [type(model).__name__]
+        if lossy:
+            raise UnsupportedError(
+                "prefix_cache must be 'align' or 'none' for layers that keep no boundaries inside a chunk, got 'all' and "
+                f"{', '.join(lossy)}"
+            )
     limit = model.config.max_position_embeddings
     max_model_len = config.max_model_len or limit
     if max_model_len > limit:
@@ -97,8 +107,10 @@ def pool_sizes(
         ValueError: A pool is too small for one request.
     """
     page_bytes = pages_spec(model, drafter).bytes_per_page(config.kv_page_size)
-    blocks_per_request = spec.blocks_per_request(config.steps_in_flight)
-    running = config.max_num_seqs * blocks_per_request
+    # The chunks of one step share its tokens, and return the blocks of the boundaries inside them after its dispatch.
+    held = spec.blocks_per_request(config.steps_in_flight, max_chunk=0)
+    chunks = spec.blocks_of_chunk(min(config.max_num_batched_tokens, spec.max_model_len))
+    running, blocks_per_request = config.max_num_seqs * held + chunks, held + chunks
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size
     pages_per_block = -(-tokens_per_block // config.kv_page_size)
     free = map(free_bytes, devices or jax.devices()[:1])

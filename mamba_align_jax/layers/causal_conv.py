@@ -3,7 +3,6 @@
 Source: Gu, Dao, "Mamba" (2023), section 3.4.
 """
 
-import functools
 from typing import Literal
 
 import jax
@@ -42,11 +41,16 @@ class CausalConv1d(ConvTaps):
         """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
 
-        def run(op, rows: LayerRows, x, pool):
+        def run(op, rows: LayerRows, x, pool, **checkpoints):
             where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
             options = dict(activation=self.activation, implementation=at.implementation)
-            return op(x, pool, at.layer, weight, bias, *where, **options)
+            return op(x, pool, at.layer, weight, bias, *where, **checkpoints, **options)
 
-        decode, prefill = (functools.partial(run, op) for op in (causal_conv1d_update, causal_conv1d_prefill))
+        def decode(rows: LayerRows, x, pool):
+            return run(causal_conv1d_update, rows, x, pool)
+
+        def prefill(rows: LayerRows, x, pool):
+            return run(causal_conv1d_prefill, rows, x, pool, **rows.checkpoints)
+
         out, pool = at.apply(decode, prefill, (x,), (pool,))
         return out, pool

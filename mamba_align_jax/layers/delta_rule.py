@@ -55,9 +55,9 @@ def convolved_delta_rule(
     gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
     layer, implementation = at.layer, at.implementation
 
-    def convolve(op, rows: LayerRows, qkv, conv):
+    def convolve(op, rows: LayerRows, qkv, conv, **checkpoints):
         where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        return op(qkv, conv, layer, conv_weight, None, *where, implementation=implementation)
+        return op(qkv, conv, layer, conv_weight, None, *where, **checkpoints, implementation=implementation)
 
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
         qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
@@ -68,14 +68,14 @@ def convolved_delta_rule(
         return out, conv, recurrent
 
     def prefill(rows: LayerRows, qkv, a, b, conv, recurrent):
-        qkv, conv = convolve(causal_conv1d_prefill, rows, qkv, conv)
+        qkv, conv = convolve(causal_conv1d_prefill, rows, qkv, conv, **rows.checkpoints)
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
         q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
         g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, **gates)
         assert at.chunks is not None, "a step with prefill rows has chunks"
         where = rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
         out, recurrent = gated_delta_rule_prefill(
-            q, k, v, g, beta, recurrent, layer, *where, implementation=implementation
+            q, k, v, g, beta, recurrent, layer, *where, **rows.checkpoints, implementation=implementation
         )
         return out, conv, recurrent
 

@@ -30,6 +30,7 @@ class GatedDeltaNet(nnx.Module):
     """
 
     kind = "gdn"
+    keeps_interior = True
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class KimiDeltaAttention(nnx.Module):
     """
 
     kind = "kda"
+    keeps_interior = True
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class Mamba1Mixer(nnx.Module):
     """
 
     kind = "mamba1"
+    keeps_interior = True
 
     def __init__(
         self,
@@ -89,16 +90,16 @@ class Mamba1Mixer(nnx.Module):
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))[None]
         D, dt_bias = self.D[...][None], self.dt_proj_bias[...][None]
 
-        def run(op, rows: LayerRows, write, x, dt, B, C, z, recurrent):
+        def run(op, rows: LayerRows, write, x, dt, B, C, z, recurrent, **checkpoints):
             where = at.layer, rows.query_start_loc, rows.recurrent_read, write
-            options = dict(D=D, z=z, dt_bias=dt_bias, implementation=at.implementation)
+            options = dict(D=D, z=z, dt_bias=dt_bias, implementation=at.implementation, **checkpoints)
             return op(x, dt, A, B, C, recurrent, *where, **options)
 
         def decode(rows: LayerRows, *operands):
             return run(selective_state_update, rows, rows.write, *operands)
 
         def prefill(rows: LayerRows, *operands):
-            return run(selective_scan, rows, rows.write[:, 0], *operands)
+            return run(selective_scan, rows, rows.write[:, 0], *operands, **rows.checkpoints)
 
         tokens = tuple(y[:, None] for y in (x, self.dt_proj(dt), B, C, z))
         out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))

@@ -32,6 +32,7 @@ class Mamba2Mixer(nnx.Module):
     """
 
     kind = "mamba2"
+    keeps_interior = True
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Mamba2Mixer(nnx.Module):
             x, dt, B, C, recurrent = operands
             assert at.chunks is not None, "a step with prefill rows has chunks"
             where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-            return ssd(x, dt, A, B, C, recurrent, *where, **same)
+            return ssd(x, dt, A, B, C, recurrent, *where, **rows.checkpoints, **same)
 
         def fold(y: jax.Array, parts: int) -> jax.Array:
             return y.reshape(y.shape[0], parts, -1)

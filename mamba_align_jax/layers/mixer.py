@@ -23,6 +23,9 @@ class Mixer(Protocol):
     Attributes:
         kind: Names the mixers of a model that share a group: their states have the same shapes. A mixer of kind
             "attention" keeps no states. Its pools are the pages of keys and values (`AttentionMixer`).
+
+    A mixer may also have an attribute `keeps_interior`. It is true if its prefill ops take `LayerRows.checkpoints`, so
+    that the boundaries inside prefill rows are kept in mode "all". Without it the mixer does not serve that mode.
     """
 
     kind: str

@@ -21,6 +21,7 @@ class ShortConv(nnx.Module):
     """
 
     kind = "short_conv"
+    keeps_interior = True
 
     def __init__(self, hidden_size: int, width: int, dtype: str, rngs: nnx.Rngs, *, bias: bool = False) -> None:
         """Makes a layer with random weights.

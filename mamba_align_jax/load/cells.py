@@ -134,5 +134,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
     if cell.num_drafts:
         fields["speculation"] = cell.speculation
     config = EngineConfig(**fields)
-    held = align_config(config, model).blocks_per_request(config.steps_in_flight)
+    held = align_config(config, model).blocks_per_request(
+        config.steps_in_flight, max_chunk=config.max_num_batched_tokens
+    )
     return EngineConfig(**fields, num_state_blocks=1 + options.concurrency * (held + 4))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
+from mamba_align_jax.metadata.interior import InteriorBoundaries
 from mamba_align_jax.metadata.rows import RowSplit, split_rows
 from pallas_kernels import Chunks, Implementation
 
@@ -92,6 +93,7 @@ class LayerStep:
         num_decode_rows: int,
         num_tokens: int,
         implementation: Implementation | None = None,
+        interior: InteriorBoundaries | None = None,
     ) -> "LayerStep":
         """Makes the value for layer 0 of group 0, in a step without attention layers. `at` makes those of other layers.
 
@@ -101,8 +103,9 @@ class LayerStep:
             num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
             num_tokens: Number of packed tokens, padding included. Static.
             implementation: Implementation of the ops; None chooses by platform.
+            interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
         """
-        rows = split_rows(batch, indices, num_decode_rows)
+        rows = split_rows(batch, indices, num_decode_rows, interior=interior)
         chunks = rows.chunks(num_tokens)
         return cls(rows=rows, chunks=chunks, layer=jnp.int32(0), implementation=implementation)
 

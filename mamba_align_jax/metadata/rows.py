@@ -1,7 +1,8 @@
 """The rows of a step by kind: decode and verify rows come first, then prefill rows. Each kind has its own kernels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
-from pallas_kernels import Chunks, chunk_rows
+from mamba_align_jax.metadata.interior import InteriorBoundaries
+from pallas_kernels import CHUNK_SIZE, Chunks, chunk_rows
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +29,9 @@ class LayerRows:
         write: Blocks that each row writes. In a verify row, `write[r, t]` takes the state after token t. In any other
             row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window.
             [rows, 1 + K]
+        checkpoint_offset: Tokens before each boundary inside a prefill row, in mode "all"; None otherwise. See
+            `InteriorBoundaries`. [rows, boundaries]
+        checkpoint_block: The block that keeps each of these boundaries; None like the offsets. [rows, boundaries]
     """
 
     query_start_loc: jax.Array
@@ -35,6 +40,13 @@ class LayerRows:
     conv_read: jax.Array
     window_row: jax.Array
     write: jax.Array
+    checkpoint_offset: jax.Array | None = None
+    checkpoint_block: jax.Array | None = None
+
+    @property
+    def checkpoints(self) -> dict[str, Any]:
+        """The arguments of the prefill ops by which they keep the boundaries inside rows."""
+        return dict(checkpoint_offset=self.checkpoint_offset, checkpoint_block=self.checkpoint_block)
 
 
 @renamed_fields(conv_row="window_row")
@@ -50,6 +62,8 @@ class Rows:
         conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [groups, rows]
         window_row: First row of that window to read. [rows]
         write: Blocks that each row writes; see `LayerRows`. [groups, rows, 1 + K]
+        checkpoint_offset: As in `LayerRows`. [rows, boundaries]
+        checkpoint_block: As in `LayerRows`. [groups, rows, boundaries]
     """
 
     query_start_loc: jax.Array
@@ -58,6 +72,8 @@ class Rows:
     conv_read: jax.Array
     window_row: jax.Array
     write: jax.Array
+    checkpoint_offset: jax.Array | None = None
+    checkpoint_block: jax.Array | None = None
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +89,8 @@ class Rows:
             conv_read=self.conv_read[group],
             window_row=self.window_row,
             write=self.write[group],
+            checkpoint_offset=self.checkpoint_offset,
+            checkpoint_block=None if self.checkpoint_block is None else self.checkpoint_block[group],
         )
 
 
@@ -86,12 +104,14 @@ class RowSplit:
         prefill: The prefill rows.
         first_prefill_token: Index of the prefill rows' first token among the packed tokens. int32 scalar
         num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        chunk_size: The `chunk_size` with which prefill ops cut the prefill rows. Static.
     """
 
     decode: Rows
     prefill: Rows
     first_prefill_token: jax.Array
     num_decode_tokens: int | None = field(default=None, metadata=dict(static=True))
+    chunk_size: int = field(default=CHUNK_SIZE, metadata=dict(static=True))
 
     @property
     def max_decode_tokens(self) -> int:
@@ -145,11 +165,15 @@ class RowSplit:
         if rows.num_rows == 0:
             return None
         num_prefill_tokens = num_tokens - (self.max_decode_tokens if self.decode.num_rows else 0)
-        return chunk_rows(rows.query_start_loc, rows.num_computed_tokens, num_prefill_tokens)
+        return chunk_rows(rows.query_start_loc, rows.num_computed_tokens, num_prefill_tokens, self.chunk_size)
 
 
 def split_rows(
-    batch: StepBatch, indices: StepIndices, num_decode_rows: int, num_decode_tokens: int | None = None
+    batch: StepBatch,
+    indices: StepIndices,
+    num_decode_rows: int,
+    num_decode_tokens: int | None = None,
+    interior: InteriorBoundaries | None = None,
 ) -> RowSplit:
     """Splits a batch's rows by kind.
 
@@ -162,6 +186,8 @@ def split_rows(
         indices: The result of `begin_step`.
         num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
         num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        interior: The boundaries inside the rows, of which prefill rows keep the states, in mode "all"; None to keep
+            none.
 
     Raises:
         ValueError: `num_decode_rows` is not from 0 to the number of rows, or `num_decode_tokens` is negative.
@@ -181,9 +207,15 @@ def split_rows(
             write=indices.write[:, begin:end],
         )
 
+    prefill, chunk_size = rows(num_decode_rows, None), CHUNK_SIZE
+    if interior is not None:
+        offset, block = interior.offset[num_decode_rows:], interior.block[:, num_decode_rows:]
+        prefill = replace(prefill, checkpoint_offset=offset, checkpoint_block=block)
+        chunk_size = interior.chunk_size
     return RowSplit(
         decode=rows(0, num_decode_rows),
-        prefill=rows(num_decode_rows, None),
+        prefill=prefill,
         first_prefill_token=batch.query_start_loc[num_decode_rows],
         num_decode_tokens=num_decode_tokens,
+        chunk_size=chunk_size,
     )

@@ -9,6 +9,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
+from mamba_align_jax.metadata.interior import InteriorBoundaries
 from mamba_align_jax.metadata.layer_step import LayerStep, TokenPages
 from mamba_align_jax.metadata.positions import token_positions
 from mamba_align_jax.metadata.rows import Rows, RowSplit, split_rows
@@ -66,6 +67,7 @@ def step_inputs(
     num_pages: int,
     num_decode_tokens: int | None = None,
     token_rows: TokenRows | None = None,
+    interior: InteriorBoundaries | None = None,
 ) -> StepInputs:
     """Computes a step's inputs. It can be called inside a jitted step.
 
@@ -79,6 +81,7 @@ def step_inputs(
         num_pages: Number of pages of the pool. Static.
         num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
         token_rows: The row of each packed token, as `pallas_kernels.rows.token_rows` finds it; None computes it.
+        interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
 
     Raises:
         ValueError: A static size is no whole number, or out of range.
@@ -86,7 +89,7 @@ def step_inputs(
     num_tokens = values.integer("step_inputs: num_tokens", num_tokens, 1)
     page_size = values.integer("step_inputs: page_size", page_size, 1)
     num_pages = values.integer("step_inputs: num_pages", num_pages, 1)
-    rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens)
+    rows = split_rows(batch, indices, num_decode_rows, num_decode_tokens, interior)
     tokens = token_positions(batch.query_start_loc, indices.num_computed_tokens, num_tokens, token_rows)
     slots = jnp.maximum(batch.idx_mapping, 0)
     page = page_tables[slots[tokens.row], tokens.position // page_size]

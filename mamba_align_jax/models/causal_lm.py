@@ -160,6 +160,13 @@ class CausalLM(nnx.Module):
             if kind != ATTENTION
         )
 
+    def without_interior(self) -> list[str]:
+        """Returns the classes of the mixers that keep no boundaries inside prefill rows, as mode "all" needs it."""
+        every = {kind: mixers for kind, mixers in self.mixers().items() if kind != ATTENTION}
+        return [
+            type(mixers[0]).__name__ for mixers in every.values() if not getattr(mixers[0], "keeps_interior", False)
+        ]
+
     def kv_spec(self, *, draft: bool = False) -> KVSpec:
         """Describes keys and values for `KVPages`. With `draft`, one more layer, the last, is for the draft head."""
         layers: list[Any] = self.mixers().get(ATTENTION, [])

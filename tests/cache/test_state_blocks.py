@@ -219,8 +219,8 @@ def test_bad_arguments_are_named():
         StateBlockManager(10, 3, 3)
     with pytest.raises(ValueError, match="num_blocks must be at least 3 for one request, got 2"):
         StateBlockManager(2, 4)
-    with pytest.raises(ValueError, match="mode must be 'none' or 'align', got 'all'"):
-        StateBlockManager(10, 4, mode="all")
+    with pytest.raises(ValueError, match="mode must be 'none', 'align' or 'all', got 'some'"):
+        StateBlockManager(10, 4, mode="some")
     manager = StateBlockManager(10, 4)
     manager.allocate("a", 0, 0, 3)
     with pytest.raises(ValueError, match="'a' must have 3 to 3 computed tokens, got 2"):

@@ -42,7 +42,7 @@ BAD_PARAMS = {
     "priority": NOT_INTEGERS,
 }
 BAD_CONFIGS = {
-    "prefix_cache": (None, 1, b"align", ["align"], "all", {}),
+    "prefix_cache": (None, 1, b"align", ["align"], "some", {}),
     "policy": (None, 1, ["copy_free"], "eager"),
     "speculation": (None, 1, ["mtp"], {}, "guess"),
     "state_dtype": (None, np.float32, ["float32"], "int8"),
