@@ -27,7 +27,7 @@ from pallas_kernels import (
 EVENTS = {
     *("moves left", "crosses after several were accepted", "reads several columns back", "chunk after verify"),
     *("boundary saved from the next column", "boundary saved in place", "prefix hits", "no tokens", "pool too small"),
-    *("two unread steps", "resumed"),
+    *("two unread steps", "resumed", "boundaries inside chunks"),
 }
 
 
@@ -113,7 +113,7 @@ def run_kernels(spec, pool, released, batch, indices, plan, tokens):
 class KernelMachine(Machine):
     """Checks that every block of a real pool is the state of the literal pool's tokens, and that outputs are right."""
 
-    width = WIDTH
+    width, keeps_interior = WIDTH, False
 
     def start(self):
         empty = lambda: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(WIDEST, BLOCKS))

@@ -20,11 +20,11 @@ class Request:
 class Machine(RuleBasedStateMachine):
     """Random requests. Few different tokens make shared prefixes, and a small pool makes evictions."""
 
-    block_size, K, num_blocks = 4, 2, 14
+    block_size, K, num_blocks, mode = 4, 2, 14, "align"
 
     def __init__(self):
         super().__init__()
-        self.manager = StateBlockManager(self.num_blocks, self.block_size, self.K)
+        self.manager = StateBlockManager(self.num_blocks, self.block_size, self.K, mode=self.mode)
         self.requests, self.contents, self.number = {}, {}, 0
 
     def pick(self, data):
@@ -51,6 +51,10 @@ class Machine(RuleBasedStateMachine):
         for t in range(1 + drafts):
             assert request.row[current + t] in held
             self.contents[request.row[current + t]] = tuple(request.tokens[: certain + t])
+        interior = self.interior(request.computed, q, drafts)
+        for inside in interior:
+            assert request.row[inside // bs - 1] in held
+            self.contents[request.row[inside // bs - 1]] = tuple(request.tokens[:inside])
         new = certain + accepted - 1
         boundary = new // bs * bs
         request.column, request.accepted = current, accepted
@@ -60,11 +64,28 @@ class Machine(RuleBasedStateMachine):
             self.contents[target] = self.contents[request.row[current + boundary - certain]]
             if boundary // bs - 1 == current:
                 request.accepted = 1
+        publishes = self.mode == "all" and drafts == 0 and isinstance(name, int) and name % 2
+        if publishes:
+            self.manager.publish(name, request.tokens[:certain])
         self.manager.release(name)
         request.computed = new
         published = self.manager.commit(name, request.tokens, new)
         assert published in (0, boundary)
+        if publishes:
+            assert min(self.manager.columns(name)) >= current, "a column that no later step reads is still held"
+        for inside in interior:
+            assert self.manager.lookup(request.tokens[: inside + 1], request.salt).length == inside
         return True
+
+    def interior(self, computed, q, drafts):
+        """The boundaries inside a step whose states stay."""
+        inside = range(computed + 1, computed + q) if self.mode == "all" and not drafts else ()
+        return [end for end in inside if end % self.block_size == 0]
+
+    def chunk_end(self, start, budget, prompt):
+        if self.mode == "all":
+            return min(start + budget, prompt)
+        return next_chunk_end(start, start + budget, prompt, self.block_size)
 
     @rule(data=st.data(), length=st.integers(1, 30), salt=st.sampled_from([b"", b"tenant"]))
     def start(self, data, length, salt):
@@ -79,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         name = self.number
         self.number += 1
         self.requests[name] = Request(tokens, hit.length, salt)
-        end = next_chunk_end(hit.length, hit.length + data.draw(st.integers(1, 16)), length, self.block_size)
+        end = self.chunk_end(hit.length, data.draw(st.integers(1, 16)), length)
         before = self.manager.pool.num_available
         if not self.run(name, end - hit.length, 0, 1, hit):
             assert self.manager.pool.num_available == before, "a refused request changed the pool"
@@ -91,7 +112,7 @@ class Machine(RuleBasedStateMachine):
         name = self.pick(data)
         request = self.requests[name]
         if request.computed < request.prompt:
-            end = next_chunk_end(request.computed, request.computed + budget, request.prompt, self.block_size)
+            end = self.chunk_end(request.computed, budget, request.prompt)
             self.run(name, end - request.computed, 0, 1)
             return
         drafts = data.draw(st.integers(0, self.K))
@@ -116,7 +137,8 @@ class Machine(RuleBasedStateMachine):
         rows = [block for name in self.requests for block in self.manager.columns(name).values()]
         assert self.manager.pool.num_held == len(set(rows))
         for name in self.requests:
-            assert len(self.manager.columns(name)) <= self.manager.blocks_needed() + 1
+            chunk = 16 // self.block_size if self.mode == "all" else 0
+            assert len(self.manager.columns(name)) <= self.manager.blocks_needed() + chunk + 1
 
 
 class WithoutDrafts(Machine):
@@ -127,11 +149,18 @@ class OneBlockWindows(Machine):
     block_size, K, num_blocks = 4, 3, 20
 
 
-for machine in (Machine, WithoutDrafts, OneBlockWindows):
+class EveryBoundary(Machine):
+    """Chunks end anywhere, and every boundary that they pass is found."""
+
+    num_blocks, mode = 18, "all"
+
+
+for machine in (Machine, WithoutDrafts, OneBlockWindows, EveryBoundary):
     machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStateBlocks = Machine.TestCase
 TestWithoutDrafts = WithoutDrafts.TestCase
 TestOneBlockWindows = OneBlockWindows.TestCase
+TestEveryBoundary = EveryBoundary.TestCase
 
 
 def test_a_prompt_is_found_again_up_to_its_last_boundary():
@@ -150,6 +179,35 @@ def test_a_prompt_is_found_again_up_to_its_last_boundary():
     assert manager.lookup([0, *tokens]).length == 0
     manager.free("a")
     assert manager.lookup(tokens) == Hit(8, ((1, 1),))
+
+
+def test_mode_all_finds_every_boundary_and_holds_only_the_running_column():
+    manager = StateBlockManager(10, 4, mode="all")
+    tokens = list(range(19))
+    assert manager.allocate("a", 0, 0, 10) == [(0, 1), (1, 2), (2, 3)]
+    assert manager.publish("a", tokens[:10]) == 8
+    manager.release("a")
+    assert manager.columns("a") == {2: 3}, "the running column, which the next chunk reads"
+    assert manager.lookup(tokens[:9]) == Hit(8, ((1, 2),))
+    assert manager.lookup(tokens[:8]) == Hit(4, ((0, 1),))
+    # The result of the first chunk is unread. The second one starts inside a block.
+    assert manager.allocate("a", 10, 10, 9) == [(3, 4), (4, 5)]
+    assert manager.publish("a", tokens) == 16
+    manager.release("a")
+    assert manager.columns("a") == {4: 5}
+    assert [manager.commit("a", tokens[:end]) for end in (10, 19)] == [0, 0]
+    assert [manager.lookup(tokens[:end]).length for end in (5, 13, 17)] == [4, 12, 16]
+
+
+def test_mode_all_publishes_the_boundaries_inside_a_step_that_was_not_offered():
+    manager = StateBlockManager(10, 4, mode="all")
+    tokens = list(range(14))
+    manager.allocate("a", 0, 0, 13)
+    manager.release("a")
+    assert manager.lookup(tokens).length == 0
+    assert manager.columns("a").keys() == {0, 1, 2, 3}
+    assert manager.commit("a", tokens[:13]) == 12
+    assert [manager.lookup(tokens[:end]).length for end in (5, 9, 13)] == [4, 8, 12]
 
 
 def test_the_least_recently_used_state_is_evicted():

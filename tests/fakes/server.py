@@ -33,6 +33,7 @@ from mamba_align_jax import (
     begin_step,
     update_block_tables,
 )
+from mamba_align_jax.align.interior import interior_checkpoints
 from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.vllm_compat.staging import plan_postprocess
@@ -91,7 +92,9 @@ def run_step(block_size, states, tables, additions, updates, batch, num_sampled,
         state, indices = begin_step(spec, state, batch, tables)
         results[policy] = state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables)
     staged, sampled, slots = host_inputs
-    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots)
+    offset, column = interior_checkpoints(indices.num_computed_tokens, batch.num_tokens, block_size, LONGEST)
+    interior = offset, tables.lookup(batch.idx_mapping[:, None], column)
+    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots), interior
 
 
 @dataclass
@@ -124,9 +127,11 @@ class Machine(RuleBasedStateMachine):
     steps, events = 0, collections.Counter()
     # Of the convolutions. None for any.
     width = None
+    # Whether `replay` keeps the boundaries inside chunks.
+    keeps_interior = True
 
     @initialize(
-        mode=st.sampled_from(["align", "align", "align", "none"]),
+        mode=st.sampled_from(["align", "align", "align", "none", "all"]),
         block_size=st.integers(1, 9),
         K=st.integers(0, 8),
         width=st.integers(2, 5),
@@ -136,7 +141,8 @@ class Machine(RuleBasedStateMachine):
         first=st.lists(TURN, min_size=1, max_size=SLOTS),
     )
     def configure(self, mode, block_size, K, width, lag, room, never, first):
-        K, width = K % block_size if mode == "align" else K, self.width or width
+        mode = mode if self.keeps_interior or mode != "all" else "align"
+        K, width = K if mode == "none" else K % block_size, self.width or width
         self.spec = make_spec(
             width=width,
             block_size=block_size,
@@ -145,7 +151,7 @@ class Machine(RuleBasedStateMachine):
             mode=mode,
         )
         self.size, self.K, self.lag, self.never = self.spec.state_block_size, K, lag, never
-        self.num_blocks = 1 + room * self.spec.blocks_per_request(lag)
+        self.num_blocks = 1 + room * self.spec.blocks_per_request(lag, max_chunk=2 * block_size)
         self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode)
         self.pools = {policy: Pool(self.num_blocks, width, K, self.size) for policy in POLICIES}
         self.states = {policy: AlignState.create(WIDEST) for policy in POLICIES}
@@ -153,7 +159,9 @@ class Machine(RuleBasedStateMachine):
         self.tables = BlockTables(blocks=jnp.full_like(BlockTables.create(WIDEST).blocks, STALE))
         self.requests, self.cached = [None] * SLOTS, set()
         tables = np.full(self.tables.blocks.shape, STALE, np.int32)
-        self.host_path = HostPath(replace(self.spec, policy="pre_copy"), tables, SLOTS)
+        # Mode "all" reads and writes as "align" does, and keeps more.
+        host = replace(self.spec, policy="pre_copy", mode="align" if mode == "all" else mode)
+        self.host_path = HostPath(host, tables, SLOTS)
         # The tokens that were computed, by request, and may be continued.
         self.history = collections.deque([(None, ())], maxlen=6)
         self.names, self.token = itertools.count(), itertools.count()
@@ -230,11 +238,28 @@ class Machine(RuleBasedStateMachine):
             if row.inputs:
                 request = self.requests[row.slot]
                 request.computed = row.after
+                self.offer(request, row)
                 self.manager.release(request.name)
                 request.pending.append(row)
                 self.read(request, min(unread, self.lag))
                 if len(request.computed) + 1 >= self.spec.max_model_len:
                     self.drop(row.slot)
+
+    def offer(self, request, row):
+        """In mode "all", every other request publishes the boundaries of its chunks when they are dispatched."""
+        certain = all(step.drafts < 0 for step in [*request.pending, row])
+        if self.spec.mode == "all" and request.name % 2 and certain:
+            self.manager.publish(request.name, row.after)
+            row.offered = True
+            self.keep_cached(request, row, row.inside(self.size))
+
+    def keep_cached(self, request, row, boundaries):
+        columns = self.manager.columns(request.name)
+        for boundary in boundaries:
+            block = columns[boundary // self.size - 1]
+            for pool in self.pools.values():
+                pool.check_boundary(block, row.after[:boundary])
+            self.cached.add(block)
 
     def arrange(self, rows, order):
         """Draws any order of the rows, with padding rows anywhere."""
@@ -284,7 +309,8 @@ class Machine(RuleBasedStateMachine):
         row.held = self.manager.columns(request.name)
         row.given = frozenset(block for _, block in entries) - found
         # Chunks may end anywhere here. One that starts inside a block and ends after it leaves one block more.
-        assert len(row.held) <= self.manager.blocks_needed(self.lag) + 1, f"{row} holds {row.held}"
+        most = self.manager.blocks_needed(self.lag) + 1
+        assert len(row.held) <= most or self.spec.mode == "all", f"{row} holds {row.held}"
         for pool in self.pools.values():
             for block in found:
                 pool.check_boundary(block, request.computed)
@@ -302,12 +328,11 @@ class Machine(RuleBasedStateMachine):
                 row = replace(row, accepted=1)
             request.known = len(row.after)
             boundary = self.manager.commit(request.name, row.after)
-            assert boundary == (row.boundary(self.size) if self.spec.mode == "align" else 0)
-            if boundary:
-                block = self.manager.columns(request.name)[boundary // self.size - 1]
-                for pool in self.pools.values():
-                    pool.check_boundary(block, row.after[:boundary])
-                self.cached.add(block)
+            kept = [] if self.spec.mode == "none" or row.offered else [row.boundary(self.size)]
+            if self.spec.mode == "all" and row.drafts < 0 and not row.offered:
+                kept = row.inside(self.size)
+            assert boundary == max(kept, default=0)
+            self.keep_cached(request, row, filter(None, kept))
 
     def dispatch(self, rows, entering, entries):
         """Runs the step on the device and replays it on every pool."""
@@ -334,7 +359,7 @@ class Machine(RuleBasedStateMachine):
         resumed = [self.requests[slot].name for slot in slots if self.requests[slot].resumed]
         host_inputs = self.host_path.before(names, host_rows, places, resumed, num_sampled)
         was = self.known
-        self.tables, results, fused = run_step(
+        self.tables, results, fused, interior = run_step(
             np.int32(self.size), self.states, self.tables, additions, updates, batch, num_sampled, host_inputs
         )
         self.states = {policy: state for policy, (_, _, state, _) in results.items()}
@@ -345,6 +370,9 @@ class Machine(RuleBasedStateMachine):
         for policy, (_, indices, _, plan) in results.items():
             self.pools[policy].start(rows, holders, self.cached)
             self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
+            if self.spec.mode == "all":
+                self.check_mirrored(to_numpy(interior[1]))
+                self.pools[policy].keep(to_numpy(interior))
             self.pools[policy].check_finished(after[policy])
             for name in ("num_computed_tokens", "num_accepted_tokens", "running_column"):
                 now = getattr(after[policy], name)
@@ -354,6 +382,9 @@ class Machine(RuleBasedStateMachine):
         self.host_path.check(indices, plan, fused, after["pre_copy"], running)
         _, indices, _, plan = to_numpy(results["copy_free"])
         self.count_events(rows, indices, plan, was, after["copy_free"])
+        if self.spec.mode == "all":
+            inside = [b for row in rows for b in row.inside(self.size) if b < len(row.after)]
+            self.events["boundaries inside chunks"] += len(inside)
         self.events["prefix hits"] += sum(count > 0 for count in computed)
         self.events["resumed"] += len(resumed)
 

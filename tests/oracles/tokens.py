@@ -23,7 +23,7 @@ class Row:
     """One row of a step.
 
     `drafts` is -1 for a row that is no verify row. `held` maps the slot's columns to blocks, `given` are the new
-    blocks.
+    blocks. `offered` is true if its boundaries were published when it was dispatched.
     """
 
     slot: int
@@ -33,6 +33,7 @@ class Row:
     accepted: int = 1
     held: dict = field(default_factory=dict)
     given: frozenset = frozenset()
+    offered: bool = False
 
     @property
     def after(self):
@@ -45,6 +46,11 @@ class Row:
         # A chunk leaves one state at its end, a verify row one after each token.
         kept = boundary > len(self.before) if self.drafts >= 0 else boundary == len(self.after)
         return boundary if kept else 0
+
+    def inside(self, block_size):
+        """The boundaries inside a chunk and at its end, in mode "all"."""
+        ends = range(len(self.before) + 1, len(self.after) + 1) if self.drafts < 0 else ()
+        return [end for end in ends if end % block_size == 0]
 
     def __str__(self):
         return f"slot {self.slot} at {len(self.before)} + {len(self.inputs)}"
@@ -124,6 +130,22 @@ class Pool:
                 self.recurrent[write[t]] = row.before + row.inputs[:end]
             kept = window[1:] + list(row.inputs) if verify else last_inputs(row.before + row.inputs, self.width)
             self.conv[write[0]] = kept + [JUNK] * (self.window - len(kept))
+
+    def keep(self, interior):
+        """Does what prefill ops do with the checkpoints of a step in mode "all": offsets and blocks of each row."""
+        offsets, blocks = interior
+        for r, row in enumerate(self.rows):
+            if not row.inputs or row.drafts >= 0:
+                continue
+            kept = [(int(n), int(block)) for n, block in zip(offsets[r], blocks[0, r], strict=True) if block]
+            inside = [len(row.before) + n for n, _ in kept]
+            assert inside == [b for b in row.inside(self.block_size) if b < len(row.after)], row
+            for n, block in kept:
+                assert block == row.held[(len(row.before) + n) // self.block_size - 1], f"{row}: column of {n}"
+                self.check_write(block, r)
+                tokens = row.before + row.inputs[:n]
+                self.recurrent[block] = tokens
+                self.conv[block] = last_inputs(tokens, self.width) + [JUNK] * (self.window - self.width + 1)
 
     def check_finished(self, state):
         """Checks that the live state and the boundary's are where the next step and other requests will read them."""
