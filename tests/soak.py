@@ -46,6 +46,7 @@ STUB_CONFIGS = {
         block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=40, num_kv_pages=50, **DRAFTS
     ),
     "none": dict(prefix_cache="none", **DRAFTS),
+    "every boundary": dict(prefix_cache="all", **DRAFTS),
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
 MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1)

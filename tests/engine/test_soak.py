@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.data import BYTE_MODEL
@@ -40,6 +39,15 @@ CONFIGS = {
     ),
     "windows as wide as blocks, asynchronous": dict(
         block_size=8, kv_page_size=8, num_speculative_tokens=7, num_state_blocks=38, checked=True, async_stepping=True
+    ),
+    "every boundary, asynchronous": dict(
+        prefix_cache="all",
+        block_size=8,
+        kv_page_size=4,
+        num_speculative_tokens=3,
+        num_state_blocks=34,
+        checked=True,
+        async_stepping=True,
     ),
 }
 MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
@@ -212,8 +220,8 @@ def foresight(plan):
 def crowd(engine, states, pages):
     """Takes blocks and pages until one request and so many more fit; returns the names that hold them."""
     cache, config = engine.cache, engine.config
-    size, K = cache.kv.page_size, config.num_speculative_tokens
-    max_blocks = blocks_per_request(config.block_size, K, steps_in_flight=1)
+    size = cache.kv.page_size
+    max_blocks = engine.spec.blocks_per_request(steps_in_flight=1, max_chunk=config.max_num_batched_tokens)
     # A request that holds a block holds a page.
     pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, 0)
     states = min(max(cache.states.pool.num_available - max_blocks - states, 0), pages)

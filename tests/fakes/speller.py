@@ -42,6 +42,10 @@ def next_token(tokens, stutter=0):
     return next_tokens(tokens, stutter)[-1]
 
 
+def checkpoints(rows):
+    return dict(checkpoint_offset=rows.checkpoint_offset, checkpoint_block=rows.checkpoint_block[0])
+
+
 class Config(NamedTuple):
     vocab_size: int = VOCAB
     max_position_embeddings: int = 1024
@@ -62,6 +66,9 @@ class Speller(nnx.Module):
 
     def state_groups(self, state_dtype="float32"):
         return (GroupSpec("speller", 1, (ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1), state_dtype))),)
+
+    def without_interior(self):
+        return []
 
     def __call__(self, tokens, step, pool, kv):
         x = tokens.astype(jnp.float32) + 1
@@ -92,6 +99,7 @@ class Speller(nnx.Module):
         def rows_of(conv_op, pages, is_decode):
             def run(rows, x, conv, recurrent):
                 loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
+                keeps = {} if rows.checkpoint_block is None else checkpoints(rows)
                 window, conv = conv_op(
                     *(
                         x[:, None],
@@ -105,10 +113,15 @@ class Speller(nnx.Module):
                         rows.write[0, :, 0],
                     ),
                     activation=None,
+                    **keeps,
                 )
                 last = at.offset == jnp.diff(loc)[at.row] - 1
                 write = rows.write[0, at.row, at.offset] if is_decode else rows.write[0, at.row, 0]
                 write = jnp.where(at.valid & (last | is_decode), write, NULL_BLOCK)
+                if keeps:
+                    here = keeps["checkpoint_offset"][at.row] == at.offset[:, None] + 1
+                    inside = jnp.sum(jnp.where(here, keeps["checkpoint_block"][at.row], NULL_BLOCK), axis=1)
+                    write = jnp.where(at.valid & ~last, inside, write)
                 recurrent, states = recur(rows, at, x, recurrent, write)
                 out = window[:, 0] + states + attend(rows, at, pages)
                 out = jnp.where(out % 3 < self.stutter, x - 1, out)

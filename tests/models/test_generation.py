@@ -103,17 +103,29 @@ def test_engine_generates_the_reference_tokens(name, tmp_path, monkeypatch):
     check_engine(load_model(path), tokens, monkeypatch)
 
 
-def check_engine(model, tokens, monkeypatch):
+# A model for each kind of mixer that keeps states. Kimi delta attention shares its code with gated delta nets.
+KINDS = ("qwen3_5_text", "mamba", "nemotron_h", "lfm2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.deep] if n in KINDS[1:] else []) for n in KINDS])
+def test_engine_generates_the_reference_tokens_from_boundaries_inside_chunks(name, tmp_path, monkeypatch):
+    path, tokens, _ = MODELS[name](tmp_path)
+    # Chunks of 24 tokens end inside blocks of 16, and pass a boundary.
+    config = dataclasses.replace(CONFIG, prefix_cache="all", max_num_batched_tokens=24)
+    check_engine(load_model(path), tokens, monkeypatch, config)
+
+
+def check_engine(model, tokens, monkeypatch, config=CONFIG):
     """Runs the sequence in chunks, from cached states of its answer and its prompt, with and without drafts, preempted."""
     if model.mtp is None:
         # None, one or both of the drafts are right, depending on the number of tokens.
-        plan = lambda tokens: (CONFIG.num_speculative_tokens, len(tokens) // 4 % 3)
-        engine = Engine(model, CONFIG, drafter=Foresight(found_in([tokens.tolist()]), plan, model.config.vocab_size))
+        plan = lambda tokens: (config.num_speculative_tokens, len(tokens) // 4 % 3)
+        engine = Engine(model, config, drafter=Foresight(found_in([tokens.tolist()]), plan, model.config.vocab_size))
     else:
-        engine = Engine(model, dataclasses.replace(CONFIG, speculation="mtp"))
+        engine = Engine(model, dataclasses.replace(config, speculation="mtp"))
     # One program runs every step. Where padded prefill chunks take long, steps without a prompt have a second program.
-    mixed = max(engine.runner.buckets)._replace(prefill_rows=CONFIG.max_num_seqs, level=Level.MOST_LIKELY)
-    programs = [mixed, Bucket(CONFIG.max_num_seqs, 0, 0, Level.MOST_LIKELY)]
+    mixed = max(engine.runner.buckets)._replace(prefill_rows=config.max_num_seqs, level=Level.MOST_LIKELY)
+    programs = [mixed, Bucket(config.max_num_seqs, 0, 0, Level.MOST_LIKELY)]
     monkeypatch.setattr(StepRunner, "buckets", programs if "kda" in model.mixers() else programs[:1])
 
     def answer(lengths, salts=("",), **params):
