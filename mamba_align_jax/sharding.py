@@ -10,7 +10,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019), for the split of products by colum
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -130,12 +130,20 @@ class Layout:
         params: One PartitionSpec per parameter, in the order of the leaves of their tree.
         pool: The PartitionSpecs of the states.
         kv: The PartitionSpecs of keys and values.
+        ordered_params: For each parameter, the axis along which its elements are in the order of `columns`, and the parts
+            that lie side by side there; None if they are in the order of one device.
+        windows: For each group, the parts of the channels of its windows; () if they are in the order of one device.
+        kv_heads: The parts of the heads of keys and values; () if they are in the order of one device.
     """
 
     mesh: Mesh
     params: tuple[P, ...]
     pool: StatePool
     kv: KVPages
+    # The programs of steps don't depend on what follows.
+    ordered_params: tuple[tuple[int, tuple[Part, ...]] | None, ...] = field(default=(), compare=False)
+    windows: tuple[tuple[Part, ...], ...] = field(default=(), compare=False)
+    kv_heads: tuple[Part, ...] = field(default=(), compare=False)
 
     def run(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
         """Returns a function that runs `function` on every device, over the device's shares of the arguments.

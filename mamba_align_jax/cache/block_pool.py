@@ -82,6 +82,15 @@ class BlockPool:
         """All keys that can be found."""
         return frozenset(self._block_of)
 
+    @property
+    def published(self) -> list[tuple[bytes, int]]:
+        """Every key that can be found, with its block: first the cached ones, in the order in which they will be evicted.
+
+        Held blocks follow, the newest publication first, so that a prefix comes before what it was published after.
+        """
+        held = [(key, block) for block, key in self._key_of.items() if block in self._holders]
+        return [(self._key_of[block], block) for block in self._cached] + held[::-1]
+
     def fits(self, count: int, hits: Sequence[int] = ()) -> bool:
         """True if the pool can hold the blocks `hits` and allocate `count` further blocks.
 

@@ -15,8 +15,8 @@ from mamba_align_jax.cache.hybrid import CachedPrefix
 from mamba_align_jax.engine.admission import check_request, params_for, seeded
 from mamba_align_jax.engine.buckets import Bucket, programs_of
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
-from mamba_align_jax.engine.core import EngineCore
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
+from mamba_align_jax.engine.portable import PortableCore
 from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
 from mamba_align_jax.engine.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids
@@ -24,7 +24,7 @@ from mamba_align_jax.engine.trace import write_trace
 from mamba_align_jax.models import load_model
 
 
-class Engine(EngineCore):
+class Engine(PortableCore):
     """Continuous batching over one model, on one device or on several, with a prefix cache over states and keys.
 
     Every method may be called from any thread. One call at a time changes the engine, and the others wait for it, at

@@ -72,6 +72,7 @@ class StepRunner:
         sampler: What the device knows of requests whose logits are changed; None before the first of them. The steps
             with such requests donate it.
         packer: Packs rows into the inputs of a step.
+        layout: How the arrays lie on several devices; None for one device.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class StepRunner:
         self._vocab_size, self._ends = model.config.vocab_size, end_tokens(model.config)
         self._kv_spec = pages_spec(model, drafter)
         self._sizes, self._page_size = sizes, kv_page_size
-        self._drafter, self._layout = drafter, layout
+        self._drafter, self.layout = drafter, layout
         self._start()
 
     def is_intact(self) -> bool:
@@ -139,7 +140,7 @@ class StepRunner:
             kv_pages=sizes.kv_pages,
             page_size=self._page_size,
             history=history,
-            layout=self._layout,
+            layout=self.layout,
         )
         self.sampler: SamplerState | None = None
         self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
@@ -147,10 +148,15 @@ class StepRunner:
         # False while the device's state, or the checker's account of it, may be half changed.
         self._is_sound = True
 
+    def wrote(self, block: int) -> None:
+        """Records that something other than a step filled a state block, for `checked` configurations."""
+        for group in range(len(self.spec.groups)):
+            self._checker.wrote(group, block)
+
     def make_sampler(self) -> SamplerState:
         """Makes `sampler` unless it exists, and returns it."""
         if self.sampler is None:
-            self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self._layout)
+            self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
         return self.sampler
 
     @property
@@ -260,7 +266,7 @@ class StepRunner:
             spec=self.spec,
             drafter=self._drafter,
             num_decode_rows=bucket.decode_rows,
-            layout=self._layout,
+            layout=self.layout,
         )
 
 

@@ -68,10 +68,13 @@ class Cut:
     Attributes:
         mesh: The mesh, with an axis "tensor".
         placed: `id` of each variable that has been placed.
+        ordered: For the `id` of each variable whose elements were put in another order or repeated, the axis, and what
+            lay side by side along it before.
     """
 
     mesh: Mesh
     placed: set[int] = field(default_factory=set)
+    ordered: dict[int, tuple[int, tuple[Part, ...]]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -94,6 +97,7 @@ class Cut:
             order = columns(parts, self.size)
             if not np.array_equal(order, np.arange(array.shape[axis])):
                 array = jnp.take(array, order, axis=axis)
+                self.ordered[id(variable)] = axis, tuple(parts)
         spec = P() if axis is None else P(*[None] * axis, AXIS)
         variable.set_value(jax.device_put(array, NamedSharding(self.mesh, spec)))
         self.placed.add(id(variable))

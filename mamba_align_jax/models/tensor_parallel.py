@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.kv import KVPages
+from mamba_align_jax.layers.linear import ConvTaps
+from mamba_align_jax.layers.mixer import ATTENTION
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts
@@ -16,7 +18,7 @@ from mamba_align_jax.layers.shared_block import AdaptedMLP, SharedMLP
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.models import nemotron_h
 from mamba_align_jax.models.causal_lm import CausalLM
-from mamba_align_jax.sharding import AXIS, Layout, pool_partition
+from mamba_align_jax.sharding import AXIS, Layout, Part, pool_partition, repeats
 
 # Modules with a method `split`. The parameters of all other modules are copied to every device.
 _SPLIT = (AdaptedMLP, CausalLM, GatedMLP, nemotron_h.MLP, Experts, SharedMLP, *MIXERS)
@@ -41,7 +43,7 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         ValueError: a layer does not divide, or a mixer's class is not in `layers.registry.MIXERS`. The layer or the
             class is named.
     """
-    cut, groups = Cut(mesh), model.state_groups()
+    cut, groups, heads = Cut(mesh), model.state_groups(), model.kv_spec().num_heads
     for mixers in model.mixers().values():
         for mixer in mixers:
             if not isinstance(mixer, MIXERS):
@@ -62,6 +64,7 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         if isinstance(variable, nnx.Variable) and id(variable) not in cut.placed:
             cut.put(variable)
     leaves = jax.tree.leaves(nnx.state(model))
+    variables = jax.tree.leaves(nnx.state(model), is_leaf=lambda x: isinstance(x, nnx.Variable))
     # All heads share a latent, so every device keeps all latents.
     latent = any(isinstance(mixer, MultiHeadLatentAttention) for mixers in model.mixers().values() for mixer in mixers)
     pages: Any = P() if latent else P(None, None, None, AXIS)
@@ -70,7 +73,16 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         params=tuple(leaf.sharding.spec for leaf in leaves),
         pool=pool_partition(groups),
         kv=KVPages(keys=pages, values=pages),
+        ordered_params=tuple(cut.ordered.get(id(variable)) for variable in variables),
+        windows=tuple(_window_parts(mixers[0], cut) for kind, mixers in model.mixers().items() if kind != ATTENTION),
+        kv_heads=() if latent else (Part(heads, 1, repeats(heads, cut.size)),),
     )
+
+
+def _window_parts(mixer: Any, cut: Cut) -> tuple[Part, ...]:
+    """Returns what lies side by side in the channels of a mixer's windows: its taps are split in the same way."""
+    taps = [module for _, module in nnx.iter_modules(mixer) if isinstance(module, ConvTaps)]
+    return next((cut.ordered[id(each.weight)][1] for each in taps if id(each.weight) in cut.ordered), ())
 
 
 def share(model: CausalLM) -> CausalLM:

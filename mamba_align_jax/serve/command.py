@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
@@ -45,6 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--min-priority", type=int, default=0, help="the smallest priority number that a client may ask for")
     add(
         "--warmup", choices=WARMUPS, default="usual", help="the programs that are compiled first (default: %(default)s)"
+    )
+    add(
+        "--save-cache",
+        type=Path,
+        metavar="DIR",
+        help="the cached prefixes are saved in this directory when the server stops, and taken from it when it starts",
     )
     add("--access-log", action="store_true", help="log each call")
     engine = parser.add_argument_group("engine")
@@ -85,7 +92,14 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         raise ValueError(f"serve needs the extra 'serve' (pip install 'mamba-align-jax[serve]'): {error}") from error
     settings = make_settings(options)
     names = (*_ENGINE, *_CHOICES, "async_stepping")
-    engine = load(EngineConfig(**{name: getattr(options, name) for name in names}))
+    config = EngineConfig(**{name: getattr(options, name) for name in names})
+    if options.save_cache is not None:
+        mode = config.prefix_cache
+        values.require(mode == "align", "prefix_cache", "'align' with --save-cache", mode)
+        options.save_cache.mkdir(parents=True, exist_ok=True)
+    engine = load(config)
+    if options.save_cache is not None:
+        restore_cache(engine, options.save_cache)
     app = create_app(engine, settings, load_chat_template(options.model))
     server = make_server(
         app,
@@ -97,7 +111,31 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     )
     print(f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr)
     run_server(server)
+    if options.save_cache is not None:
+        save_cache(engine, options.save_cache)
     return 0
+
+
+def restore_cache(engine: Any, directory: Path) -> None:
+    """Takes cached prefixes from a directory. If there are none, or they can't be used, the engine starts without them."""
+    try:
+        count = engine.load_cache(directory)
+    except FileNotFoundError:
+        return
+    except (ValueError, OSError) as error:
+        print(f"mamba-align: the saved cache is skipped: {error}", file=sys.stderr)
+    else:
+        print(f"mamba-align: {count} cached states are restored from {directory}", file=sys.stderr)
+
+
+def save_cache(engine: Any, directory: Path) -> None:
+    """Saves an engine's cached prefixes in a directory. A failure is reported, because there is nothing else left to do."""
+    try:
+        engine.save_cache(directory)
+    except Exception as error:
+        print(f"mamba-align: the cache is not saved: {error!r}", file=sys.stderr)
+    else:
+        print(f"mamba-align: the cached prefixes are saved in {directory}", file=sys.stderr)
 
 
 def make_settings(options: argparse.Namespace) -> Settings:

@@ -14,7 +14,7 @@ import pytest
 from fakes.driver import DATA
 from fakes.engines import poison
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -24,6 +24,7 @@ from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
+from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
@@ -47,6 +48,9 @@ jax.config.update("jax_disable_most_optimizations", True)  # compiling takes lon
 pytestmark = pytest.mark.usefixtures("one_program")
 ATOL = 1e-4
 EVERY = P()
+# Engines of one set of sizes share their programs.
+SIZES = dict(block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128)
+SIZES |= dict(num_speculative_tokens=2, num_state_blocks=40, num_kv_pages=64)
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +120,9 @@ def run(engines, each_step=lambda: None):
 def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     """There are chunked prompts, hits, drafts of the model's head and of prompt lookup, sampling, and states that move."""
     before = jax.tree.map(np.asarray, nnx.state(model))
-    sizes = dict(
-        block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
-        num_speculative_tokens=2, num_state_blocks=40, num_kv_pages=64,
-    )  # fmt: skip
     programs = run_step._cache_size()
     for stepping in (False, True):
-        config = EngineConfig(**sizes, speculation="mtp", async_stepping=stepping)
+        config = EngineConfig(**SIZES, speculation="mtp", async_stepping=stepping)
         one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
         poison(one)
         poison(four)
@@ -157,7 +157,7 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
             # Several rows write guesses to page 0.
             np.testing.assert_allclose(got[:, 1:], first[:, 1:, :, heads], atol=ATOL, rtol=0)
     assert run_step._cache_size() == programs + 2
-    config = EngineConfig(**sizes, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
+    config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="pre_copy", async_stepping=True, checked=True)
     lookup = Engine(model, config, mesh=mesh)
     poison(lookup)
     assert run([lookup]) == wanted
@@ -166,6 +166,44 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     state = lookup.runner.device_state
     assert_same_everywhere((state.state, state.tables, state.pending))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
+
+
+def test_prefixes_move_between_numbers_of_devices(model, mesh):
+    """Keys and windows of repeated heads are in another order on each mesh. A prefix that comes back has the same bits."""
+    config, rng = EngineConfig(**SIZES, speculation="mtp"), np.random.default_rng(11)
+    engines = [Engine(model, config, mesh=where) for where in (None, mesh)]
+    for engine in engines:
+        poison(engine)
+    greedy, outputs = SamplingParams(max_tokens=10, ignore_eos=True), {}
+    for first in engines:
+        prompt = rng.integers(0, 64, 53).tolist()
+        (wanted,) = first.generate(prompt, greedy)
+        data = first.export_prefix(prompt)
+        assert wanted.num_cached_tokens == 0
+        outputs[tuple(prompt)] = first.generate(prompt, greedy)[0]
+        (other,) = (engine for engine in engines if engine is not first)
+        assert other.import_prefix(data, prompt) == first.cached_prefix(prompt).num_tokens == 48
+        assert other.export_prefix(prompt) == data
+    for prompt, output in outputs.items():
+        for engine in engines:
+            (again,) = engine.generate(list(prompt), greedy)
+            assert (again.token_ids, again.num_cached_tokens) == (output.token_ids, 48)
+    # The arrays lie as before, so that steps need no other program.
+    state = engines[-1].runner.device_state
+    for array, spec in (
+        (state.pool.states[0][0], P(None, None, None, AXIS)),
+        (state.kv.keys, P(None, None, None, AXIS)),
+    ):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+
+
+@pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=pytest.mark.deep) for n in ("mamba2", "kimi_linear"))])
+def test_digest_of_weights_is_that_of_one_device(model, mesh, name):
+    digest = lambda params, layout=None: weights_digest(jax.tree.leaves(params), layout)
+    whole = load_model(DATA / name) if name else model
+    placed, layout = shard_model(whole, Mesh(mesh.devices[: 2 if name else 4], (AXIS,)))
+    assert any(layout.ordered_params)
+    assert digest(nnx.state(placed), layout) == digest(nnx.state(whole))
 
 
 def test_changed_logits_and_log_probabilities_are_those_of_one_device(model, mesh):

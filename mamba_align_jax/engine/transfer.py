@@ -1,0 +1,179 @@
+"""Moves cached prefixes out of an engine and into another one, whose model is equal.
+
+The functions here are called while no other thread changes the engine. What is read from the pools are the arrays that the
+last dispatched step leaves, so all states and pages that are published are in them.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.moving import Admission, Entries, all_entries, entries_of_prefix
+from mamba_align_jax.engine.bundle import Bundle, Contents, read_bundle, write_bundle
+from mamba_align_jax.engine.core import EngineCore
+from mamba_align_jax.engine.identity import identity, weights_digest
+from mamba_align_jax.engine.pool_entries import (
+    Arrays,
+    Forms,
+    entries_per_write,
+    entry_bytes,
+    forms_of,
+    page_arrays,
+    read_entries,
+    state_arrays,
+    write_entries,
+)
+
+FILE_NAME = "prefix_cache.mamba-align"
+
+
+class Transfer:
+    """Moves the cached prefixes of one engine. It keeps the digest of the engine's weights."""
+
+    def __init__(self) -> None:
+        """Makes one for an engine whose weights have not been read."""
+        self._weights: bytes | None = None
+
+    def forget_weights(self) -> None:
+        """Records that the weights may have been replaced."""
+        self._weights = None
+
+    def export_prefix(self, core: EngineCore, tokens: Sequence[int], salt: bytes) -> bytes:
+        """Returns a bundle of what is cached of a prefix: see `Engine.export_prefix`."""
+        file = io.BytesIO()
+        self._write(core, file, "prefix", entries_of_prefix(core.cache, tokens, salt))
+        return file.getvalue()
+
+    def save(self, core: EngineCore, directory: Path) -> None:
+        """Writes all that is cached to a file: see `Engine.save_cache`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        with new_file(directory / FILE_NAME) as file:
+            self._write(core, file, "cache", all_entries(core.cache))
+
+    def admit(self, core: EngineCore, name: str, bundle: Bundle) -> tuple[int, int]:
+        """Puts a bundle's entries into the cache and the pools, as many as they can hold.
+
+        Args:
+            core: The engine.
+            name: What the caller calls the bundle, for errors.
+            bundle: The bundle.
+
+        Returns:
+            How many of its pages and of its states are cached now.
+
+        Raises:
+            ValueError: It is another model's, or that of another configuration. Nothing is changed.
+        """
+        pages, states = self._forms(core)
+        own = self._identity(core, pages, states)
+        wanted = f"a bundle of this model, these weights and these sizes of blocks, {own.hex()[:16]}"
+        values.require(bundle.model == own, name, wanted, bundle.model.hex()[:16])
+        found = bundle.pages.shape[1], bundle.states.shape[1]
+        sizes = entry_bytes(pages), entry_bytes(states)
+        values.require(found == sizes, name, f"a bundle of entries of {sizes} bytes", found)
+        core._is_torn = True
+        admission = Admission(core.cache, bundle.page_keys, bundle.state_keys, is_prefix=bundle.kind == "prefix")
+        try:
+            _fill(core, admission, bundle, pages, states)
+        except BaseException:
+            admission.withdraw()
+            raise
+        admission.publish()
+        core._is_torn = False
+        return admission.length, admission.num_states
+
+    def _write(self, core: EngineCore, file: BinaryIO, kind: str, entries: Entries) -> None:
+        forms, state = self._forms(core), core.runner.device_state
+        contents = [
+            Contents(
+                [key for key, _ in each], entry_bytes(form), read_entries(arrays, form, [number for _, number in each])
+            )
+            for each, form, arrays in zip(entries, forms, (page_arrays(state), state_arrays(state)), strict=True)
+        ]
+        write_bundle(file, kind, self._identity(core, *forms), *contents)
+
+    def _forms(self, core: EngineCore) -> tuple[Forms, Forms]:
+        return forms_of(core.spec, core.runner.device_state, core.runner.layout)
+
+    def _identity(self, core: EngineCore, pages: Forms, states: Forms) -> bytes:
+        if self._weights is None:
+            self._weights = weights_digest(core.runner.params, core.runner.layout)
+        return identity(core.config, core.model_config, self._weights, pages, states)
+
+
+def check_tokens(name: str, bundle: Bundle, page_size: int, tokens: Sequence[int], salt: bytes) -> None:
+    """Checks that a bundle is of a prefix of `tokens` under a salt.
+
+    Raises:
+        ValueError: It is of other tokens, or was published under another salt.
+    """
+    chain, count = HashChain(page_size, salt), len(bundle.page_keys)
+    keys = [chain.at(tokens, (number + 1) * page_size) for number in range(min(count, len(tokens) // page_size))]
+    is_own = keys == bundle.page_keys[::-1]
+    values.require(is_own, name, "a bundle of a prefix of tokens under this cache_salt", "other keys")
+
+
+def read_file(directory: Path) -> Bundle:
+    """Reads what `Transfer.save` wrote.
+
+    Raises:
+        ValueError: The file is damaged, or no such file.
+        OSError: It can't be read.
+    """
+    path = directory / FILE_NAME
+    is_empty = path.stat().st_size == 0
+    data: Any = b"" if is_empty else np.memmap(path, np.uint8, "r")
+    return read_bundle(f"{path}", data, "cache")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a new file that replaces `path` when the context is left, or not at all if anything is raised.
+
+    Only the user who runs the process may read it.
+    """
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(number)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _fill(core: EngineCore, admission: Admission, bundle: Bundle, pages: Forms, states: Forms) -> None:
+    """Writes a bundle's entries into the pages and blocks that an admission has allocated."""
+    runner = core.runner
+    step = entries_per_write(pages)
+    for begin in range(0, len(admission.pages) if entry_bytes(pages) else 0, step):
+        some = admission.pages[begin : begin + step]
+        state = runner.device_state
+        runner.device_state = replace(state, kv=_with(state.kv, page_arrays(state), pages, some, bundle.pages))
+    step = entries_per_write(states)
+    for begin in range(0, len(admission.states), step):
+        some = admission.states[begin : begin + step]
+        state = runner.device_state
+        runner.device_state = replace(state, pool=_with(state.pool, state_arrays(state), states, some, bundle.states))
+        for _, block in some:
+            runner.wrote(block)
+
+
+def _with(pool: Any, arrays: Arrays, forms: Forms, places: Sequence[tuple[int, int]], entries: np.ndarray) -> Any:
+    """Returns a pool with entries written to it: `places` are pairs of a row of `entries` and a page or block."""
+    rows, ids = zip(*places, strict=True)
+    written = write_entries(arrays, forms, ids, entries[list(rows)])
+    return jax.tree.unflatten(jax.tree.structure(pool), written)
