@@ -125,7 +125,7 @@ def restore_cache(engine: Any, directory: Path) -> None:
     except (ValueError, OSError) as error:
         print(f"mamba-align: the saved cache is skipped: {error}", file=sys.stderr)
     else:
-        print(f"mamba-align: {count} cached states are restored from {directory}", file=sys.stderr)
+        print(f"mamba-align: the prefixes saved in {directory} are cached again: {count} states", file=sys.stderr)
 
 
 def save_cache(engine: Any, directory: Path) -> None:

@@ -413,7 +413,9 @@ def test_a_saved_cache_is_restored_whole_and_in_order(tmp_path):
         assert [key for key, _ in mine.published] == [key for key, _ in theirs.published]
     assert_whole(second)
     for salt, prompt in zip(("", "a", "", ""), [*prompts, PROMPT], strict=True):
-        assert second.cached_prefix(prompt, salt) == engine.cached_prefix(prompt, salt)
+        # The second engine doesn't know what the first has evicted.
+        mine, theirs = (dataclasses.replace(each.cached_prefix(prompt, salt), miss=None) for each in (engine, second))
+        assert mine == theirs
     hits = []
     for salt, prompt in reversed([*zip(("", "a", ""), prompts, strict=True)]):
         (output,) = second.generate(prompt, dataclasses.replace(GREEDY, cache_salt=salt))

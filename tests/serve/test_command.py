@@ -1,6 +1,7 @@
 """`mamba-align serve`: its options reach the engine and the server, and a signal drains it."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fakes.speller import Speller
 
+from mamba_align_jax import Engine, SamplingParams
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.config import EngineConfig
@@ -91,9 +94,49 @@ def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_cache_that_is_not_kept_is_not_saved(tmp_path, capsys):
+    assert main(["serve", "--port", "0", "--save-cache", str(tmp_path / "new"), "--prefix-cache", "none"]) == 2
+    assert "prefix_cache must be 'align' with --save-cache, got 'none'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys, monkeypatch):
+    """The server itself is left out. A file that is damaged, or can't be written, is reported, and nothing else happens."""
+    engines, prompt = [], list(range(1, 20))
+
+    def load(config):
+        engines.append(Engine(Speller(), dataclasses.replace(config, num_state_blocks=20, num_kv_pages=20)))
+        return engines[-1]
+
+    def serve(server):
+        engines[-1].generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+
+    monkeypatch.setattr("mamba_align_jax.serve.server.make_server", lambda *_, **__: None)
+    monkeypatch.setattr("mamba_align_jax.serve.server.run", serve)
+    sizes = ("--max-num-seqs", "2", "--max-model-len", "64", "--block-size", "16", "--max-num-batched-tokens", "32")
+    given = options("--save-cache", str(tmp_path / "cache"), "--port", "0", *sizes, model=QUICK)
+    said = []
+    for _ in range(3):
+        assert command.run(given, load) == 0
+        said.append(capsys.readouterr().err)
+        (file,) = (tmp_path / "cache").iterdir()
+        if len(said) == 2:
+            file.write_bytes(file.read_bytes()[:-1])
+    assert [engine.stats.cached_tokens for engine in engines] == [0, 16, 0]
+    assert "again" not in said[0]
+    assert "are cached again: 1 states" in said[1]
+    assert re.search("the saved cache is skipped: .* must be [0-9]+ bytes, as its header says", said[2])
+    assert all("the cached prefixes are saved in" in each for each in said)
+    file.unlink()
+    file.mkdir()
+    assert command.run(given, load) == 0
+    assert "the cache is not saved: IsADirectoryError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
-def test_a_signal_lets_streams_finish_and_ends_the_process(number):
+def test_a_signal_lets_streams_finish_and_ends_the_process(number, tmp_path):
     arguments = ["serve", "--model", str(QUICK), "--port", "0", "--warmup", "none", "--max-model-len", "256"]
+    arguments += ["--save-cache", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "mamba_align_jax", *arguments],
         stderr=subprocess.PIPE,
@@ -114,7 +157,10 @@ def test_a_signal_lets_streams_finish_and_ends_the_process(number):
         found = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: {")]
         assert sum(len(one["choices"][0]["token_ids"]) for one in found) == 100
         assert process.wait(60) == 0
-        assert "Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+        assert "Traceback" not in said
+        assert f"the cached prefixes are saved in {tmp_path}" in said
+        assert len([*tmp_path.iterdir()]) == 1
     finally:
         process.kill()
         process.wait()
