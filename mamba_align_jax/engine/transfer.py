@@ -175,5 +175,8 @@ def _fill(core: EngineCore, admission: Admission, bundle: Bundle, pages: Forms, 
 def _with(pool: Any, arrays: Arrays, forms: Forms, places: Sequence[tuple[int, int]], entries: np.ndarray) -> Any:
     """Returns a pool with entries written to it: `places` are pairs of a row of `entries` and a page or block."""
     rows, ids = zip(*places, strict=True)
-    written = write_entries(arrays, forms, ids, entries[list(rows)])
+    first, last = rows[0], rows[-1]
+    # Rows that follow each other, as those of a prefix of which nothing was cached, need no copy.
+    some = entries[first : last + 1] if last - first + 1 == len(rows) else entries[list(rows)]
+    written = write_entries(arrays, forms, ids, some)
     return jax.tree.unflatten(jax.tree.structure(pool), written)

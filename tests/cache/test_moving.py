@@ -1,5 +1,7 @@
 """What enters a cache is what eviction would have left of it, and what was there stays."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -98,6 +100,6 @@ def test_a_whole_cache_keeps_what_was_used_last():
     prompts = [rng.integers(0, 9, 8).tolist() for _ in range(4)]
     pages, states = zip(*map(keys_of, prompts), strict=True)
     cache = make(blocks=6, pages=11)
-    admission = put(cache, sum(pages, []), sum(states, []), is_prefix=False)
+    admission = put(cache, [*itertools.chain(*pages)], [*itertools.chain(*states)], is_prefix=False)
     assert (admission.length, admission.num_states) == (10, 5)
     assert [cache.cached_prefix(prompt).boundaries for prompt in prompts] == [(), (4,), (4, 8), (4, 8)]
