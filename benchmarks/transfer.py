@@ -89,12 +89,13 @@ def move(first: Engine, second: Engine, prompt: list[int], repeats: int) -> Row:
         save_s, _ = _seconds(lambda: first.save_cache(directory), nothing, repeats)
         size = sum(path.stat().st_size for path in Path(directory).iterdir())
         load_s, _ = _seconds(lambda: waited(second.load_cache(directory)), forget, repeats)
-    rate = lambda seconds, size: round(size / seconds / 1e9, 3)
+    rate = lambda size, seconds: round(size / seconds / 1e9, 3)
     return {
         "bytes": len(data), "cached_tokens": length, "states": len(first.cached_prefix(prompt).boundaries),
         "prompt_ms": round(1e3 * prompt_s, 2), "export_ms": round(1e3 * export_s, 2),
-        "import_ms": round(1e3 * import_s, 2), "export_gb_per_s": rate(export_s, len(data)), "import_gb_per_s": rate(import_s, len(data)),
-        "save_gb_per_s": rate(save_s, size), "load_gb_per_s": rate(load_s, size),
+        "import_ms": round(1e3 * import_s, 2),
+        "export_gb_per_s": rate(len(data), export_s), "import_gb_per_s": rate(len(data), import_s),
+        "save_gb_per_s": rate(size, save_s), "load_gb_per_s": rate(size, load_s),
     }  # fmt: skip
 
 

@@ -79,18 +79,18 @@ def read_bundle(name: str, data: Any, kind: str) -> Bundle:
 
     Args:
         name: What the caller calls it, for errors.
-        data: Its bytes: `bytes`, another buffer, or an array of uint8.
+        data: Its bytes: `bytes`, or another buffer.
         kind: The kind that it must be of.
 
     Raises:
         ValueError: The bytes are no bundle, are cut off or damaged, or are of another version or kind.
     """
-    values.instance(name, data, bytes, bytearray, memoryview, np.ndarray)
-    data = np.frombuffer(data, np.uint8)
-    wanted = "a bundle that an engine has written"
-    values.require(data.size >= _HEADER.size + _CHECKSUM_BYTES, name, wanted, f"{data.size} bytes")
+    values.instance(name, data, bytes, bytearray, memoryview)
+    values.require(memoryview(data).c_contiguous, name, "contiguous", data)
+    data, shortest = np.frombuffer(data, np.uint8), _HEADER.size + _CHECKSUM_BYTES
+    values.require(data.size >= shortest, name, f"a bundle of at least {shortest} bytes", data.size)
     magic, version, number, model, *sizes = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    values.require(magic == _MAGIC, name, wanted, magic)
+    values.require(magic == _MAGIC, name, "a bundle that an engine has written", magic)
     values.require(version == VERSION, name, f"a bundle of version {VERSION}", version)
     found = _KINDS[number] if number < len(_KINDS) else number
     values.require(found == kind, name, f"a bundle of kind {kind!r}", found)
@@ -98,7 +98,7 @@ def read_bundle(name: str, data: Any, kind: str) -> Bundle:
     keys_end = _HEADER.size + _KEY_BYTES * (num_pages + num_states)
     pages_end = keys_end + num_pages * page_bytes
     length = pages_end + num_states * state_bytes + _CHECKSUM_BYTES
-    values.require(data.size == length, name, f"{length} bytes, as its header says", f"{data.size} bytes")
+    values.require(data.size == length, name, f"a bundle of {length} bytes, as its header says", data.size)
     pages = data[keys_end:pages_end].reshape(num_pages, page_bytes)
     states = data[pages_end:-_CHECKSUM_BYTES].reshape(num_states, state_bytes)
     checksum = hashlib.sha256(data[:keys_end].data)
@@ -106,12 +106,12 @@ def read_bundle(name: str, data: Any, kind: str) -> Bundle:
         for entries in (pages, states):
             for digest in threads.map(_sha256, _pieces(entries)):
                 checksum.update(digest)
-    is_whole = checksum.digest() == data[-_CHECKSUM_BYTES:].tobytes()
-    values.require(is_whole, name, "a bundle whose bytes match its checksum", "damaged bytes")
+    own, given = (digest.hex() for digest in (checksum.digest(), data[-_CHECKSUM_BYTES:].tobytes()))
+    values.require(own == given, name, f"a bundle whose checksum is {own}", given)
     keys = [data[at : at + _KEY_BYTES].tobytes() for at in range(_HEADER.size, keys_end, _KEY_BYTES)]
     page_keys, state_keys = keys[:num_pages], keys[num_pages:]
     is_sound = len({*page_keys}) == num_pages and len({*state_keys}) == num_states and {*state_keys} <= {*page_keys}
-    values.require(is_sound, name, "a bundle of different keys, with a page for each state", "other keys")
+    values.require(is_sound, name, "a bundle of different keys, with a page for each state", len(keys))
     return Bundle(kind, model, page_keys, state_keys, pages, states)
 
 

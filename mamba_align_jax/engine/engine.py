@@ -28,8 +28,8 @@ class Engine(PortableCore):
     """Continuous batching over one model, on one device or on several, with a prefix cache over states and keys.
 
     Every method may be called from any thread. One call at a time changes the engine, and the others wait for it, at
-    most for one step or for the compilation of a program. A function that the engine calls, as a drafter, must not call
-    it: that raises a RuntimeError.
+    most for one step, for the compilation of a program, or until states are moved. A function that the engine calls, as
+    a drafter, must not call it: that raises a RuntimeError.
 
     An exception ends only the requests on whose account it was raised. An interrupt, as a KeyboardInterrupt, ends none:
     those that ran are queued again. docs/errors.md says what happens in which case.

@@ -168,6 +168,18 @@ def _padding(count: int) -> int:
     return 2 ** (count - 1).bit_length() - count
 
 
+def _flat(array: jax.Array) -> jax.Array:
+    """Returns a pool with layers and entries as one axis: a scatter along the second axis might transpose the pool."""
+    return array.reshape(-1, *array.shape[2:])
+
+
+def _places(array: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the places of entries along the first axis of `_flat`, int32 [entries, layers]; unknown ids are after it."""
+    layers, count = array.shape[:2]
+    places = ids[:, None] + count * jnp.arange(layers, dtype=jnp.int32)
+    return jnp.where(ids[:, None] < count, places, layers * count)
+
+
 @functools.partial(jax.jit, static_argnames="forms")
 def _take(arrays: Arrays, ids: jax.Array, forms: Forms) -> jax.Array:
     """Returns the bytes of entries, uint8 [entries, bytes], the same on all devices."""
@@ -175,10 +187,10 @@ def _take(arrays: Arrays, ids: jax.Array, forms: Forms) -> jax.Array:
     for array, form in zip(arrays, forms, strict=True):
         if not form.num_bytes:
             continue
-        entries = jnp.moveaxis(jnp.take(array, ids, axis=1), 1, 0)
+        entries = jnp.take(_flat(array), _places(array, ids), axis=0, mode="clip")
         if form.axis is not None:
             _, first = np.unique(form.order(), return_index=True)
-            entries = jnp.take(entries, first.astype(np.int32), axis=form.axis + 1)
+            entries = jnp.take(entries, first.astype(np.int32), axis=form.axis + 1, mode="clip")
         found.append(jax.lax.bitcast_convert_type(entries, jnp.uint8).reshape(ids.shape[0], form.num_bytes))
     taken = jnp.concatenate(found, axis=1)
     sharding = forms[0].sharding
@@ -197,8 +209,8 @@ def _put(arrays: Arrays, ids: jax.Array, entries: jax.Array, forms: Forms) -> Ar
             own = own.reshape(ids.shape[0], *form.shape, array.dtype.itemsize)
             own = jax.lax.bitcast_convert_type(own, array.dtype)
             if form.axis is not None:
-                own = jnp.take(own, form.order(), axis=form.axis + 1)
-            array = array.at[:, ids].set(jnp.moveaxis(own, 0, 1), mode="drop")
+                own = jnp.take(own, form.order(), axis=form.axis + 1, mode="clip")
+            array = _flat(array).at[_places(array, ids)].set(own, mode="drop").reshape(array.shape)
             if form.sharding is not None:
                 array = jax.lax.with_sharding_constraint(array, form.sharding)
         found.append(array)

@@ -79,11 +79,11 @@ class PortableCore(EngineCore):
         only for the user who runs the process.
 
         Raises:
-            ValueError: `prefix_cache` is "none".
+            ValueError: `prefix_cache` is "none", or the directory is neither text nor a path.
             OSError: The file can't be written.
         """
         self._check_cache()
-        self._alone(self._transfer.save, self, Path(directory))
+        self._alone(self._transfer.save, self, _directory(directory))
 
     def load_cache(self, directory: str | Path) -> int:
         """Puts what `save_cache` wrote into the prefix cache. If the pools are smaller, what was used last is taken.
@@ -97,7 +97,7 @@ class PortableCore(EngineCore):
             OSError: There is no file, or it can't be read.
         """
         self._check_cache()
-        bundle = read_file(Path(directory))
+        bundle = read_file(_directory(directory))
         _, num_states = self._alone(self._transfer.admit, self, str(directory), bundle)
         return num_states
 
@@ -109,3 +109,8 @@ class PortableCore(EngineCore):
         # The weights may have been replaced.
         self._transfer.forget_weights()
         super()._reset_prefix_cache()
+
+
+def _directory(given: str | Path) -> Path:
+    values.instance("directory", given, str, Path)
+    return Path(given)

@@ -89,6 +89,8 @@ class Transfer:
             admission.withdraw()
             raise
         admission.publish()
+        if core.config.checked:
+            core.cache.check()
         core._is_torn = False
         return admission.length, admission.num_states
 
@@ -120,7 +122,7 @@ def check_tokens(name: str, bundle: Bundle, page_size: int, tokens: Sequence[int
     chain, count = HashChain(page_size, salt), len(bundle.page_keys)
     keys = [chain.at(tokens, (number + 1) * page_size) for number in range(min(count, len(tokens) // page_size))]
     is_own = keys == bundle.page_keys[::-1]
-    values.require(is_own, name, "a bundle of a prefix of tokens under this cache_salt", "other keys")
+    values.require(is_own, name, "a bundle of a prefix of tokens under this cache_salt", f"{count} pages of another")
 
 
 def read_file(directory: Path) -> Bundle:
@@ -131,9 +133,9 @@ def read_file(directory: Path) -> Bundle:
         OSError: It can't be read.
     """
     path = directory / FILE_NAME
-    is_empty = path.stat().st_size == 0
-    data: Any = b"" if is_empty else np.memmap(path, np.uint8, "r")
-    return read_bundle(f"{path}", data, "cache")
+    # An empty file can't be mapped.
+    data = np.memmap(path, np.uint8, "r").data if path.stat().st_size else b""
+    return read_bundle(str(path), data, "cache")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import depth
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from failures.test_interrupts import Interrupt
@@ -17,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import transfer
-from mamba_align_jax.engine.pool_entries import forms_of, page_arrays, read_entries, state_arrays
+from mamba_align_jax.engine import pool_entries, transfer
+from mamba_align_jax.engine.pool_entries import ArrayForm, forms_of, page_arrays, read_entries, state_arrays
 from mamba_align_jax.models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -251,13 +252,14 @@ def test_other_bytes_are_refused_by_name(data, target):
     before = account(target)
     version = data[:8] + struct.pack("<I", 2) + data[12:]
     for bad, text in (
-        (b"", "a bundle that an engine has written, got '0 bytes'"),
+        (b"", "a bundle of at least 112 bytes, got 0"),
         (b"PK" + data[2:], "a bundle that an engine has written"),
         (version, "a bundle of version 1, got 2"),
-        (data + b"\0", "bytes, as its header says"),
-        (data[:-1] + bytes([data[-1] ^ 1]), "a bundle whose bytes match its checksum"),
+        (data + b"\0", f"a bundle of {len(data)} bytes, as its header says, got {len(data) + 1}"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "a bundle whose checksum is"),
         ("text", "bytes or bytearray"),
         (None, "bytes or bytearray"),
+        (memoryview(data)[::2], "contiguous"),
     ):
         with pytest.raises(ValueError, match=rf"^data must be .*{text}"):
             target.import_prefix(bad)
@@ -344,15 +346,27 @@ def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
         assert_whole(engine)
 
 
-def test_an_interrupt_at_any_line_of_an_import_loses_nothing():
-    data, other, stride = filled().export_prefix(PROMPT), PROMPT[::-1], 1 if depth.is_full() else 37
+@pytest.mark.parametrize("call", ["import", "export", "load", "save"])
+def test_an_interrupt_at_any_line_loses_nothing(data, tmp_path, call):
+    """One request is running meanwhile, and an engine that has been interrupted can be used as before."""
+    other, stride = PROMPT[::-1], 1 if depth.is_full() else 37
     engine = make()
+    engine.import_prefix(data)
+    engine.save_cache(tmp_path)
+    calls = {
+        "import": lambda: engine.import_prefix(data),
+        "export": lambda: engine.export_prefix(PROMPT),
+        "load": lambda: engine.load_cache(tmp_path),
+        "save": lambda: engine.save_cache(tmp_path),
+    }
     for turn in itertools.count(0, stride):
         engine.reset_prefix_cache()
+        if call in ("export", "save"):
+            engine.import_prefix(data)
         number, found = engine.add_request(other, GREEDY), []
         engine.step()
         with Interrupt(turn) as interrupt:
-            engine.import_prefix(data)
+            calls[call]()
         assert not engine._turns._lock._is_owned()
         while engine.has_unfinished:
             found += engine.step()
@@ -360,10 +374,24 @@ def test_an_interrupt_at_any_line_of_an_import_loses_nothing():
         (output,) = engine.generate(PROMPT, GREEDY)
         assert output.token_ids == continued(PROMPT, 6)
         assert_whole(engine)
+        # A file is there as a whole, or as it was before.
+        assert [path.name for path in tmp_path.iterdir()] == [transfer.FILE_NAME]
+        assert transfer.read_file(tmp_path).page_keys
         if interrupt.place is None:
             assert output.num_cached_tokens == LIVE
             break
     assert turn > 100
+
+
+def test_writing_entries_copies_no_pool():
+    """The pools are donated, and what a write needs besides them is small."""
+    array = jnp.zeros((3, 1000, 4, 5))
+    form = (ArrayForm((3, 4, 5), "float32"),)
+    entries = np.zeros((2, form[0].num_bytes), np.uint8)
+    compiled = pool_entries._put.lower((array,), np.zeros(2, np.int32), entries, form).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == array.nbytes
+    assert memory.temp_size_in_bytes < array.nbytes / 4
 
 
 def test_any_thread_may_move_prefixes():

@@ -125,7 +125,7 @@ def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys,
     assert [engine.stats.cached_tokens for engine in engines] == [0, 16, 0]
     assert "again" not in said[0]
     assert "are cached again: 1 states" in said[1]
-    assert re.search("the saved cache is skipped: .* must be [0-9]+ bytes, as its header says", said[2])
+    assert re.search("the saved cache is skipped: .* must be a bundle of [0-9]+ bytes, as its header says", said[2])
     assert all("the cached prefixes are saved in" in each for each in said)
     file.unlink()
     file.mkdir()
