@@ -13,3 +13,7 @@ class QueueFullError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The thread that steps the engine has ended, because of an error, which is the cause of this one, or by a shutdown."""
+
+
+class ProcessLostError(RuntimeError):
+    """The process that leads an engine over several processes has failed, so this process, which follows it, can't go on."""

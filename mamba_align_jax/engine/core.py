@@ -59,6 +59,10 @@ class EngineCore:
         unread_steps: The steps that were dispatched and not read, the oldest first.
     """
 
+    # What an engine over several processes replaces.
+    _pool_sizes: Callable[..., PoolSizes] = staticmethod(pool_sizes)
+    _make_runner: Callable[..., StepRunner] = StepRunner
+
     def __init__(
         self,
         model: Any,
@@ -82,14 +86,14 @@ class EngineCore:
         if self._drafters.host:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
-        self.sizes: PoolSizes = pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
+        self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
         check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
         self._counters = Counters.for_drafts(config.num_speculative_tokens)
         self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
         self.cache = self._new_cache()
         self.scheduler = self._new_scheduler()
-        self.runner = StepRunner(
+        self.runner = self._make_runner(
             model,
             self.spec,
             self.sizes,

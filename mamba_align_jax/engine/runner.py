@@ -1,9 +1,9 @@
 """Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -11,18 +11,22 @@ from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
+from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.model import ServedModel, end_tokens
 from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.packing import Packer, page_entries
-from mamba_align_jax.engine.page_tables import store_pages
+from mamba_align_jax.engine.page_tables import Entry, store_pages
 from mamba_align_jax.engine.pending import store_tokens
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
 from mamba_align_jax.engine.request import TokenLogprobs
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
 from mamba_align_jax.sharding import Layout
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Dispatched(NamedTuple):
@@ -65,6 +69,9 @@ class ReadStep(NamedTuple):
 class StepRunner:
     """Owns what is on the device: parameters, pools and bookkeeping. It compiles one program per bucket.
 
+    The methods `do_...` are its commands: all that changes what is on the device after the runner is made. Their
+    arguments are plain values, so that several processes can run the same commands: see `mamba_align_jax.processes`.
+
     Attributes:
         spec: How states are kept.
         params: The model's parameters.
@@ -73,6 +80,7 @@ class StepRunner:
             with such requests donate it.
         packer: Packs rows into the inputs of a step.
         layout: How the arrays lie on several devices; None for one device.
+        drafter: Proposes drafts inside the step; None if no drafter runs on the device.
     """
 
     def __init__(
@@ -107,7 +115,7 @@ class StepRunner:
         self._vocab_size, self._ends = model.config.vocab_size, end_tokens(model.config)
         self._kv_spec = pages_spec(model, drafter)
         self._sizes, self._page_size = sizes, kv_page_size
-        self._drafter, self.layout = drafter, layout
+        self.drafter, self.layout = drafter, layout
         self._start()
 
     def is_intact(self) -> bool:
@@ -123,8 +131,16 @@ class StepRunner:
             return False
         return not any(array.is_deleted() for array in jax.tree.leaves((self.device_state, self.sampler)))
 
+    def _command(self, command: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one of the methods `do_...`. With several processes, all of them run it."""
+        return command(*args, **kwargs)
+
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
+        self._command(self.do_reset)
+
+    def do_reset(self) -> None:
+        """Command: see `reset`."""
         self._is_sound = False
         # The old arrays go first, because there is no room for both.
         del self.device_state, self.sampler
@@ -132,7 +148,7 @@ class StepRunner:
 
     def _start(self) -> None:
         spec, sizes = self.spec, self._sizes
-        history = spec.max_model_len if self._drafter else 0
+        history = spec.max_model_len if self.drafter else 0
         self.device_state = DeviceState.create(
             spec,
             self._kv_spec,
@@ -155,8 +171,11 @@ class StepRunner:
 
     def make_sampler(self) -> SamplerState:
         """Makes `sampler` unless it exists, and returns it."""
-        if self.sampler is None:
-            self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
+        return self._command(self.do_make_sampler) if self.sampler is None else self.sampler
+
+    def do_make_sampler(self) -> SamplerState:
+        """Command: makes a new `sampler`, and returns it."""
+        self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
         return self.sampler
 
     @property
@@ -189,7 +208,7 @@ class StepRunner:
     def warm(self, bucket: Bucket) -> None:
         """Runs one program on padding rows, which change nothing, and waits for it."""
         self._store_pages([])
-        if self._drafter:
+        if self.drafter:
             self._store_tokens(0, ())
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows))
 
@@ -205,36 +224,58 @@ class StepRunner:
         early = self.packer.early_rows(bucket, places)
         if early:
             self._store_pages(early)
-        for row in places[bucket.decode_rows :] if self._drafter else ():
+        for row in places[bucket.decode_rows :] if self.drafter else ():
             if row is not None and row.enters and row.start:
                 self._store_tokens(row.slot, row.request.tokens[: row.start])
         for row in places[bucket.decode_rows :]:
             if row is not None and row.enters and changes_logits(row.request.params):
                 self._store_request(row)
-        sampler = self.make_sampler() if bucket.level >= Level.FULL else None
+        if bucket.level >= Level.FULL:
+            self.make_sampler()
         inputs = self.packer.pack(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
         self._is_sound = not self.spec.checked
-        static = self._static(bucket)
-        result, self.device_state, after = run_step(self.params, pack(inputs), self.device_state, sampler, **static)
-        self.sampler = self.sampler if sampler is None else after
+        result = self._command(self.do_step, bucket, pack(inputs))
         if self.spec.checked:
             counts = result.unpack().counts
             self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
         self._is_sound = True
         return result
 
+    def do_step(self, bucket: Bucket, inputs: Packed) -> Packed:
+        """Command: starts the step of a bucket's program over packed `Inputs`, and returns its packed result."""
+        sampler = self.sampler if bucket.level >= Level.FULL else None
+        static = self._static(bucket)
+        result, self.device_state, after = run_step(self.params, inputs, self.device_state, sampler, **static)
+        self.sampler = self.sampler if sampler is None else after
+        return result
+
     def _store_request(self, row: Row) -> None:
+        self.make_sampler()
         request = row.request
-        tokens = request.prompt, request.generated
-        self.sampler = self.make_sampler().with_request(row.slot, *tokens, request.params, self._ends)
+        self._command(self.do_store_request, row.slot, request.prompt, request.generated, request.params)
+
+    def do_store_request(
+        self, slot: int, prompt: Sequence[int], generated: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Command: writes what `sampler` holds for the request that enters a slot."""
+        assert self.sampler
+        self.sampler = self.sampler.with_request(slot, prompt, generated, params, self._ends)
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
-        slots, tables = [row.slot for row in rows if row.enters], self.device_state.page_tables
-        tables = store_pages(tables, slots, page_entries(rows))
+        slots = [row.slot for row in rows if row.enters]
+        self._command(self.do_store_pages, slots, page_entries(rows))
+
+    def do_store_pages(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
+        """Command: clears the page tables of slots, and sets entries of them."""
+        tables = store_pages(self.device_state.page_tables, slots, entries)
         self.device_state = replace(self.device_state, page_tables=tables)
 
     def _store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
+        self._command(self.do_store_tokens, slot, tokens)
+
+    def do_store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
+        """Command: stores the first tokens of a slot's history."""
         pending = store_tokens(self.device_state.pending, slot, tokens)
         self.device_state = replace(self.device_state, pending=pending)
 
@@ -264,7 +305,7 @@ class StepRunner:
         return dict(
             graph=self._graph,
             spec=self.spec,
-            drafter=self._drafter,
+            drafter=self.drafter,
             num_decode_rows=bucket.decode_rows,
             layout=self.layout,
         )

@@ -1,0 +1,161 @@
+"""Runs the same commands on every process: the leader tells the others each command before it runs it itself."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.packed import Packed, pack
+from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.processes.connection import Message
+
+# The fields of `SamplingParams` that `StepRunner.do_store_request` reads.
+_STORED = ("max_tokens", "min_tokens", "stop_token_ids", "logit_bias")
+
+
+class Audience(Protocol):
+    """Those that a leader's commands are told to."""
+
+    def tell(self, name: str, *values: Any, words: np.ndarray = ...) -> None:
+        """Sends a message to every follower."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Ends all processes."""
+        ...
+
+
+class LeadingRunner(StepRunner):
+    """The runner of the process that leads.
+
+    A thread tells and runs the commands, one after the other. An interrupt reaches the caller's thread alone, so a
+    command that was told is always run. If a command raises, devices of other processes may wait for this one's, and
+    all processes end.
+    """
+
+    def __init__(self, audience: Audience, *arguments: Any, **keywords: Any) -> None:
+        """Makes a runner that tells its commands to `audience`. The other arguments are those of `StepRunner`."""
+        self._audience, self._is_retired = audience, False
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
+        threading.Thread(target=self._work, name="mamba-align commands", daemon=True).start()
+        super().__init__(*arguments, **keywords)
+
+    def retire(self) -> None:
+        """Lets no command run any more, because the followers run those of another engine."""
+        self._is_retired = True
+
+    def is_intact(self) -> bool:
+        """See `StepRunner.is_intact`. Commands that were told are run first."""
+        return self._in_thread(super().is_intact)
+
+    def compile(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """See `StepRunner.compile`. All processes compile at the same time."""
+        self._check()
+        self._audience.tell("compile", *map(list, buckets))
+        yield from super().compile(buckets)
+
+    def _check(self) -> None:
+        if self._is_retired:
+            raise RuntimeError("another engine has taken the place of this one: see Processes.lead")
+
+    def _command(self, command: Callable[..., Any], *arguments: Any) -> Any:
+        self._check()
+        return self._in_thread(lambda: self._tell_and_run(command, arguments))
+
+    def _tell_and_run(self, command: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        name = command.__name__
+        try:
+            tell(self._audience, name, arguments)
+            return command(*arguments)
+        except BaseException as error:
+            self._audience.fail(f"process 0 failed in {name}: {type(error).__name__}: {error}")
+            raise
+
+    def _in_thread(self, task: Callable[[], Any]) -> Any:
+        answer: SimpleQueue[Any] = SimpleQueue()
+        self._tasks.put((task, answer))
+        result, error = answer.get()
+        if error is not None:
+            raise error
+        return result
+
+    def _work(self) -> None:
+        while True:
+            task, answer = self._tasks.get()
+            try:
+                answer.put((task(), None))
+            except BaseException as error:
+                answer.put((None, error))
+
+
+def tell(audience: Audience, name: str, arguments: tuple[Any, ...]) -> None:
+    """Tells a command of a `StepRunner` in plain values, from which `Follower.obey` makes its arguments."""
+    match arguments:
+        case Bucket() as bucket, Packed() as inputs:
+            audience.tell(name, list(bucket), words=np.asarray(inputs.words))
+        case *others, SamplingParams() as params:
+            audience.tell(name, *others, {field: getattr(params, field) for field in _STORED})
+        case _:
+            audience.tell(name, *arguments)
+
+
+class Follower:
+    """Runs the commands that the leader tells."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        """Makes a follower.
+
+        Args:
+            runner: A runner of the same model and sizes as the leader's.
+        """
+        self._runner = runner
+        # What each program's inputs look like.
+        self._padding: dict[Bucket, Packed] = {}
+
+    def obey(self, message: Message) -> None:
+        """Runs one command.
+
+        Raises:
+            ValueError: The message is no command.
+        """
+        runner, values = self._runner, message.values
+        match message.name:
+            case "do_step":
+                bucket = _bucket(values[0])
+                runner.do_step(bucket, self._inputs(bucket, message.words))
+            case "do_store_pages":
+                runner.do_store_pages(*values)
+            case "do_store_tokens":
+                runner.do_store_tokens(*values)
+            case "do_store_request":
+                slot, prompt, generated, params = values
+                runner.do_store_request(slot, prompt, generated, SamplingParams(**params))
+            case "do_make_sampler":
+                runner.do_make_sampler()
+            case "do_reset":
+                runner.do_reset()
+            case "compile":
+                for _ in runner.compile([*map(_bucket, values)]):
+                    pass
+            case name:
+                raise ValueError(f"process 0 must send a command, got {name!r}")
+
+    def _inputs(self, bucket: Bucket, words: np.ndarray) -> Packed:
+        padding = self._padding.get(bucket)
+        if padding is None:
+            padding = pack(self._runner.packer.pack(bucket, [None] * bucket.num_rows))
+            self._padding[bucket] = padding
+        if words.shape != padding.words.shape:
+            raise ValueError(f"process 0 must send {padding.words.shape[0]} words for {bucket}, got {words.shape[0]}")
+        return replace(padding, words=words)
+
+
+def _bucket(values: Sequence[int]) -> Bucket:
+    *sizes, level = values
+    return Bucket(*sizes, Level(level))
