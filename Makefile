@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak soak-serve clients lint audit docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients replicas lint audit docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ soak-serve: $(VENV)/ready
 # Clients of others, each in an environment of its own in build/clients, against the server.
 clients: $(VENV)/ready
 	$(BIN)/python tests/clients/run.py $(CLIENTS_ARGS)
+
+# Two replicas of the bundled model behind routers of others, each in an environment of its own in build/replicas.
+replicas: $(VENV)/ready
+	$(BIN)/python tests/replicas/run.py $(REPLICAS_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

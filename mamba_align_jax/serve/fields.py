@@ -14,6 +14,11 @@ T = TypeVar("T")
 
 # Fields that say something about the caller and change no answer.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "service_tier", "store", "prompt_cache_key", "request_id")
+# Fields of vLLM's API that routers fill in before they pass a call on, with the values that ask for nothing.
+_FILLED_IN = {
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "continue_final_message"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
+}
 
 
 class Fields:
@@ -75,8 +80,11 @@ class Fields:
         """Checks that every field was taken. Fields that change no answer are ignored.
 
         Raises:
-            Refusal: A field is unknown.
+            Refusal: A field is unknown or not supported.
         """
+        if not self._path:
+            for name, neutral in _FILLED_IN.items():
+                self.refuse(name, neutral, f"must be {str(neutral[0]).lower()}: others are not supported")
         for name in self._left:
             if self._path or name not in _WITHOUT_EFFECT:
                 unknown = self._name(name)[:80]
