@@ -1,6 +1,6 @@
 """A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 
 from mamba_align_jax import _values as values
@@ -8,6 +8,7 @@ from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.block_pool import ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
+from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.split import next_chunk_end
@@ -68,6 +69,10 @@ class Allocation:
 _NOTHING = Allocation((), ())
 
 
+def _both(lost: Callable[[bytes, bool], object], tell: Callable[[bytes], object]) -> Callable[[bytes, bool], object]:
+    return lambda key, evicted: (lost(key, evicted), tell(key))
+
+
 class HybridCache:
     """Manages the state blocks and KV pages of the requests of one engine.
 
@@ -86,6 +91,7 @@ class HybridCache:
         *,
         checkpoint_interval: int | None = None,
         check: bool = False,
+        log: CacheLog | None = None,
     ) -> None:
         """Creates a cache over two empty managers. No one else may use them afterwards.
 
@@ -94,6 +100,7 @@ class HybridCache:
             kv: Manages the pages of keys and values.
             checkpoint_interval: Tokens between boundaries at which every request's state stays cached, or None.
             check: True to run `check` after every change, for debugging.
+            log: Is told of every page and state that is published or lost; None if no one listens.
 
         Raises:
             ValueError: The block size is not a multiple of the page size, or the interval is not one of the block size.
@@ -101,6 +108,7 @@ class HybridCache:
         values.require(isinstance(states, StateBlockManager), "HybridCache: states", "a StateBlockManager", states)
         values.require(isinstance(kv, KVPageManager), "HybridCache: kv", "a KVPageManager", kv)
         values.flag("HybridCache: check", check)
+        values.instance("HybridCache: log", log, CacheLog, optional=True)
         if states.mode != "none" and states.block_size % kv.page_size:
             raise ValueError(
                 f"HybridCache: block_size must be a multiple of the page size {kv.page_size}, got {states.block_size}"
@@ -117,6 +125,11 @@ class HybridCache:
         # The pages of a prefix are evicted from its end, so the first page to go has the key of the prefix's last
         # state.
         kv.pool.on_lost = lambda key, evicted: states.pool.unpublish(key, evicted=evicted)
+        self.log = self.states.log = self.kv.log = log
+        if log is not None:
+            # A state that goes with its page is reported before the page.
+            states.pool.on_lost = _both(states.pool.on_lost, log.remove_state)
+            kv.pool.on_lost = _both(kv.pool.on_lost, log.remove_page)
 
     def lookup(self, tokens: Sequence[int], salt: bytes = b"", chain: HashChain | None = None) -> HybridHit:
         """Finds the longest prefix of `tokens` whose pages and state are cached. Nothing is held yet.
@@ -308,6 +321,8 @@ class HybridCache:
         """Makes everything unfindable. Present requests keep their blocks but never publish any again."""
         self.states.reset()
         self.kv.reset()
+        if self.log is not None:
+            self.log.restart()
         self._changed()
 
     def vacate(self, staying: Container[Hashable]) -> None:

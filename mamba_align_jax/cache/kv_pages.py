@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.block_pool import BlockPool
+from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 
 
@@ -19,7 +20,11 @@ class _Request:
 
 
 class KVPageManager:
-    """Manages pages of keys and values. One page id stands for a page in every attention layer."""
+    """Manages pages of keys and values. One page id stands for a page in every attention layer.
+
+    Attributes:
+        log: Is told of each page before it is published; None if no one listens.
+    """
 
     def __init__(self, num_pages: int, page_size: int, *, on_eviction: Callable[[], object] = lambda: None) -> None:
         """Creates an empty cache.
@@ -34,6 +39,7 @@ class KVPageManager:
         """
         self.page_size = values.integer("KVPageManager: page_size", page_size, 1)
         self.pool = BlockPool(num_pages, on_eviction=on_eviction)
+        self.log: CacheLog | None = None
         self._requests: dict[Hashable, _Request] = {}
 
     def pages_for(self, num_tokens: int) -> int:
@@ -140,7 +146,11 @@ class KVPageManager:
             return
         record = self._requests[request]
         for number in range(record.num_published, end // self.page_size):
-            self.pool.publish(record.pages[number], record.chain.at(tokens, (number + 1) * self.page_size))
+            key = record.chain.at(tokens, self._end(number))
+            if self.log is not None and self.pool.find(key) is None:
+                own = tuple(tokens[number * self.page_size : self._end(number)])
+                self.log.store_page(record.chain, own, self._end(number))
+            self.pool.publish(record.pages[number], key)
             record.num_published = number + 1
 
     def free(self, request: Hashable) -> None:

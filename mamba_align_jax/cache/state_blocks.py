@@ -8,6 +8,7 @@ from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import blocks_per_request, column_of
 from mamba_align_jax.cache.block_pool import BlockPool, ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints
+from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.steps import Hit as Hit
 from mamba_align_jax.cache.steps import (
@@ -27,8 +28,9 @@ class StateBlockManager:
 
     For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
     only known tokens, call `publish` as well. Call `commit` when the step's result has been read. A column's block
-    never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk
-    jumps over have no block, except in mode "all", in which the chunk keeps a state in each of them.
+    never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk jumps
+    over have no block, except in mode "all", where it keeps a state in each. `log` is told of each state before it is
+    published, unless it is None.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class StateBlockManager:
         Raises:
             ValueError: An argument is out of range, or `num_blocks` is too small for one request.
         """
-        if not isinstance(mode, str) or mode not in ("none", "align", "all"):
-            raise ValueError(f"StateBlockManager: mode must be 'none', 'align' or 'all', got {mode!r}")
+        known = isinstance(mode, str) and mode in ("none", "align", "all")
+        values.require(known, "StateBlockManager: mode", "'none', 'align' or 'all'", mode)
         num_blocks = values.integer("StateBlockManager: num_blocks", num_blocks)
         block_size = values.integer("StateBlockManager: block_size", block_size, 1)
         K = values.integer("StateBlockManager: num_speculative_tokens", num_speculative_tokens, 0)
@@ -71,23 +73,20 @@ class StateBlockManager:
         self._rolling: dict[bytes, set[Hashable]] = {}
         # The rolling key of each request that was freed and may come back.
         self._left: dict[Hashable, bytes] = {}
-        self.pool = BlockPool(
-            num_blocks, on_lost=lambda key, evicted: self._rolling.pop(key, None), on_eviction=on_eviction
-        )
+        forget = lambda key, evicted: self._rolling.pop(key, None)
+        self.pool = BlockPool(num_blocks, forget, on_eviction=on_eviction)
         self._requests: dict[Hashable, Holder] = {}
+        self.log: CacheLog | None = None
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
         """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more."""
-        if self.mode == "none":
-            return 1 + self.num_speculative_tokens
-        return blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
+        K = self.num_speculative_tokens
+        return 1 + K if self.mode == "none" else blocks_per_request(self.block_size, K, steps_in_flight)
 
     def lookup(
         self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None, chain: HashChain | None = None
     ) -> Hit:
-        """Finds the longest cached state that `tokens` continue. At least one token is left to compute.
-
-        The block that is found is not held yet.
+        """Finds the longest cached state that `tokens` continue, and leaves at least one token. Nothing is held yet.
 
         Args:
             tokens: The request's tokens.
@@ -355,8 +354,7 @@ class StateBlockManager:
         """The columns that a step may write."""
         if self.mode == "none":
             return range(1 + self.num_speculative_tokens)
-        drafts = self.num_speculative_tokens if num_drafts else 0
-        counts = min_computed, max_computed, num_tokens
+        drafts, counts = self.num_speculative_tokens if num_drafts else 0, (min_computed, max_computed, num_tokens)
         return columns_of_step(self.block_size, drafts, *counts, interior=self._interior)
 
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
@@ -366,6 +364,8 @@ class StateBlockManager:
         if self.mode == "none" or not record.shares or not (stays or rolls):
             return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
+        if self.log is not None and self.pool.find(key) is None:
+            self.log.store_state(key, boundary)
         new = self.pool.publish(block, key)
         if stays:
             self._rolling.pop(key, None)

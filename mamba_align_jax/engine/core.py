@@ -17,6 +17,7 @@ from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
+from mamba_align_jax.engine.cache_reports import CacheReports
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
@@ -91,6 +92,7 @@ class EngineCore:
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
         self._counters = Counters.for_drafts(config.num_speculative_tokens)
         self._waiting = WaitingQueue(config.max_waiting, config.overtaking_limit)
+        self._reports = CacheReports()
         self.cache = self._new_cache()
         self.scheduler = self._new_scheduler()
         self.runner = self._make_runner(
@@ -131,6 +133,7 @@ class EngineCore:
             KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
             checkpoint_interval=config.checkpoint_interval,
             check=config.checked,
+            log=self._reports.new_log(),
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -202,6 +205,7 @@ class EngineCore:
     def _reset_prefix_cache(self) -> None:
         self._is_torn = True
         self.cache.reset_prefix_cache()
+        self._reports.flush()
         self._is_torn = False
 
     def _advance(self) -> None:
@@ -209,6 +213,7 @@ class EngineCore:
         self._is_torn = True
         try:
             self._step()
+            self._reports.flush()
         except Exception as error:
             self._fail(error)
         self._is_torn = False
@@ -355,11 +360,12 @@ class EngineCore:
                 self._counters.preemptions += request.slot >= 0
                 request.wait()
         is_intact = self.runner.is_intact()
-        if not is_intact or not self._vacate_cache():
+        if not is_intact or not self._reports.knows(self.cache) or not self._vacate_cache():
             # The cache goes first, so that it never describes pools that it doesn't belong to.
             self.cache = self._new_cache()
         if not is_intact:
             self.runner.reset()
+        self._reports.restart(self.cache)
         self._waiting.replace(self._requests.values())
         self.scheduler = self._new_scheduler()
         self._is_torn = False

@@ -14,6 +14,7 @@ from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.cache.hybrid import CachedPrefix
 from mamba_align_jax.engine.admission import check_request, params_for, seeded
 from mamba_align_jax.engine.buckets import Bucket, programs_of
+from mamba_align_jax.engine.cache_reports import Listener
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.portable import PortableCore
@@ -194,6 +195,29 @@ class Engine(PortableCore):
         Running requests keep the blocks that they hold, but what they have computed and will compute is never shared.
         """
         self._alone(self._reset_prefix_cache)
+
+    def on_cache_event(self, listener: Listener | None) -> None:
+        """Tells a function from now on, in order, which pages and states the prefix cache stores and which it loses.
+
+        The function is called with a tuple of `CacheEvent`s after each step that changes the cache, by the thread that
+        steps, and must not call the engine. The events begin with `CacheCleared`: this call empties the cache, and queues
+        running requests again. After a failure or an interrupt the events may begin again with `CacheCleared` and all
+        that is cached. So what one gets by applying all events is what is cached. If the function raises, that is
+        logged, and it is told nothing more.
+
+        Args:
+            listener: Replaces the function of an earlier call; None ends the reports.
+
+        Raises:
+            ValueError: `listener` can't be called.
+        """
+        values.require(listener is None or callable(listener), "listener", "a function or None", listener)
+        self._alone(self._listen, listener)
+
+    def _listen(self, listener: Listener | None) -> None:
+        self._is_torn = True
+        self._reports.listen(listener)
+        self._recover()
 
     def cached_prefix(self, prompt_token_ids: Sequence[int], cache_salt: str = "") -> CachedPrefix:
         """Returns what is cached of a prompt, for people to look at. It counts and changes nothing.

@@ -1,0 +1,150 @@
+"""Chooses among replicas of an engine by what they have cached: states first, because a request resumes from a state.
+
+It runs no model and needs no JAX. What replicas have cached is known from their events: see `Engine.on_cache_event` and,
+over a network, `mamba_align_jax.serve.event_stream`.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mamba_align_jax import _values as values
+from mamba_align_jax.cache.events import (
+    CacheEvent,
+    PageRemoved,
+    PageStored,
+    StateRemoved,
+    StateStored,
+    block_hash,
+)
+from mamba_align_jax.cache.hashing import HashChain
+
+
+@dataclass
+class CacheMirror:
+    """What one engine has cached, by its events.
+
+    Attributes:
+        pages: The hashes of its pages.
+        states: The number of tokens that each of its states stands for, by hash.
+    """
+
+    pages: set[int] = field(default_factory=set)
+    states: dict[int, int] = field(default_factory=dict)
+
+    def apply(self, events: Iterable[CacheEvent]) -> None:
+        """Follows events in their order. Events that come twice in one piece do no harm."""
+        for event in events:
+            match event:
+                case PageStored():
+                    self.pages.add(event.block_hash)
+                case PageRemoved():
+                    self.pages.discard(event.block_hash)
+                case StateStored():
+                    self.states[event.block_hash] = event.num_tokens
+                case StateRemoved():
+                    self.states.pop(event.block_hash, None)
+                case _:
+                    self.pages.clear()
+                    self.states.clear()
+
+    def reach(self, hashes: Sequence[int], page_size: int) -> "Reach":
+        """Returns how much of a prompt is cached.
+
+        Args:
+            hashes: The hashes of the prompt's pages that end before its last token, in order. A request computes at least
+                one token.
+            page_size: Tokens per page.
+        """
+        paged = resumable = 0
+        for number, name in enumerate(hashes, start=1):
+            if name not in self.pages:
+                break
+            paged = number * page_size
+            if self.states.get(name) == paged:
+                resumable = paged
+        return Reach(resumable, paged)
+
+
+@dataclass(frozen=True, order=True)
+class Reach:
+    """How much of a prompt one replica has cached. The greater of two has more states, or else more pages.
+
+    Attributes:
+        num_resumable_tokens: The number of tokens from whose state a request would start.
+        num_paged_tokens: The number of tokens whose keys and values are cached.
+    """
+
+    num_resumable_tokens: int
+    num_paged_tokens: int
+
+
+class StateRouter:
+    """Sends each prompt to the replica that resumes it from the most tokens.
+
+    Attributes:
+        mirrors: What each replica has cached.
+    """
+
+    def __init__(self, replicas: Iterable[Hashable], page_size: int) -> None:
+        """Makes a router over replicas whose caches are empty.
+
+        Args:
+            replicas: Their names.
+            page_size: Tokens per page, the same for all: `EngineConfig.kv_page_size`, and the field `block_size` of vLLM's
+                events.
+
+        Raises:
+            ValueError: There is no replica, or the page size is no size.
+        """
+        self.page_size = values.integer("StateRouter: page_size", page_size, 1)
+        self.mirrors = {replica: CacheMirror() for replica in replicas}
+        values.require(bool(self.mirrors), "StateRouter: replicas", "at least one name", replicas)
+
+    def apply(self, replica: Hashable, events: Iterable[CacheEvent]) -> None:
+        """Follows what a replica reports.
+
+        Raises:
+            ValueError: The replica is unknown.
+        """
+        self._known(replica).apply(events)
+
+    def reaches(self, tokens: Sequence[int], salt: bytes = b"") -> dict[Hashable, Reach]:
+        """Returns how much of a prompt each replica has cached under a salt."""
+        values.tokens("StateRouter: tokens", tokens)
+        chain, size = HashChain(self.page_size, salt), self.page_size
+        hashes = [block_hash(chain.at(tokens, end)) for end in range(size, len(tokens), size)]
+        return {replica: mirror.reach(hashes, size) for replica, mirror in self.mirrors.items()}
+
+    def choose(
+        self, tokens: Sequence[int], loads: Mapping[Hashable, float] | None = None, salt: bytes = b""
+    ) -> Hashable:
+        """Returns the replica from whose state the prompt starts after the most tokens.
+
+        Among equals it is the one with the least load, then the one with the most pages, and then the first.
+
+        Args:
+            tokens: The prompt.
+            loads: The replicas that may be chosen, with how busy they are, for instance their numbers of requests. None
+                allows all.
+            salt: The request's cache salt.
+
+        Raises:
+            ValueError: No replica may be chosen, or one is unknown.
+        """
+        loads = dict.fromkeys(self.mirrors, 0.0) if loads is None else loads
+        values.require(bool(loads), "StateRouter: loads", "at least one replica", loads)
+        for replica in loads:
+            self._known(replica)
+        reaches = self.reaches(tokens, salt)
+
+        def worth(replica: Hashable) -> tuple[float, float, float]:
+            reach = reaches[replica]
+            return reach.num_resumable_tokens, -loads[replica], reach.num_paged_tokens
+
+        return max(loads, key=worth)
+
+    def _known(self, replica: Hashable) -> CacheMirror:
+        mirror = values.known(self.mirrors, replica)
+        if mirror is None:
+            raise ValueError(f"StateRouter: replica must be one of {list(self.mirrors)}, got {replica!r}")
+        return mirror
