@@ -22,14 +22,12 @@ class PageStored:
         block_hash: Stands for all tokens up to the end of the page, and for the salt.
         parent: The hash of the page before it, or None for the first page.
         tokens: The page's own tokens.
-        num_tokens: The number of tokens up to the end of the page.
         salt: The salt under which the page was published.
     """
 
     block_hash: int
     parent: int | None
     tokens: tuple[int, ...]
-    num_tokens: int
     salt: bytes = b""
 
 
@@ -89,7 +87,7 @@ class CacheLog:
         """
         key, start = chain.at((), end), end - chain.block_size
         parent = block_hash(chain.at((), start)) if start else None
-        event = self._pages[key] = PageStored(block_hash(key), parent, tokens, end, chain.salt)
+        event = self._pages[key] = PageStored(block_hash(key), parent, tokens, chain.salt)
         self.pending.append(event)
 
     def remove_page(self, key: bytes) -> None:

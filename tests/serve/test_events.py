@@ -1,0 +1,286 @@
+"""Cache events on ZMQ: vLLM's messages are vLLM's, states are told apart, and a reader who is late or was cut off lacks none."""
+
+import itertools
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mamba_align_jax.cache.events import CacheCleared, PageRemoved, PageStored, StateRemoved, StateStored
+from mamba_align_jax.routing import CacheMirror
+from mamba_align_jax.serve.event_publisher import EventPublisher
+from mamba_align_jax.serve.event_reader import EventReader
+from mamba_align_jax.serve.event_stream import decode, encode
+
+ANY_PORT = "tcp://127.0.0.1:*"
+PAGES = [PageStored(11, None, (1, 2), b"tenant"), PageStored(12, 11, (3, 4), b"tenant"), PageStored(22, 21, (5, 6))]
+EVENTS = [CacheCleared(), *PAGES, StateStored(12, 4), PageRemoved(22), PageRemoved(21), StateRemoved(12)]
+PATIENCE = 30
+
+page = st.builds(PageStored, st.integers(0, 9), st.none() | st.integers(0, 9), st.just((1, 2)))
+events = st.lists(
+    st.one_of(
+        page,
+        st.builds(PageRemoved, st.integers(0, 9)),
+        st.builds(StateStored, st.integers(0, 9), st.integers(1, 9)),
+        st.builds(StateRemoved, st.integers(0, 9)),
+        st.just(CacheCleared()),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mirror_of(batches):
+    mirror = CacheMirror()
+    for batch in batches:
+        mirror.apply(batch)
+    return mirror
+
+
+@pytest.fixture
+def publishers():
+    made = []
+
+    def make(replay=ANY_PORT, **options):
+        options.setdefault("states", True)
+        made.append(EventPublisher(options.pop("endpoint", ANY_PORT), replay, **options))
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+@pytest.fixture
+def readers():
+    made = []
+
+    def make(publisher, replay=True, **options):
+        made.append(EventReader(publisher.endpoint, publisher.replay_endpoint if replay else None, **options))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+def read_until(reader, mirror, wanted):
+    end = time.monotonic() + PATIENCE
+    while mirror != wanted and time.monotonic() < end:
+        mirror.apply(reader.read(0.2))
+    assert mirror == wanted
+
+
+# The fields and their order are those of vLLM's `kv_events.py` in September 2026.
+def test_a_batch_for_vllms_readers_has_vllms_messages_alone():
+    stored = dict(type="BlockStored", lora_id=None, medium="GPU", lora_name=None, block_size=2)
+    group = dict(group_idx=0, kv_cache_spec_kind="full_attention")
+    assert msgspec.msgpack.decode(encode(1.5, EVENTS, states=False)) == [
+        1.5,
+        [
+            dict(type="AllBlocksCleared"),
+            stored
+            | dict(block_hashes=[11, 12], parent_block_hash=None, token_ids=[1, 2, 3, 4], extra_keys=[["tenant"], None])
+            | group,
+            stored | dict(block_hashes=[22], parent_block_hash=21, token_ids=[5, 6]) | group,
+            dict(type="BlockRemoved", block_hashes=[22, 21], medium="GPU", group_idx=0),
+        ],
+        0,
+    ]
+    assert encode(1.5, [StateStored(12, 4), StateRemoved(12)], states=False) is None
+
+
+class VllmBlockStored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class VllmBlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class VllmAllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class VllmBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[VllmBlockStored | VllmBlockRemoved | VllmAllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def test_a_strict_reader_takes_the_stream_of_pages_and_would_fail_at_states():
+    strict = msgspec.msgpack.Decoder(VllmBatch)
+    batch = strict.decode(encode(1.5, EVENTS, states=False))
+    assert [type(event).__name__ for event in batch.events] == [
+        *("VllmAllBlocksCleared", "VllmBlockStored", "VllmBlockStored", "VllmBlockRemoved")
+    ]
+    with pytest.raises(msgspec.ValidationError, match="StateStored"):
+        strict.decode(encode(1.5, EVENTS, states=True))
+
+
+@given(events)
+def test_what_is_decoded_is_what_was_encoded(some):
+    moment, again = decode(encode(2.0, some, states=True))
+    assert (moment, list(again)) == (2.0, some)
+
+
+def test_messages_of_vllm_are_decoded_and_others_are_refused():
+    stored = VllmBlockStored([5], None, [1], 1, None, "GPU", None, session_id="s", locality="LOCAL")
+    payload = msgspec.msgpack.encode([1.0, [stored, VllmAllBlocksCleared()]])
+    assert decode(payload) == (1.0, (PageStored(5, None, (1,)), CacheCleared()))
+    for wrong in (b"", b"\xc1", msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]])):
+        with pytest.raises(ValueError, match="decode: payload must be a batch of cache events"):
+            decode(wrong)
+
+
+def test_a_message_has_three_parts(publishers):
+    publisher = publishers(topic="kv@pod@model")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.linger = 0
+        replay.connect(publisher.replay_endpoint)
+        for batch in ([CacheCleared()], [PAGES[0]], [StateStored(11, 2)]):
+            publisher.publish(tuple(batch))
+        found = []
+        while len(found) < 3:  # Until the thread has sent all three.
+            found = []
+            replay.send_multipart([b"", (0).to_bytes(8, "big")])
+            while found[-1:] != [[b"", b"", b"\xff" * 8, b""]]:
+                assert replay.poll(1000 * PATIENCE)
+                found.append(replay.recv_multipart())
+            found.pop()
+        assert [parts[:3] for parts in found] == [[b"", b"kv@pod@model", n.to_bytes(8, "big")] for n in range(3)]
+        assert decode(found[1][3])[1] == (PageStored(11, None, (1, 2)),)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(events, min_size=1, max_size=12), st.integers(1, 14), st.data())
+def test_a_reader_knows_the_cache_however_late_it_comes_and_however_little_is_kept(batches, kept, data):
+    """Batches that are too old are replaced by what was cached after them. The reader reads with gaps."""
+    late = data.draw(st.integers(0, len(batches)))
+    publisher = EventPublisher(ANY_PORT, ANY_PORT, states=True, max_batches=kept)
+    reader = None
+    try:
+        mirror = CacheMirror()
+        for number, batch in enumerate(batches):
+            if number == late:
+                reader = EventReader(publisher.endpoint, publisher.replay_endpoint)
+            publisher.publish(tuple(batch))
+            if reader is not None and number % 3 == 0:
+                mirror.apply(reader.read(0.01))
+        reader = reader or EventReader(publisher.endpoint, publisher.replay_endpoint)
+        read_until(reader, mirror, mirror_of(batches))
+    finally:
+        publisher.close()
+        if reader is not None:
+            reader.close()
+
+
+def test_a_lost_batch_is_asked_for_again(publishers, readers):
+    publisher = publishers()
+    reader, mirror = readers(publisher), CacheMirror()
+    publisher.publish((CacheCleared(), PAGES[0]))
+    read_until(reader, mirror, mirror_of([PAGES[:1]]))
+    for batch in ((PAGES[1],), (StateStored(12, 4),), (PageRemoved(11),)):
+        publisher.publish(batch)
+        if batch == (PAGES[1],):
+            # What the socket would have brought is thrown away.
+            assert reader._socket.poll(1000 * PATIENCE)
+            reader._socket.recv_multipart()
+    read_until(reader, mirror, CacheMirror({12}, {12: 4}))
+
+
+def test_a_gap_without_a_replay_socket_forgets_what_was_known(publishers, readers):
+    publisher = publishers(replay=None)
+    reader, mirror = readers(publisher, replay=False), CacheMirror()
+    # A subscription takes some time to arrive.
+    for number in itertools.count():
+        publisher.publish((PageStored(number, None, (1,)),))
+        mirror.apply(reader.read(0.05))
+        if len(mirror.pages) > 1:
+            break
+        assert number < 20 * PATIENCE
+    publisher.publish((PageStored(10**6, None, (1,)),))
+    while reader._next <= number:
+        mirror.apply(reader.read(PATIENCE))
+    assert reader._socket.poll(1000 * PATIENCE)
+    reader._socket.recv_multipart()
+    publisher.publish((PageStored(10**6 + 1, None, (1,)),))
+    assert reader.read(PATIENCE) == (CacheCleared(), PageStored(10**6 + 1, None, (1,)))
+
+
+def test_a_reader_goes_on_with_an_engine_that_starts_anew(tmp_path, publishers, readers):
+    where = [f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"]
+    first = publishers(endpoint=where[0], replay=where[1])
+    reader, mirror = readers(first), CacheMirror()
+    for each in PAGES:
+        first.publish((each,))
+    read_until(reader, mirror, mirror_of([PAGES]))
+    first.close()
+    second = publishers(endpoint=where[0], replay=where[1])
+    end = time.monotonic() + PATIENCE
+    second.publish((CacheCleared(),))
+    # A reader notices at the next message that reaches it.
+    while mirror.pages != {33} and time.monotonic() < end:
+        second.publish((PageStored(33, None, (9,)),))
+        mirror.apply(reader.read(0.2))
+    assert mirror.pages == {33}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(endpoint="tcp://nowhere"), "endpoint must be a ZMQ address that is free, got 'tcp://nowhere'"),
+        (dict(endpoint=5), "EventPublisher: endpoint must be text, got 5"),
+        (dict(replay="udp://*:1"), "endpoint must be a ZMQ address that is free"),
+        (dict(topic=b"x"), "EventPublisher: topic must be text"),
+        (dict(max_batches=0), "EventPublisher: max_batches must be"),
+        (dict(states="yes"), "EventPublisher: states must be True or False"),
+    ],
+)
+def test_bad_arguments_of_a_publisher_are_refused(publishers, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        publishers(**arguments)
+
+
+def test_a_port_that_is_taken_is_refused(publishers):
+    taken = publishers().endpoint.replace("127.0.0.1", "*")
+    with pytest.raises(ValueError, match="is free, got 'tcp://\\*"):
+        publishers(endpoint=taken)
+
+
+def test_a_reader_refuses_what_is_no_address():
+    with pytest.raises(ValueError, match="EventReader: endpoint must be a ZMQ address, got 'nowhere'"):
+        EventReader("nowhere")
+
+
+def test_nonsense_at_the_replay_socket_is_ignored(publishers, readers, caplog):
+    publisher = publishers()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.linger = 0
+        replay.connect(publisher.replay_endpoint)
+        replay.send_multipart([b"", b"all of it"])
+        replay.send_multipart([b"x"])
+        publisher.publish((PAGES[0],))
+        read_until(readers(publisher), CacheMirror(), mirror_of([PAGES[:1]]))
