@@ -12,6 +12,7 @@ from typing import Any
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
+from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
 # Fields of EngineConfig that are options, with their types.
@@ -63,6 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default = getattr(EngineConfig, name)
         engine.add_argument(_option(name), choices=choices, default=default, help=_help(texts[name], default))
     engine.add_argument("--async-stepping", action="store_true", help=_help(texts["async_stepping"], None))
+    add_event_options(parser)
     limits = parser.add_argument_group("limits")
     texts = _attributes(Limits)
     for item in fields(Limits):
@@ -97,22 +99,27 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         mode = config.prefix_cache
         values.require(mode == "align", "prefix_cache", "'align' with --save-cache", mode)
         options.save_cache.mkdir(parents=True, exist_ok=True)
-    engine = load(config)
-    if options.save_cache is not None:
-        restore_cache(engine, options.save_cache)
-    app = create_app(engine, settings, load_chat_template(options.model))
-    server = make_server(
-        app,
-        settings.limits,
-        host=options.host,
-        port=options.port,
-        access_log=options.access_log,
-        log_config=uvicorn.config.LOGGING_CONFIG,
-    )
-    print(f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr)
-    run_server(server)
-    if options.save_cache is not None:
-        save_cache(engine, options.save_cache)
+    with event_listener(options) as listener:
+        engine = load(config)
+        if options.save_cache is not None:
+            restore_cache(engine, options.save_cache)
+        if listener is not None:
+            engine.on_cache_event(listener)
+        app = create_app(engine, settings, load_chat_template(options.model))
+        server = make_server(
+            app,
+            settings.limits,
+            host=options.host,
+            port=options.port,
+            access_log=options.access_log,
+            log_config=uvicorn.config.LOGGING_CONFIG,
+        )
+        print(
+            f"mamba-align: compiling programs for {settings.model_name}; /ready says when it is done", file=sys.stderr
+        )
+        run_server(server)
+        if options.save_cache is not None:
+            save_cache(engine, options.save_cache)
     return 0
 
 

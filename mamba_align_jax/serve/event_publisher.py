@@ -40,15 +40,17 @@ class EventPublisher:
         replay_endpoint: str | None = None,
         *,
         states: bool,
+        connect: bool = False,
         topic: str = "",
         max_batches: int = 10_000,
     ) -> None:
         """Opens the sockets and starts the thread.
 
         Args:
-            endpoint: A ZMQ address. As in vLLM, one with "*" or "::" and those that begin with "ipc://" are bound, and
-                others are connected to. "tcp://127.0.0.1:*" takes a free port.
-            replay_endpoint: The address at which batches can be asked for again, which is always bound; None for none.
+            endpoint: The ZMQ address at which readers connect. "tcp://*:5557" is a port of all network interfaces,
+                "tcp://127.0.0.1:*" a free port of this machine alone.
+            replay_endpoint: The address at which batches can be asked for again; None for none.
+            connect: Whether the reader listens at `endpoint`, and this publisher connects to it.
             states: Whether the events of states are sent too. A reader that knows only vLLM's kinds may fail at them.
             topic: The first part of each message.
             max_batches: How many batches are kept as they were.
@@ -62,7 +64,7 @@ class EventPublisher:
         self._max_batches = values.integer("EventPublisher: max_batches", max_batches, 1)
         self._context, self._replay = zmq.Context(), None
         try:
-            is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+            is_bound = not values.flag("EventPublisher: connect", connect)
             self._socket, self.endpoint = self._open(zmq.PUB, endpoint, is_bound)
             self.replay_endpoint = None
             if replay_endpoint is not None:

@@ -1,17 +1,22 @@
 """Cache events on ZMQ: vLLM's messages are vLLM's, states are told apart, and a reader who is late or was cut off lacks none."""
 
+import argparse
 import itertools
+import sys
 import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax import SamplingParams
 from mamba_align_jax.cache.events import CacheCleared, PageRemoved, PageStored, StateRemoved, StateStored
-from mamba_align_jax.routing import CacheMirror
+from mamba_align_jax.routing import CacheMirror, Reach, StateRouter
+from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.event_publisher import EventPublisher
 from mamba_align_jax.serve.event_reader import EventReader
 from mamba_align_jax.serve.event_stream import decode, encode
@@ -284,3 +289,77 @@ def test_nonsense_at_the_replay_socket_is_ignored(publishers, readers, caplog):
         replay.send_multipart([b"x"])
         publisher.publish((PAGES[0],))
         read_until(readers(publisher), CacheMirror(), mirror_of([PAGES[:1]]))
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser()
+    add_event_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_command_publishes_pages_at_one_address_and_states_at_another(tmp_path):
+    where = {name: f"ipc://{tmp_path}/{name}" for name in ("kv", "kv-replay", "state", "state-replay")}
+    given = [f"--{name.split('-')[0]}-events{'-replay' if '-' in name else ''}={at}" for name, at in where.items()]
+    with event_listener(options(*given, "--events-topic", "kv@pod@model")) as publish:
+        publish((CacheCleared(), PAGES[0], StateStored(11, 2)))
+        for name, states in (("kv", {}), ("state", {11: 2})):
+            reader = EventReader(where[name], where[f"{name}-replay"], "kv@")
+            read_until(reader, CacheMirror(), CacheMirror({11}, states))
+            reader.close()
+
+
+def test_without_options_nothing_is_published():
+    with event_listener(options()) as publish:
+        assert publish is None
+
+
+def test_a_replay_address_alone_is_refused():
+    with (
+        pytest.raises(ValueError, match="state_events_replay must come with state_events, got 'tcp://\\*:1' alone"),
+        event_listener(options("--state-events-replay", "tcp://*:1")),
+    ):
+        pass
+
+
+def test_events_without_their_packages_are_refused_by_the_name_of_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mamba_align_jax.serve.event_publisher", None)
+    with pytest.raises(ValueError, match="need the extra 'events'"), event_listener(options("--kv-events", ANY_PORT)):
+        pass
+
+
+def test_a_reader_may_listen_and_publishers_connect():
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.linger = 0
+        reader.subscribe("")
+        reader.bind(ANY_PORT)
+        where = reader.get(zmq.LAST_ENDPOINT).decode()
+        publisher = EventPublisher(where, states=False, connect=True)
+        try:
+            end = time.monotonic() + PATIENCE
+            while not reader.poll(20) and time.monotonic() < end:
+                publisher.publish((PAGES[0],))
+            assert decode(reader.recv_multipart()[2])[1] == (PageStored(11, None, (1, 2)),)
+        finally:
+            publisher.close()
+
+
+def test_a_served_engine_tells_routers_what_it_has_cached(engine, tmp_path):
+    """A router that reads the socket knows from how many tokens a prompt would start, before it is sent."""
+    where = f"ipc://{tmp_path}/events"
+    prompt = np.random.default_rng(0).integers(0, 200, 150).tolist()
+    with event_listener(options("--state-events", where, "--state-events-replay", where + "-replay")) as publish:
+        engine.on_cache_event(publish)
+        reader = EventReader(where, where + "-replay")
+        try:
+            engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
+            router = StateRouter(["only"], engine.config.kv_page_size)
+            wanted = engine.cached_prefix(prompt).num_tokens
+            end = time.monotonic() + PATIENCE
+            while router.reaches(prompt)["only"].num_resumable_tokens != wanted and time.monotonic() < end:
+                router.apply("only", reader.read(0.2))
+            assert router.reaches(prompt)["only"].num_resumable_tokens == wanted > 0
+            assert router.reaches(prompt, b"salt")["only"] == Reach(0, 0)
+            assert engine.generate(prompt, SamplingParams(max_tokens=1))[0].num_cached_tokens == wanted
+        finally:
+            engine.on_cache_event(None)
+            reader.close()
