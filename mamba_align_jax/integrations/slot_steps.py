@@ -1,0 +1,158 @@
+"""One step of a delta-rule layer over a server's own pools, in which each request has one slot that it reads and writes.
+
+The servers that an adapter serves hold one pool of windows and one of states per layer, and decide themselves which
+slots are copied, cached and freed. What they need of this library is the arithmetic between two projections.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import (
+    causal_conv1d_prefill,
+    causal_conv1d_update,
+    chunk_rows,
+    gated_delta_rule_gates,
+    gated_delta_rule_prefill,
+    gated_delta_rule_recurrent,
+    state_copy,
+)
+from pallas_kernels.dispatch import Implementation
+
+
+class SlotRows(NamedTuple):
+    """The rows of a step. Slot 0 belongs to no request: it reads as zeros and is never written.
+
+    Attributes:
+        query_start_loc: Index of each row's first token; the last entry is the end of the last row.
+        slot: The slot of each row's request, 0 for padding rows.
+        fresh: Whether the row starts a sequence, so that the slot's content is not read. None means that no row does.
+        num_computed_tokens: Absolute position of each row's first token, for steps of prefill rows.
+        kept_slot: The slot that receives a copy of the row's new window and state, 0 for none. None keeps no copies.
+    """
+
+    query_start_loc: Int[Array, " rows_plus_1"]
+    slot: Int[Array, " rows"]
+    fresh: Bool[Array, " rows"] | None = None
+    num_computed_tokens: Int[Array, " rows"] | None = None
+    kept_slot: Int[Array, " rows"] | None = None
+
+
+class Taps(NamedTuple):
+    """A layer's weights between its projections.
+
+    Attributes:
+        conv: Taps of the convolution over queries, keys and values; the last one is for the current token.
+        A_log: Logarithm of the decay rate, per value head.
+        dt_bias: Bias of the raw decay, per value head, or per value head and key channel.
+    """
+
+    conv: Float[Array, "channels width"]
+    A_log: Float[Array, " value_heads"]
+    dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"]
+
+
+def slot_step(
+    qkv: Float[Array, "tokens channels"],
+    a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
+    b: Float[Array, "tokens value_heads"],
+    weights: Taps,
+    rows: SlotRows,
+    windows: Float[Array, "slots channels window"],
+    states: Float[Array, "slots value_heads key_dim value_dim"],
+    *,
+    decode: bool,
+    sigmoid_b: bool = True,
+    scale: float | None = None,
+    activation: str | None = "silu",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "..."], Float[Array, "..."]]:
+    """Runs the convolution and the delta rule of a step's packed tokens, and keeps each row's new window and state.
+
+    The equations are those of `pallas_kernels.causal_conv1d_update` and `gated_delta_rule_update`. Prefill rows are cut
+    into chunks at absolute positions, so a state has the same bits however the server split the prompt at chunk ends.
+
+    Args:
+        qkv: Projected queries, keys and values side by side, before the convolution.
+        a: Raw decay projection.
+        b: Raw projection of beta, or beta itself.
+        weights: The layer's taps and gates.
+        rows: The step's rows and their slots.
+        windows: The layer's pool of windows, the oldest input first. It is updated in place if the enclosing jit
+            donates it.
+        states: The layer's pool of states. It is updated in place if the enclosing jit donates it.
+        decode: Whether every row has one token. Otherwise rows have any number of tokens.
+        sigmoid_b: Whether beta is the sigmoid of `b`. Otherwise it is `b`.
+        scale: Factor of the queries. None means key_dim ** -0.5.
+        activation: Activation of the convolution, "silu" or None.
+        implementation: "xla" or "triton" for all ops. None lets each op choose.
+
+    Returns:
+        The outputs in qkv's dtype, and the updated pools of windows and states.
+
+    Raises:
+        ValueError: if a shape or dtype breaks an op's contract, or if a prefill step lacks `num_computed_tokens`.
+    """
+    query_start_loc, slot = rows.query_start_loc.astype(jnp.int32), rows.slot.astype(jnp.int32)
+    read = slot if rows.fresh is None else jnp.where(rows.fresh, 0, slot)
+    convolve = causal_conv1d_update if decode else causal_conv1d_prefill
+    qkv, conv_pool = convolve(
+        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(slot), slot,
+        activation=activation, layout="DS", implementation=implementation,
+    )  # fmt: skip
+    heads, key_dim, value_dim = states.shape[1:]
+    keys = (qkv.shape[1] - heads * value_dim) // 2
+    q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
+    q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
+    g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
+    beta = beta if sigmoid_b else b.astype(jnp.float32)
+    options = dict(scale=scale, implementation=implementation)
+
+    if decode:
+
+        def recur(pool: jax.Array, read: jax.Array, write: jax.Array) -> tuple[jax.Array, jax.Array]:
+            where = 0, query_start_loc, read, write[:, None]
+            return gated_delta_rule_recurrent(q, k, v, g, beta, pool, *where, **options)
+
+    else:
+        if rows.num_computed_tokens is None:
+            raise ValueError("rows.num_computed_tokens must be the positions of a prefill step's rows, got None")
+        chunks = chunk_rows(query_start_loc, rows.num_computed_tokens.astype(jnp.int32), qkv.shape[0])
+
+        def recur(pool: jax.Array, read: jax.Array, write: jax.Array) -> tuple[jax.Array, jax.Array]:
+            where = 0, query_start_loc, chunks, read, write
+            return gated_delta_rule_prefill(q, k, v, g, beta, pool, *where, **options)
+
+    out, state_pool = _key_major(recur, states, read, slot)
+    if rows.kept_slot is not None:
+        kept = rows.kept_slot.astype(jnp.int32)
+        conv_pool = state_copy(conv_pool, slot, kept, implementation=implementation)
+        state_pool = state_copy(state_pool, slot, kept, implementation=implementation)
+    return out, conv_pool[0], state_pool[0]
+
+
+def _heads(x: jax.Array, dim: int) -> jax.Array:
+    """Splits channels [tokens, heads * dim] into heads [tokens, heads, dim]."""
+    return x.reshape(x.shape[0], -1, dim)
+
+
+def _key_major(
+    recur: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    states: jax.Array,
+    read: jax.Array,
+    write: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `recur(pool, read, write)`, which takes states [value_dim, key_dim], on the rows of a key-major pool.
+
+    It copies the rows' states into a pool of their own, transposed, and back. Returns the outputs and the pool
+    [1, slots, value_heads, key_dim, value_dim].
+    """
+    row = jnp.arange(1, read.shape[0] + 1, dtype=jnp.int32)
+    pool = jnp.pad(states[read].swapaxes(-1, -2), ((1, 0), (0, 0), (0, 0), (0, 0)))
+    out, pool = recur(pool[None], jnp.where(read > 0, row, 0), row)
+    # A slot outside the pool drops the write.
+    target = jnp.where(write > 0, write, states.shape[0])
+    return out, states.at[target].set(pool[0, 1:].swapaxes(-1, -2), mode="drop")[None]
