@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak soak-serve clients replicas lint audit docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients replicas integrations lint audit docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,10 @@ clients: $(VENV)/ready
 # Two replicas of the bundled model behind routers of others, each in an environment of its own in build/replicas.
 replicas: $(VENV)/ready
 	$(BIN)/python tests/replicas/run.py $(REPLICAS_ARGS)
+
+# This library inside other people's stacks. SGLANG_JAX is a clone of sglang-jax; docs/integrations.md names the commit.
+integrations: $(VENV)/ready
+	$(BIN)/python tests/integrations/run.py $(SGLANG_JAX) $(INTEGRATIONS_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

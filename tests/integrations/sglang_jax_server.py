@@ -1,9 +1,11 @@
 """Serves prompts by sglang-jax's engine and writes what it answered: run by `make integrations`, in sglang-jax's Python.
 
-    python sglang_jax_server.py MODEL ANSWERS {native,ours} [--record CALLS]
+    python sglang_jax_server.py MODEL ANSWERS {native,ours} {cached,batched} [--record FOLDER]
 
-"native" is sglang-jax's own backend and "ours" this library's. With `--record`, the calls that the model makes of the
-backend's first layer are written as well, with what sglang-jax's own backend returned.
+"native" is sglang-jax's own backend and "ours" this library's. "cached" serves one prompt after the other with the radix
+cache. "batched" serves several at once, without it and with pages of one token: with larger pages sglang-jax's attention
+on a CPU reads the wrong keys of all rows but the first. Steps do not overlap, because on a CPU some tokens then depend on
+timing, with its own backend too. With `--record`, calls that the model made of its own backend are written as well.
 """
 
 import argparse
@@ -18,44 +20,47 @@ from sgl_jax.srt.entrypoints.engine import Engine
 from mamba_align_jax.integrations import sglang_jax
 
 TOKENS, CHUNK = 12, 32
-# Slots for 24 states and pages for 64 * 16 tokens are fewer than the prompts below fill.
+# Slots for 24 states and pages for 1024 tokens are fewer than the prompts below fill.
 SIZES = dict(
-    page_size=16, chunked_prefill_size=CHUNK, max_running_requests=4, max_total_tokens=1024, max_recurrent_state_size=24,
+    chunked_prefill_size=CHUNK, max_running_requests=4, max_total_tokens=1024, max_recurrent_state_size=24,
     context_length=512, precompile_token_paddings=[CHUNK], precompile_bs_paddings=[4], mem_fraction_static=0.1,
 )  # fmt: skip
 OPTIONS = dict(
     device="cpu", attention_backend="native", gdn_prefill_impl="chunked_jax", dtype="float32", skip_tokenizer_init=True,
-    enable_unified_radix_tree=True, enable_recurrent_extra_buffer=True, enable_single_process=True, disable_precompile=True,
+    enable_single_process=True, disable_precompile=True, disable_overlap_schedule=True,
 )  # fmt: skip
+SETTINGS = {
+    "cached": dict(page_size=16, enable_unified_radix_tree=True, enable_recurrent_extra_buffer=True),
+    "batched": dict(page_size=1, disable_radix_cache=True),
+}
 
 
-def phases():
+def phases(setting, several):
     """Prompts in the order in which they are served: the phase's name, then batches that run together."""
     rng = np.random.default_rng(1)
     new = lambda length: rng.integers(1, 255, length).tolist()
     first, second = new(100), new(64)
-    yield "chunked prefill", [[first], [second], [new(5)], [new(32)], [new(33)]]
-    yield "prefix hits", [[first], [second], [first[:70] + new(9)], [first + new(40)], [second[:32] + new(3)]]
-    yield "several at once", [[first, second, new(45), first[:96] + new(20), new(3), new(80)]]
-    yield "eviction", [[new(96)] for _ in range(14)] + [[first], [second]]
-    yield "hits after eviction", [[first], [second]]
+    if setting == "cached":
+        yield "chunked prefill", [[first], [second], [new(5)], [new(32)], [new(33)]]
+        yield "prefix hits", [[first], [second], [first[:70] + new(9)], [first + new(40)], [second[:32] + new(3)]]
+        yield "eviction", [[new(96)] for _ in range(14)] + [[first], [second]]
+        yield "hits after eviction", [[first], [second]]
+    if several:
+        batch = [first, second, new(45), first[:96] + new(20), new(3), new(80), new(32)]
+        yield "several at once", [batch, [new(7)] * 3 + [new(50)]]
 
 
-def serve(model):
-    """Answers all prompts greedily. Returns the answers by phase: tokens, cached tokens, and the two best logits' gap."""
-    engine = Engine(model_path=model, **OPTIONS, **SIZES)
+def serve(model, setting, several):
+    """Answers all prompts greedily. Returns the answers by phase: prompt, tokens, and the number of cached tokens."""
+    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES)
     answers = {}
-    for phase, batches in phases():
+    for phase, batches in phases(setting, several):
         answers[phase] = []
         for batch in batches:
-            outputs = engine.generate(
-                input_ids=batch, sampling_params=dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True),
-                return_logprob=True, top_logprobs_num=2,
-            )  # fmt: skip
-            for output in outputs:
-                meta = output["meta_info"]
-                gaps = [float(best[0][0] - best[1][0]) for best in meta["output_top_logprobs"]]
-                answers[phase].append(dict(tokens=output["output_ids"], cached=meta["cached_tokens"], gaps=gaps))
+            sampling = dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+            for prompt, output in zip(batch, engine.generate(input_ids=batch, sampling_params=sampling), strict=True):
+                cached = output["meta_info"]["cached_tokens"]
+                answers[phase].append(dict(prompt=prompt, tokens=output["output_ids"], cached=cached))
     engine.shutdown()
     return answers
 
@@ -65,6 +70,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("answers")
     parser.add_argument("backend", choices=("native", "ours"))
+    parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--record")
     options = parser.parse_args()
     if options.backend == "ours":
@@ -77,7 +83,7 @@ def main():
         import sglang_jax_recorder
 
         sglang_jax_recorder.watch()
-    answers = serve(options.model)
+    answers = serve(options.model, options.setting, options.setting == "batched" or options.record)
     with open(options.answers, "w") as file:
         json.dump(answers, file)
     if options.record:

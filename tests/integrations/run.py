@@ -1,0 +1,110 @@
+"""Runs this library inside other people's stacks: `make integrations SGLANG_JAX=DIR`, with DIR a clone of sglang-jax.
+
+A tiny random Qwen3.5 is served by sglang-jax's engine twice, with its own linear-attention backend and with ours. Both must
+answer the same tokens with the same cache hits, and the tokens must be right by this library's float32 reference. Then
+sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in build/integrations, because
+it pins its packages and needs Python 3.12; `--python` names another one.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tiny_qwen3_5
+
+from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.models import load_model
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "integrations"
+VERSIONS = "import sys, jax, flax, numpy; print(sys.version.split()[0], jax.__version__, flax.__version__, numpy.__version__)"
+# sglang-jax's own tests that need one device. Those of KDA take a quarter of an hour, most of it in their reference.
+TESTS = "sgl_jax.test.test_gdn_attention", "sgl_jax.test.test_kda_attention"
+ON_OURS = """
+import sys, unittest
+from mamba_align_jax.integrations import sglang_jax
+sglang_jax.install()
+from sgl_jax.test import test_gdn_attention, test_kda_attention
+assert (test_gdn_attention.GDNAttnBackend, test_kda_attention.KDAAttnBackend) == sglang_jax.backends()
+unittest.main(module=None, argv=sys.argv)
+"""
+
+
+def environment():
+    """Makes sglang-jax's environment unless its requirements are those of the last time. Returns its Python."""
+    wanted, folder = (HERE / "sglang_jax.txt").read_text(), BUILD / "sglang_jax"
+    stamp = folder / "requirements.txt"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["python3.12", "-m", "venv", folder], check=True)
+        command = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-r", HERE / "sglang_jax.txt"]
+        subprocess.run(command, check=True)
+        stamp.write_text(wanted)
+    return folder / "bin" / "python"
+
+
+def judge(reference, answers):
+    """Counts the answers of a phase, those from the cache, and the tokens that the reference calls wrong."""
+    verdicts = [reference.judge(answer["prompt"], answer["tokens"]) for answer in answers]
+    hits = sum(answer["cached"] > 0 for answer in answers)
+    wrong, ties = sum(verdict.wrong for verdict in verdicts), sum(verdict.ties for verdict in verdicts)
+    tokens = sum(verdict.num_tokens for verdict in verdicts)
+    return f"{len(answers)} prompts, {hits} hits, {tokens} tokens, {ties} ties, {wrong} wrong", wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sglang_jax", type=Path, help="a clone of sglang-jax")
+    parser.add_argument("--python", help="the Python of an environment that has sglang-jax's packages")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="sglang-jax's tests to run on our backends")
+    options = parser.parse_args()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    python, begin = options.python or environment(), time.monotonic()
+    say = lambda text: print(f"{time.monotonic() - begin:4.0f} s: {text}", flush=True)
+    out = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    say(f"sglang-jax {out('git', '-C', options.sglang_jax, 'log', '-1', '--format=%H of %cs')}")
+    say(f"mamba-align-jax {out('git', '-C', ROOT, 'rev-parse', '--short', 'HEAD')}")
+    say(f"Python, JAX, flax, NumPy: {out(python, '-c', VERSIONS)}, on a CPU")
+    env = os.environ | {
+        "PYTHONPATH": f"{options.sglang_jax / 'python'}:{ROOT}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(BUILD / "programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def run(name, *command):
+        with (BUILD / f"{name}.log").open("w") as log:
+            done = subprocess.run([python, *command], env=env, stdout=log, stderr=log, check=False).returncode
+        if done != 0:
+            raise SystemExit(f"{name} failed:\n{(BUILD / f'{name}.log').read_text()[-3000:]}")
+
+    model = tiny_qwen3_5.write(BUILD / "tiny_qwen3_5")
+    reference, failed = Reference(load_model(str(model), dtype="float32")), []
+    for setting in ("cached", "batched"):
+        answers = {}
+        for backend in ("native", "ours"):
+            name = f"{backend}_{setting}"
+            run(name, HERE / "sglang_jax_server.py", model, BUILD / f"{name}.json", backend, setting)
+            answers[backend] = json.loads((BUILD / f"{name}.json").read_text())
+        for phase, ours in answers["ours"].items():
+            text, wrong = judge(reference, ours)
+            same = ours == answers["native"][phase]
+            say(f"{setting}, {phase}: {text}; native's tokens and hits are {'the same' if same else 'OTHERS'}")
+            failed += [phase] * (wrong > 0 or not same)
+    for test in options.tests:
+        run(test, "-c", ON_OURS, test)
+        count = (BUILD / f"{test}.log").read_text().rpartition("Ran ")[2].partition(" tests")[0]
+        say(f"{test}: {count} tests of sglang-jax pass on our backends")
+    if failed:
+        raise SystemExit(f"integrations: failed: {', '.join(failed)}")
+    say("all answers are right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
