@@ -73,7 +73,7 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
     moved = channel_rows * case.channels * itemsize(case.dtype)
     blocks, num_blocks = rotate(rows, 1, moved)
     blocks = blocks[..., 0]
-    shape = 1, num_blocks, case.width - 1, case.channels
+    shape = 1, num_blocks, *case.block_shape
     row, first = _longest(case.lengths)
     channels = slice(REFERENCE_CHANNELS)
 
@@ -88,11 +88,12 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
     def step(turn, carry, **arguments):
         block = blocks[turn % len(blocks)]
         rows_of = dict(layer=0, read_block=block, window_row=jnp.zeros(rows, jnp.int32), write_block=block)
-        y, pool = causal_conv1d_prefill(pool=carry[0], bias=None, **rows_of, **arguments)
+        y, pool = causal_conv1d_prefill(pool=carry[0], bias=None, **rows_of, layout=case.layout, **arguments)
         return pool, y
 
     def wanted(inputs, pool):
-        history = pool[0, int(blocks[0, row]), :, channels]
+        history = pool[0, int(blocks[0, row])]
+        history = (history if case.layout == "SD" else history.T)[:, channels]
         return reference.causal_conv1d(*_float64(inputs["x"][first, channels], history, inputs["weight"][:, channels]))
 
     return KernelBenchmark(
@@ -103,7 +104,7 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
         initial=lambda: (random_pool(shape, case.dtype), jnp.zeros((tokens, case.channels), case.dtype)),
         step=step,
         given=_given(case.lengths, blocks),
-        config=conv_config(),
+        config=conv_config(case.layout),
         draw=draw,
         min_scale=1e-6,
         part=(first, channels),

@@ -73,7 +73,8 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
 
     def step(turn, carry, **options):
         block = blocks[turn % len(blocks), :, 0]
-        y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, loc, block, window_row, block, **options)
+        indices = loc, block, window_row, block
+        y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, *indices, layout=case.layout, **options)
         return pool, y
 
     return KernelBenchmark(
@@ -81,10 +82,10 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
         kernel="causal_conv1d_update",
         bytes=moved,
         tolerance=tolerance(case.dtype),
-        initial=lambda: (random_pool((1, num_blocks, window, case.channels), case.dtype), jnp.zeros_like(x)),
+        initial=lambda: (random_pool((1, num_blocks, *case.block_shape), case.dtype), jnp.zeros_like(x)),
         step=step,
         given=dict(x=x, weight=weight, query_start_loc=loc, read=blocks[..., 0]),
-        config=conv_config(),
+        config=conv_config(case.layout),
     )
 
 

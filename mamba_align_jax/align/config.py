@@ -52,7 +52,7 @@ class ConvState:
         width: Taps of the convolution, 2 to 5.
         channels: Channels of the convolution.
         dtype: "float32", "bfloat16" or "float16".
-        layout: "SD" for [window, channels], or "DS" for [channels, window]. Only the XLA convolution takes "DS".
+        layout: "SD" for [window, channels], or "DS" for [channels, window].
     """
 
     width: int

@@ -75,7 +75,7 @@ def causal_conv1d_update(
         write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own
             read block.
         activation: The activation function, "silu" or None.
-        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
+        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
@@ -139,7 +139,7 @@ def causal_conv1d_prefill(
         checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
             It may be the row's own read block.
         activation: The activation function, "silu" or None.
-        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window]. Only "xla" supports "DS".
+        layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
@@ -162,38 +162,25 @@ def causal_conv1d_prefill(
     )
 
 
-def _unsupported(layout: WindowLayout) -> str | None:
-    # In layout "DS" the channels of a token lie `window` elements apart, so a warp could not load them in one access.
-    return None if layout == "SD" else "windows must be [window, channels] (layout='SD')"
-
-
 @functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
 def _update(operands, activation, layout, implementation, config, interpret):
-    triton = functools.partial(
-        pallas_triton.causal_conv1d_update, activation=activation, config=config, interpret=interpret
-    )
-    xla_update = functools.partial(xla.causal_conv1d_update, activation=activation, layout=layout)
+    options = dict(activation=activation, layout=layout)
     return dispatch(
         "causal_conv1d_update",
         implementation,
         operands,
-        xla=xla_update,
-        triton=triton,
-        unsupported=_unsupported(layout),
+        xla=functools.partial(xla.causal_conv1d_update, **options),
+        triton=functools.partial(pallas_triton.causal_conv1d_update, **options, config=config, interpret=interpret),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
 def _prefill(operands, activation, layout, implementation, config, interpret):
-    triton = functools.partial(
-        pallas_triton.causal_conv1d_prefill, activation=activation, config=config, interpret=interpret
-    )
-    xla_prefill = functools.partial(xla.causal_conv1d_prefill, activation=activation, layout=layout)
+    options = dict(activation=activation, layout=layout)
     return dispatch(
         "causal_conv1d_prefill",
         implementation,
         operands,
-        xla=xla_prefill,
-        triton=triton,
-        unsupported=_unsupported(layout),
+        xla=functools.partial(xla.causal_conv1d_prefill, **options),
+        triton=functools.partial(pallas_triton.causal_conv1d_prefill, **options, config=config, interpret=interpret),
     )

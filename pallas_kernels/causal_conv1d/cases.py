@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.blocks import WindowLayout
+
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the op: the lengths of its rows, and the sizes and dtype of its arrays."""
+    """One call of the op: the lengths of its rows, the sizes and dtype of its arrays, and the layout of its windows."""
 
     name: str
     lengths: tuple[int, ...]
@@ -13,6 +15,13 @@ class Case:
     width: int = 4
     dtype: str = "bfloat16"
     num_speculative_tokens: int = 0
+    layout: WindowLayout = "SD"
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """The shape of a block, in the order of `layout`."""
+        window = self.width - 1 + self.num_speculative_tokens
+        return (window, self.channels) if self.layout == "SD" else (self.channels, window)
 
 
 # 8192 channels are q, k and v of Qwen3.5-35B-A3B's linear attention.
@@ -20,9 +29,13 @@ UPDATE_CASES = (
     *(Case(f"conv_update {rows}", (1,) * rows) for rows in (1, 8, 64, 256)),
     Case("conv_verify 64", (3,) * 64, num_speculative_tokens=2),
     Case("conv_verify odd 3", (9, 0, 9), channels=1000, width=5, dtype="float16", num_speculative_tokens=8),
+    Case("conv_update_ds 64", (1,) * 64, layout="DS"),
+    Case("conv_verify_ds 64", (3,) * 64, num_speculative_tokens=2, layout="DS"),
 )
 PREFILL_CASES = (
     Case("conv_prefill 1x8192", (8192,)),
     Case("conv_prefill 16x128", (128,) * 16),
     Case("conv_prefill ragged", (1, 130, 0, 700, 63)),
+    Case("conv_prefill_ds 1x8192", (8192,), layout="DS"),
+    Case("conv_prefill_ds 16x128", (128,) * 16, layout="DS"),
 )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.blocks import WindowLayout
+
 
 @dataclass(frozen=True)
 class Config:
@@ -16,12 +18,15 @@ class Config:
     num_warps: int
 
 
-def default_config() -> Config:
-    """Returns the configuration in which a thread holds four channels.
+def default_config(layout: WindowLayout = "SD") -> Config:
+    """Returns the configuration in which a thread holds four channels, or one channel for windows of layout "DS".
 
-    With 1 to 256 rows it is the fastest of `benchmarks.tune`, or within 2 % of it, on an H200 with JAX 0.11.2.
+    With 1 to 256 rows and layout "SD" it is the fastest of `benchmarks.tune`, or within 2 % of it, on an H200 with JAX
+    0.11.2. In layout "DS" the channels of a window row are not neighbours in memory, so a thread cannot access four of
+    them at once. With one channel per thread, windows and tokens are held by the same threads and change none. That
+    configuration is not tuned.
     """
-    return Config(tile=1024, num_warps=8)
+    return Config(tile=1024, num_warps=8) if layout == "SD" else Config(tile=128, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,10 @@ class PrefillConfig:
     num_warps: int
 
 
-def default_prefill_config() -> PrefillConfig:
-    """Returns the configuration with one warp, whose threads hold four channels each.
+def default_prefill_config(layout: WindowLayout = "SD") -> PrefillConfig:
+    """Returns the configuration with one warp, whose threads hold four channels each, or one for layout "DS".
 
-    With 8192 channels it is the fastest of `benchmarks.tune` on an H200 with JAX 0.11.2.
+    With 8192 channels and layout "SD" it is the fastest of `benchmarks.tune` on an H200 with JAX 0.11.2. For layout "DS"
+    see `default_config`; it is not tuned.
     """
-    return PrefillConfig(tile=128, block=16, num_warps=1)
+    return PrefillConfig(tile=128, block=16, num_warps=1 if layout == "SD" else 4)

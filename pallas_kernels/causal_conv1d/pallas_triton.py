@@ -2,6 +2,9 @@
 
 The update kernel has one program per tile of channels and row of the batch. The prefill kernel has one program per tile
 of channels and row, which alone touches the row's blocks, and one per tile of channels and block of tokens.
+
+Windows are read and written one window row at a time. In layout "DS" the channels of a window row lie `window` elements
+apart, but all rows of a channel share a sector of the cache, so only the first access to it goes to memory.
 """
 
 import functools
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._math import silu
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK, WindowLayout
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig, default_config, default_prefill_config
 
 _WORD = 16  # the number of tokens whose row starts fit into one int32, with those of the width-2 tokens before them
@@ -21,6 +24,12 @@ _WORD = 16  # the number of tokens whose row starts fit into one int32, with tho
 
 def _load(at, inside: jax.Array) -> jax.Array:
     return pt.load(at, mask=inside, other=0.0)
+
+
+def _place(refs: Refs, layout: WindowLayout, layer, block, window_row, channel: jax.Array):
+    """Returns the place of the program's channels of one window row in the pool."""
+    place = (window_row, channel) if layout == "SD" else (channel, window_row)
+    return refs.pool.at[(layer, block, *place)]
 
 
 def _parameters(refs: Refs, channel: jax.Array, inside: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
@@ -44,11 +53,11 @@ def _output(
     return activate(y) if activate else y
 
 
-def _update_kernel(refs: Refs, *, tile: int, activation: str | None) -> None:
+def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: WindowLayout) -> None:
     """Runs one row and tile of channels. Reads all inputs of `call` below, updates `pool` and writes `y`."""
     tokens, channels = refs.x.shape
     rows, width = refs.read_block.shape[0], refs.weight.shape[0]
-    longest = refs.pool.shape[2] - (width - 2)
+    longest = refs.pool.shape[2 if layout == "SD" else 3] - (width - 2)
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     program = pt.program_id(1)
     # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
@@ -63,14 +72,14 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None) -> None:
         # Everything is read before anything is written, and one thread handles all rows of a channel. The read block
         # and the write block may therefore be the same.
         def old(j):
-            return refs.pool.at[layer, read, window_row + j, channel]
+            return _place(refs, layout, layer, read, window_row + j, channel)
 
         history = [_load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
         new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
         inputs = history + new
         for j, value in enumerate(inputs[1:]):
             keep = inside & (write != NULL_BLOCK) & (j < width - 2 + end - start)
-            pt.store(refs.pool.at[layer, write, jnp.int32(j), channel], value, mask=keep)
+            pt.store(_place(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
         for t in range(longest):
             y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
             pt.store(refs.y.at[start + t, channel], y.astype(refs.y.dtype), mask=inside & (start + t < end))
@@ -93,14 +102,15 @@ def causal_conv1d_update(
     write_block: jax.Array,
     *,
     activation: str | None,
+    layout: WindowLayout,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the update kernel. See api.py."""
     rows = read_block.shape[0]
-    config = config or default_config()
+    config = config or default_config(layout)
     results = pt.call(
-        functools.partial(_update_kernel, tile=config.tile, activation=activation),
+        functools.partial(_update_kernel, tile=config.tile, activation=activation, layout=layout),
         name="causal_conv1d_update",
         grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows)),
         inputs=dict(
@@ -121,7 +131,9 @@ def causal_conv1d_update(
     return results["y"], results["pool"]
 
 
-def _prefill_kernel(refs: Refs, *, tile: int, block: int, activation: str | None, interpret: bool) -> None:
+def _prefill_kernel(
+    refs: Refs, *, tile: int, block: int, activation: str | None, layout: WindowLayout, interpret: bool
+) -> None:
     """Runs one row's beginning, or one block of tokens, for a tile of channels. Updates `pool` and writes `y`."""
     (tokens, channels), rows, width = refs.x.shape, refs.read_block.shape[0], refs.weight.shape[0]
     activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
@@ -153,7 +165,7 @@ def _prefill_kernel(refs: Refs, *, tile: int, block: int, activation: str | None
         # One thread handles all rows of a channel and reads the row's block before it writes any block. The read block
         # and the written blocks may therefore be the same.
         def old(j):
-            return refs.pool.at[layer, read, window_row + j, channel]
+            return _place(refs, layout, layer, read, window_row + j, channel)
 
         history = [_load(old(j), inside & is_row & (read != NULL_BLOCK)) for j in range(width - 1)]
 
@@ -165,7 +177,7 @@ def _prefill_kernel(refs: Refs, *, tile: int, block: int, activation: str | None
             for j, (token, value) in enumerate(zip(at, window, strict=True)):
                 for k, u in enumerate(history):
                     value = jnp.where(token == k - (width - 1), u, value)
-                pt.store(refs.pool.at[layer, block, jnp.int32(j), channel], value, mask=mask)
+                pt.store(_place(refs, layout, layer, block, jnp.int32(j), channel), value, mask=mask)
 
         def checkpoint(n, _):
             keep(refs.checkpoint_offset[row, n], refs.checkpoint_block[row, n])
@@ -206,14 +218,16 @@ def causal_conv1d_prefill(
     checkpoint_block: jax.Array | None = None,
     *,
     activation: str | None,
+    layout: WindowLayout,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel. See api.py."""
-    config = config or default_prefill_config()
+    config = config or default_prefill_config(layout)
     block = max(config.block, weight.shape[0] - 1)
+    options = dict(activation=activation, layout=layout, interpret=interpret)
     results = pt.call(
-        functools.partial(_prefill_kernel, tile=config.tile, block=block, activation=activation, interpret=interpret),
+        functools.partial(_prefill_kernel, tile=config.tile, block=block, **options),
         name="causal_conv1d_prefill",
         grid=(-(-x.shape[1] // config.tile), read_block.shape[0] + -(-x.shape[0] // block)),
         inputs=dict(

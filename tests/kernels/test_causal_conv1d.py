@@ -7,7 +7,7 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
 from oracles.ops import causal_conv1d
 
-from pallas_kernels import UnsupportedError, causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
 
 LAYER, LAYERS, BLOCKS, CHANNELS = 1, 2, 20, 40
@@ -296,35 +296,6 @@ def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
     )
     chunk, _ = causal_conv1d_prefill(x[3:6], pool, LAYER, weight, None, pack([3]), one(7), one(1), one(8), **options)
     np.testing.assert_array_equal(chunk, whole[2:])
-
-
-@pytest.mark.parametrize("op", [causal_conv1d_update, causal_conv1d_prefill])
-def test_windows_of_layout_ds(rng, op):
-    """Layout "DS", [channels, window], matches the oracle, runs as XLA even on CUDA, and is an error for Triton."""
-    lengths, width, K = [1, 3, 0, 2], 4, 2
-    read, row, write = [3, 4, 5, 0], [0, K, 0, 0], [6, 4, 7, 8]
-    x, pool, weight, bias = make(rng, lengths, width, jnp.float32, K, bias=True)
-    loc, blocks = pack(lengths), [jnp.array(v) for v in (read, row, write)]
-    arguments = x, pool.swapaxes(2, 3), LAYER, weight, bias, loc, *blocks
-    y, after = op(*arguments, layout="DS")
-    after = after.swapaxes(2, 3)
-    for r, n in enumerate(lengths):
-        start = int(loc[r])
-        out, inputs = oracle_row(x, pool, weight, bias, start, n, read[r], row[r], silu=True)
-        assert_close(y[start : start + n], out, jnp.float32, width, f"row {r}")
-        kept = inputs[1:] if op is causal_conv1d_update else inputs[-(width - 1) :]
-        if n:
-            np.testing.assert_array_equal(after[LAYER, write[r], : len(kept)], kept)
-    assert not np.asarray(y[sum(lengths) :]).any()
-    assert_untouched(pool, after, written=(4, 6, 8))
-    assert_untouched(pool[:LAYER], after[:LAYER], written=())
-    lowered = jax.jit(lambda *a: op(*a, layout="DS")).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "triton" not in lowered.as_text()
-    with pytest.raises(UnsupportedError, match=r"windows must be \[window, channels\]"):
-        op(*arguments, layout="DS", implementation="triton")
-    for layout, given in (("DS", pool), ("SD", arguments[1])):
-        with pytest.raises(ValueError, match=f"pool must have 40 channels as {layout}"):
-            op(x, given, *arguments[2:], layout=layout)
 
 
 def test_empty_arrays_return_at_once(rng):

@@ -77,20 +77,20 @@ def lower_state_copy(device, case, blocks=512, implementation="triton"):
 
 def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
-    pool = array(case.dtype, layers, blocks, case.width - 1 + case.num_speculative_tokens, case.channels)
+    pool = array(case.dtype, layers, blocks, *case.block_shape)
     x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
     run = lambda pool, x, weight, layer, *indices: causal_conv1d_update(
-        x, pool, layer, weight, None, *indices, implementation=implementation
+        x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
     )
     return lower(device, run, pool, x, weight, array(jnp.int32), rows(n + 1), rows(n), rows(n), rows(n))
 
 
 def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
-    pool = array(case.dtype, layers, blocks, case.width - 1, case.channels)
+    pool = array(case.dtype, layers, blocks, *case.block_shape)
     x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
     run = lambda pool, x, weight, layer, *indices: causal_conv1d_prefill(
-        x, pool, layer, weight, None, *indices, implementation=implementation
+        x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
     )
     indices = rows(n + 1), rows(n), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
     return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
