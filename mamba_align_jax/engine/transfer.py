@@ -144,16 +144,18 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
     Only the user who runs the process may read it.
     """
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name = None
     try:
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with open(number, "wb") as file:
             yield file
             file.flush()
             os.fsync(number)
         os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        if name is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
         raise
 
 
