@@ -103,7 +103,7 @@ class PortableCore(EngineCore):
 
     def _check_cache(self) -> None:
         mode = self.config.prefix_cache
-        values.require(mode == "align", "prefix_cache", "'align' to move what is cached", mode)
+        values.require(mode != "none", "prefix_cache", "'align' or 'all' to move what is cached", mode)
 
     def _reset_prefix_cache(self) -> None:
         # The weights may have been replaced.

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     config = EngineConfig(**{name: getattr(options, name) for name in names})
     if options.save_cache is not None:
         mode = config.prefix_cache
-        values.require(mode == "align", "prefix_cache", "'align' with --save-cache", mode)
+        values.require(mode != "none", "prefix_cache", "'align' or 'all' with --save-cache", mode)
         options.save_cache.mkdir(parents=True, exist_ok=True)
     with event_listener(options) as listener:
         engine = load(config)

@@ -315,7 +315,7 @@ def test_mode_none_refuses(data, tmp_path):
         lambda: engine.save_cache(tmp_path),
         lambda: engine.load_cache(tmp_path),
     ):
-        with pytest.raises(ValueError, match="prefix_cache must be 'align' to move what is cached, got 'none'"):
+        with pytest.raises(ValueError, match="prefix_cache must be 'align' or 'all' to move what is cached, got 'none'"):
             call()
 
 

@@ -96,7 +96,7 @@ def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
 
 def test_a_cache_that_is_not_kept_is_not_saved(tmp_path, capsys):
     assert main(["serve", "--port", "0", "--save-cache", str(tmp_path / "new"), "--prefix-cache", "none"]) == 2
-    assert "prefix_cache must be 'align' with --save-cache, got 'none'" in capsys.readouterr().err
+    assert "prefix_cache must be 'align' or 'all' with --save-cache, got 'none'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
