@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.pool_entries import Forms
@@ -44,49 +45,72 @@ def weights_digest(params: Sequence[jax.Array], layout: Layout | None = None) ->
         params: The parameters, in a fixed order.
         layout: How they lie on several devices; None for one.
     """
-    ordered = layout.ordered_params if layout else (None,) * len(params)
     sums = []
-    for array, order in zip(params, ordered, strict=True):
-        axis, shape, place, counts = None, array.shape, np.uint32(0), np.uint32(1)
-        if layout is not None and order is not None:
-            axis, parts = order
-            place = columns(parts, layout.mesh.shape[AXIS]).astype(np.uint32)
-            shape = (*shape[:axis], sum(part.heads * part.dim for part in parts), *shape[axis + 1 :])
+    for number, array in enumerate(params):
+        spec = layout.params[number] if layout else PartitionSpec()
+        axis = spec.index(AXIS) if AXIS in spec else None
+        shape, place, counts = array.shape, None, None
+        if layout is not None and axis is not None:
+            place, order = np.arange(shape[axis], dtype=np.int32), layout.ordered_params[number]
+            if order is not None:
+                place = columns(order[1], layout.mesh.shape[AXIS])
+                shape = (*shape[:axis], sum(part.heads * part.dim for part in order[1]), *shape[axis + 1 :])
             # An element that is repeated counts once.
             counts = np.zeros(place.shape, np.uint32)
             counts[np.unique(place, return_index=True)[1]] = 1
-        sums.append((shape, array.dtype.name, _sums(array, place, counts, axis, shape)))
+            place = place.astype(np.uint32)
+        sums.append((shape, array.dtype.name, _sums(array, place, counts, axis, shape, layout)))
     digest = hashlib.sha256()
     for shape, dtype, two in sums:
         digest.update(repr((shape, dtype)).encode() + np.asarray(two).tobytes())
     return digest.digest()
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "shape"))
-def _sums(array: jax.Array, place: jax.Array, counts: jax.Array, axis: int | None, shape: tuple[int, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("axis", "shape", "layout"))
+def _sums(
+    array: jax.Array,
+    place: jax.Array | None,
+    counts: jax.Array | None,
+    axis: int | None,
+    shape: tuple[int, ...],
+    layout: Layout | None,
+) -> jax.Array:
     """Returns the two sums of one parameter, uint32 [2].
 
     Args:
         array: The parameter.
         place: For each element along `axis` its place on one device. uint32
         counts: 1 for each element along `axis` that counts, 0 for repeated ones. uint32
-        axis: The axis that is in another order; None if there is none.
+        axis: The axis that is divided among the devices; None if there is none.
         shape: The parameter's shape on one device.
+        layout: How it lies on several devices; None for one.
     """
-    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
-    index, stride = jnp.zeros(array.shape, jnp.uint32), 1
-    for number in reversed(range(array.ndim)):
-        along = jax.lax.broadcasted_iota(jnp.uint32, array.shape, number)
-        if number == axis:
-            wide = [1] * array.ndim
-            wide[number] = -1
-            along = jnp.broadcast_to(place.reshape(wide), array.shape)
-            counts = counts.reshape(wide)
-        index += along * jnp.uint32(stride % 2**32)
-        stride *= shape[number]
-    return jnp.stack(
-        [jnp.sum(counts * _mixed(bits ^ _mixed(index + jnp.uint32(seed))), dtype=jnp.uint32) for seed in _SEEDS]
+
+    def sums(array: jax.Array, *along_axis: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
+        index, stride, counted = jnp.zeros(array.shape, jnp.uint32), 1, jnp.uint32(1)
+        for number in reversed(range(array.ndim)):
+            along = jax.lax.broadcasted_iota(jnp.uint32, array.shape, number)
+            if number == axis:
+                wide = [1] * array.ndim
+                wide[number] = -1
+                begin = jax.lax.axis_index(AXIS) * array.shape[axis]
+                own = [jax.lax.dynamic_slice_in_dim(each, begin, array.shape[axis]) for each in along_axis]
+                along, counted = (each.reshape(wide) for each in own)
+            index += along * jnp.uint32(stride % 2**32)
+            stride *= shape[number]
+        mixed = [_mixed(bits ^ _mixed(index + jnp.uint32(seed))) for seed in _SEEDS]
+        found = jnp.stack([jnp.sum(counted * each, dtype=jnp.uint32) for each in mixed])
+        return found if axis is None else jax.lax.psum(found, AXIS)
+
+    if layout is None:
+        return sums(array)
+    along_axis = () if place is None else (place, counts)
+    specs = (
+        PartitionSpec(*[None] * axis, AXIS) if axis is not None else PartitionSpec(),
+        *[PartitionSpec()] * len(along_axis),
     )
+    return layout.run(sums, specs, PartitionSpec())(array, *along_axis)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -7,8 +7,9 @@ don't depend on the number of devices: a program puts channels and heads in orde
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,11 @@ class ArrayForm:
         """The bytes of an entry."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
+    @property
+    def split_axis(self) -> int | None:
+        """The axis of several entries, [entries, layers, ...], that is divided among the devices; None if none is."""
+        return self.sharding.spec.index(AXIS) if self.sharding and AXIS in self.sharding.spec else None
+
     def order(self) -> np.ndarray:
         """Returns for each element along `axis` on the devices its place on one device, int32."""
         assert self.sharding is not None
@@ -65,7 +71,7 @@ def forms_of(spec: AlignConfig, state: DeviceState, layout: Layout | None) -> tu
         state: The pools.
         layout: How they lie on several devices; None for one.
     """
-    arrays = page_arrays(state), state_arrays(state)
+    arrays = _arrays(state).values()
     shapes = [[((array.shape[0], *array.shape[2:]), array.dtype.name) for array in each] for each in arrays]
     if layout is None:
         pages, states = (tuple(ArrayForm(*form) for form in each) for each in shapes)
@@ -103,69 +109,146 @@ def _split_form(
     return ArrayForm((*shape[:axis], size, *shape[axis + 1 :]), dtype, sharding, axis, parts)
 
 
-def page_arrays(state: DeviceState) -> Arrays:
-    """Returns the arrays of pages."""
-    return state.kv.keys, state.kv.values
-
-
-def state_arrays(state: DeviceState) -> Arrays:
-    """Returns the arrays of state blocks."""
-    return tuple(array for group in state.pool.states for array in group)
-
-
 def entry_bytes(forms: Forms) -> int:
     """Returns the number of bytes of an entry."""
     return sum(form.num_bytes for form in forms)
 
 
-def read_entries(arrays: Arrays, forms: Forms, ids: Sequence[int]) -> Iterator[np.ndarray]:
-    """Yields the bytes of the pages or blocks `ids` in order, several at a time: uint8 [entries, bytes].
+def take_entries(state: DeviceState, forms: Forms, kind: str, ids: Sequence[int]) -> jax.Array:
+    """Starts reading the bytes of pages or state blocks, uint8 [entries, bytes], the same on all devices.
 
-    They are read after the last step that was dispatched. The next ones are copied to the host meanwhile.
+    There are more of them than `ids`, so that few programs are compiled. They are read after the last step that was
+    dispatched.
+
+    Args:
+        state: The pools.
+        forms: The forms of the arrays of `kind`.
+        kind: "pages" or "states".
+        ids: The pages or blocks.
     """
-    size, coming = entry_bytes(forms), deque[tuple[int, jax.Array]]()
-    step = _entries_at_a_time(size)
-    for start in range(0, len(ids), step):
-        some = np.asarray(ids[start : start + step], np.int32)
-        taken = _take(arrays, np.pad(some, (0, _padding(len(some))), mode="edge"), forms) if size else None
-        if taken is None:
-            yield np.zeros((len(some), 0), np.uint8)
-            continue
+    some = np.asarray(ids, np.int32)
+    return _take(_arrays(state)[kind], np.pad(some, (0, _padding(len(some))), mode="edge"), forms)
+
+
+def put_entries(state: DeviceState, forms: Forms, kind: str, ids: Sequence[int], entries: np.ndarray) -> DeviceState:
+    """Returns the pools with pages or state blocks replaced by `entries`, uint8 [entries, bytes]. `state` is donated.
+
+    The other arguments are those of `take_entries`.
+    """
+    arrays, padding = _arrays(state)[kind], _padding(len(ids))
+    # An id after the last one is dropped.
+    some = np.pad(np.asarray(ids, np.int32), (0, padding), constant_values=arrays[0].shape[1])
+    written = _put(arrays, some, np.pad(entries, ((0, padding), (0, 0))) if padding else entries, forms)
+    old = state.kv if kind == "pages" else state.pool
+    new: Any = jax.tree.unflatten(jax.tree.structure(old), written)
+    return replace(state, kv=new) if kind == "pages" else replace(state, pool=new)
+
+
+def read_entries(take: Callable[[Sequence[int]], jax.Array], size: int, ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yields the bytes of the pages or blocks `ids` in order, several at a time: uint8 [entries, size].
+
+    The next ones are copied to the host meanwhile.
+
+    Args:
+        take: Starts reading some of them, as `take_entries` does.
+        size: The bytes of an entry.
+        ids: The pages or blocks.
+    """
+    if size == 0:
+        yield np.zeros((len(ids), 0), np.uint8)
+        return
+    coming, step = deque[tuple[int, jax.Array]](), entries_at_a_time(size)
+    for begin in range(0, len(ids), step):
+        some = ids[begin : begin + step]
+        coming.append((len(some), taken := take(some)))
         taken.copy_to_host_async()
-        coming.append((len(some), taken))
         if len(coming) > 1:
             yield _on_host(*coming.popleft())
     while coming:
         yield _on_host(*coming.popleft())
 
 
-def write_entries(arrays: Arrays, forms: Forms, ids: Sequence[int], entries: np.ndarray) -> Arrays:
-    """Returns the arrays with the pages or blocks `ids` replaced by `entries`, uint8 [entries, bytes].
-
-    The arrays are donated. At most `entries_per_write` entries may be written at once.
-    """
-    padding = _padding(len(ids))
-    # An id after the last one is dropped.
-    some = np.pad(np.asarray(ids, np.int32), (0, padding), constant_values=arrays[0].shape[1])
-    return _put(arrays, some, np.pad(entries, ((0, padding), (0, 0))) if padding else entries, forms)
+def entries_at_a_time(size: int) -> int:
+    """Returns how many entries of `size` bytes are copied at a time: a power of two, so that few programs are compiled."""
+    return 2 ** max(_CHUNK_BYTES // max(size, 2**14), 1).bit_length() // 2
 
 
-def entries_per_write(forms: Forms) -> int:
-    """Returns the largest number of entries that `write_entries` takes at once."""
-    return _entries_at_a_time(entry_bytes(forms))
+def _arrays(state: DeviceState) -> dict[str, Arrays]:
+    states = tuple(array for group in state.pool.states for array in group)
+    return {"pages": (state.kv.keys, state.kv.values), "states": states}
 
 
 def _on_host(count: int, taken: jax.Array) -> np.ndarray:
     return np.asarray(taken)[:count]
 
 
-def _entries_at_a_time(size: int) -> int:
-    """Returns a power of two, so that few programs are compiled."""
-    return 2 ** max(_CHUNK_BYTES // max(size, 2**14), 1).bit_length() // 2
-
-
 def _padding(count: int) -> int:
     return 2 ** (count - 1).bit_length() - count
+
+
+@functools.partial(jax.jit, static_argnames="forms")
+def _take(arrays: Arrays, ids: jax.Array, forms: Forms) -> jax.Array:
+    """Returns the bytes of entries, uint8 [entries, bytes], the same on all devices."""
+
+    def take(arrays: Arrays, ids: jax.Array) -> jax.Array:
+        found = []
+        for array, form in zip(arrays, forms, strict=True):
+            entries = jnp.take(_flat(array), _places(array, ids), axis=0, mode="clip")
+            if form.split_axis is not None:
+                entries = jax.lax.all_gather(entries, AXIS, axis=form.split_axis, tiled=True)
+            if form.axis is not None:
+                _, first = np.unique(form.order(), return_index=True)
+                entries = jnp.take(entries, first.astype(np.int32), axis=form.axis + 1, mode="clip")
+            found.append(jax.lax.bitcast_convert_type(entries, jnp.uint8).reshape(ids.shape[0], form.num_bytes))
+        return jnp.concatenate(found, axis=1)
+
+    arrays, forms = _not_empty(arrays, forms)
+    return _everywhere(take, forms, gives_arrays=False)(arrays, ids)
+
+
+@functools.partial(jax.jit, static_argnames="forms", donate_argnames="arrays")
+def _put(arrays: Arrays, ids: jax.Array, entries: jax.Array, forms: Forms) -> Arrays:
+    """Writes the bytes of entries: the inverse of `_take`."""
+
+    def put(arrays: Arrays, ids: jax.Array, entries: jax.Array) -> Arrays:
+        found, begin = [], 0
+        for array, form in zip(arrays, forms, strict=True):
+            own = entries[:, begin : begin + form.num_bytes]
+            own = own.reshape(ids.shape[0], *form.shape, array.dtype.itemsize)
+            own = jax.lax.bitcast_convert_type(own, array.dtype)
+            if form.axis is not None:
+                own = jnp.take(own, form.order(), axis=form.axis + 1, mode="clip")
+            if (axis := form.split_axis) is not None:
+                size = array.shape[axis]
+                own = jax.lax.dynamic_slice_in_dim(own, jax.lax.axis_index(AXIS) * size, size, axis)
+            found.append(_flat(array).at[_places(array, ids)].set(own, mode="drop").reshape(array.shape))
+            begin += form.num_bytes
+        return tuple(found)
+
+    used, forms = _not_empty(arrays, forms)
+    written = iter(_everywhere(put, forms, gives_arrays=True)(used, ids, entries))
+    return tuple(next(written) if array.size else array for array in arrays)
+
+
+def _not_empty(arrays: Arrays, forms: Forms) -> tuple[Arrays, Forms]:
+    """Leaves out arrays without elements."""
+    pairs = [(array, form) for array, form in zip(arrays, forms, strict=True) if form.num_bytes]
+    return tuple(array for array, _ in pairs), tuple(form for _, form in pairs)
+
+
+def _everywhere(function: Callable[..., Any], forms: Forms, *, gives_arrays: bool) -> Callable[..., Any]:
+    """Returns a function that runs `function` on every device, over its shares of the arrays, its first argument."""
+    if forms[0].sharding is None:
+        return function
+    specs = tuple(form.sharding.spec for form in forms if form.sharding)
+    others = () if gives_arrays is False else (P(),)
+    return jax.shard_map(
+        function,
+        mesh=forms[0].sharding.mesh,
+        in_specs=(specs, P(), *others),
+        out_specs=specs if gives_arrays else P(),
+        check_vma=False,
+    )
 
 
 def _flat(array: jax.Array) -> jax.Array:
@@ -178,41 +261,3 @@ def _places(array: jax.Array, ids: jax.Array) -> jax.Array:
     layers, count = array.shape[:2]
     places = ids[:, None] + count * jnp.arange(layers, dtype=jnp.int32)
     return jnp.where(ids[:, None] < count, places, layers * count)
-
-
-@functools.partial(jax.jit, static_argnames="forms")
-def _take(arrays: Arrays, ids: jax.Array, forms: Forms) -> jax.Array:
-    """Returns the bytes of entries, uint8 [entries, bytes], the same on all devices."""
-    found = []
-    for array, form in zip(arrays, forms, strict=True):
-        if not form.num_bytes:
-            continue
-        entries = jnp.take(_flat(array), _places(array, ids), axis=0, mode="clip")
-        if form.axis is not None:
-            _, first = np.unique(form.order(), return_index=True)
-            entries = jnp.take(entries, first.astype(np.int32), axis=form.axis + 1, mode="clip")
-        found.append(jax.lax.bitcast_convert_type(entries, jnp.uint8).reshape(ids.shape[0], form.num_bytes))
-    taken = jnp.concatenate(found, axis=1)
-    sharding = forms[0].sharding
-    if sharding is None:
-        return taken
-    return jax.lax.with_sharding_constraint(taken, NamedSharding(sharding.mesh, P()))
-
-
-@functools.partial(jax.jit, static_argnames="forms", donate_argnames="arrays")
-def _put(arrays: Arrays, ids: jax.Array, entries: jax.Array, forms: Forms) -> Arrays:
-    """Writes the bytes of entries: the inverse of `_take`."""
-    found, begin = [], 0
-    for array, form in zip(arrays, forms, strict=True):
-        if form.num_bytes:
-            own = entries[:, begin : begin + form.num_bytes]
-            own = own.reshape(ids.shape[0], *form.shape, array.dtype.itemsize)
-            own = jax.lax.bitcast_convert_type(own, array.dtype)
-            if form.axis is not None:
-                own = jnp.take(own, form.order(), axis=form.axis + 1, mode="clip")
-            array = _flat(array).at[_places(array, ids)].set(own, mode="drop").reshape(array.shape)
-            if form.sharding is not None:
-                array = jax.lax.with_sharding_constraint(array, form.sharding)
-        found.append(array)
-        begin += form.num_bytes
-    return tuple(found)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
@@ -13,12 +14,14 @@ from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
+from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.model import ServedModel, end_tokens
 from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import Entry, store_pages
 from mamba_align_jax.engine.pending import store_tokens
+from mamba_align_jax.engine.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
 from mamba_align_jax.engine.request import TokenLogprobs
 from mamba_align_jax.engine.scheduler import Plan, Row
@@ -168,6 +171,40 @@ class StepRunner:
         """Records that something other than a step filled a state block, for `checked` configurations."""
         for group in range(len(self.spec.groups)):
             self._checker.wrote(group, block)
+
+    @property
+    def entry_forms(self) -> dict[str, Forms]:
+        """The forms of the arrays of "pages" and of "states"."""
+        pages, states = forms_of(self.spec, self.device_state, self.layout)
+        return {"pages": pages, "states": states}
+
+    def take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
+        """Starts reading the bytes of pages or state blocks: see `pool_entries.take_entries`."""
+        return self._command(self.do_take_entries, kind, list(ids))
+
+    def do_take_entries(self, kind: str, ids: Sequence[int]) -> jax.Array:
+        """Command: see `take_entries`."""
+        return take_entries(self.device_state, self.entry_forms[kind], kind, ids)
+
+    def put_entries(self, kind: str, ids: Sequence[int], entries: np.ndarray) -> None:
+        """Replaces pages or state blocks by `entries`, uint8 [entries, bytes]: see `pool_entries.put_entries`."""
+        flat = entries.reshape(-1)
+        words = np.pad(flat, (0, -flat.size % 4)) if flat.size % 4 else flat
+        self._command(self.do_put_entries, kind, list(ids), words.view(np.int32))
+
+    def do_put_entries(self, kind: str, ids: Sequence[int], words: np.ndarray) -> None:
+        """Command: see `put_entries`. `words` are the bytes of the entries, int32 [words]."""
+        forms = self.entry_forms[kind]
+        entries = words.view(np.uint8)[: len(ids) * entry_bytes(forms)].reshape(len(ids), -1)
+        self.device_state = put_entries(self.device_state, forms, kind, ids, entries)
+
+    def digest_weights(self) -> bytes:
+        """Returns a digest of the parameters: see `weights_digest`."""
+        return self._command(self.do_digest_weights)
+
+    def do_digest_weights(self) -> bytes:
+        """Command: see `digest_weights`."""
+        return weights_digest(self.params, self.layout)
 
     def make_sampler(self) -> SamplerState:
         """Makes `sampler` unless it exists, and returns it."""

@@ -5,34 +5,23 @@ last dispatched step leaves, so all states and pages that are published are in t
 """
 
 import contextlib
+import functools
 import io
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import jax
 import numpy as np
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hashing import HashChain
-from mamba_align_jax.cache.moving import Admission, Entries, all_entries, entries_of_prefix
+from mamba_align_jax.cache.moving import Admission, Entries, Entry, all_entries, entries_of_prefix
 from mamba_align_jax.engine.bundle import Bundle, Contents, read_bundle, write_bundle
 from mamba_align_jax.engine.core import EngineCore
-from mamba_align_jax.engine.identity import identity, weights_digest
-from mamba_align_jax.engine.pool_entries import (
-    Arrays,
-    Forms,
-    entries_per_write,
-    entry_bytes,
-    forms_of,
-    page_arrays,
-    read_entries,
-    state_arrays,
-    write_entries,
-)
+from mamba_align_jax.engine.identity import identity
+from mamba_align_jax.engine.pool_entries import entries_at_a_time, entry_bytes, read_entries
 
 FILE_NAME = "prefix_cache.mamba-align"
 
@@ -74,17 +63,17 @@ class Transfer:
         Raises:
             ValueError: It is another model's, or that of another configuration. Nothing is changed.
         """
-        pages, states = self._forms(core)
-        own = self._identity(core, pages, states)
+        own = self._identity(core)
         wanted = f"a bundle of this model, these weights and these sizes of blocks, {own.hex()[:16]}"
         values.require(bundle.model == own, name, wanted, bundle.model.hex()[:16])
-        found = bundle.pages.shape[1], bundle.states.shape[1]
-        sizes = entry_bytes(pages), entry_bytes(states)
-        values.require(found == sizes, name, f"a bundle of entries of {sizes} bytes", found)
+        found = {"pages": bundle.pages.shape[1], "states": bundle.states.shape[1]}
+        sizes = {kind: entry_bytes(forms) for kind, forms in core.runner.entry_forms.items()}
+        values.require(found == sizes, name, f"a bundle of entries of these bytes: {sizes}", found)
         core._is_torn = True
         admission = Admission(core.cache, bundle.page_keys, bundle.state_keys, is_prefix=bundle.kind == "prefix")
         try:
-            _fill(core, admission, bundle, pages, states)
+            _fill(core, "pages", admission.pages, bundle.pages)
+            _fill(core, "states", admission.states, bundle.states)
         except BaseException:
             admission.withdraw()
             raise
@@ -95,22 +84,18 @@ class Transfer:
         return admission.length, admission.num_states
 
     def _write(self, core: EngineCore, file: BinaryIO, kind: str, entries: Entries) -> None:
-        forms, state = self._forms(core), core.runner.device_state
-        contents = [
-            Contents(
-                [key for key, _ in each], entry_bytes(form), read_entries(arrays, form, [number for _, number in each])
-            )
-            for each, form, arrays in zip(entries, forms, (page_arrays(state), state_arrays(state)), strict=True)
-        ]
-        write_bundle(file, kind, self._identity(core, *forms), *contents)
+        contents = []
+        for place, forms in core.runner.entry_forms.items():
+            found: list[Entry] = getattr(entries, place)
+            size, take = entry_bytes(forms), functools.partial(core.runner.take_entries, place)
+            content = read_entries(take, size, [number for _, number in found])
+            contents.append(Contents([key for key, _ in found], size, content))
+        write_bundle(file, kind, self._identity(core), *contents)
 
-    def _forms(self, core: EngineCore) -> tuple[Forms, Forms]:
-        return forms_of(core.spec, core.runner.device_state, core.runner.layout)
-
-    def _identity(self, core: EngineCore, pages: Forms, states: Forms) -> bytes:
+    def _identity(self, core: EngineCore) -> bytes:
         if self._weights is None:
-            self._weights = weights_digest(core.runner.params, core.runner.layout)
-        return identity(core.config, core.model_config, self._weights, pages, states)
+            self._weights = core.runner.digest_weights()
+        return identity(core.config, core.model_config, self._weights, **core.runner.entry_forms)
 
 
 def check_tokens(name: str, bundle: Bundle, page_size: int, tokens: Sequence[int], salt: bytes) -> None:
@@ -159,28 +144,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _fill(core: EngineCore, admission: Admission, bundle: Bundle, pages: Forms, states: Forms) -> None:
-    """Writes a bundle's entries into the pages and blocks that an admission has allocated."""
-    runner = core.runner
-    step = entries_per_write(pages)
-    for begin in range(0, len(admission.pages) if entry_bytes(pages) else 0, step):
-        some = admission.pages[begin : begin + step]
-        state = runner.device_state
-        runner.device_state = replace(state, kv=_with(state.kv, page_arrays(state), pages, some, bundle.pages))
-    step = entries_per_write(states)
-    for begin in range(0, len(admission.states), step):
-        some = admission.states[begin : begin + step]
-        state = runner.device_state
-        runner.device_state = replace(state, pool=_with(state.pool, state_arrays(state), states, some, bundle.states))
-        for _, block in some:
-            runner.wrote(block)
-
-
-def _with(pool: Any, arrays: Arrays, forms: Forms, places: Sequence[tuple[int, int]], entries: np.ndarray) -> Any:
-    """Returns a pool with entries written to it: `places` are pairs of a row of `entries` and a page or block."""
-    rows, ids = zip(*places, strict=True)
-    first, last = rows[0], rows[-1]
-    # Rows that follow each other, as those of a prefix of which nothing was cached, need no copy.
-    some = entries[first : last + 1] if last - first + 1 == len(rows) else entries[list(rows)]
-    written = write_entries(arrays, forms, ids, some)
-    return jax.tree.unflatten(jax.tree.structure(pool), written)
+def _fill(core: EngineCore, kind: str, places: Sequence[tuple[int, int]], entries: np.ndarray) -> None:
+    """Writes a bundle's entries to pages or state blocks: `places` are pairs of a row of `entries` and a page or block."""
+    size = entries.shape[1]
+    step = entries_at_a_time(size)
+    for begin in range(0, len(places) if size else 0, step):
+        rows, ids = zip(*places[begin : begin + step], strict=True)
+        first, last = rows[0], rows[-1]
+        # Rows that follow each other, as those of a prefix of which nothing was cached, need no copy.
+        some = entries[first : last + 1] if last - first + 1 == len(rows) else entries[list(rows)]
+        core.runner.put_entries(kind, ids, some)
+    for _, block in places if kind == "states" else ():
+        core.runner.wrote(block)

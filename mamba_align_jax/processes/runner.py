@@ -99,6 +99,8 @@ def tell(audience: Audience, name: str, arguments: tuple[Any, ...]) -> None:
     match arguments:
         case Bucket() as bucket, Packed() as inputs:
             audience.tell(name, list(bucket), words=np.asarray(inputs.words))
+        case *others, np.ndarray() as words:
+            audience.tell(name, *others, words=words)
         case *others, SamplingParams() as params:
             audience.tell(name, *others, {field: getattr(params, field) for field in _STORED})
         case _:
@@ -140,6 +142,13 @@ class Follower:
                 runner.do_make_sampler()
             case "do_reset":
                 runner.do_reset()
+            case "do_take_entries":
+                runner.do_take_entries(*values)
+            case "do_put_entries":
+                kind, ids = values
+                runner.do_put_entries(kind, ids, message.words)
+            case "do_digest_weights":
+                runner.do_digest_weights()
             case "compile":
                 for _ in runner.compile([*map(_bucket, values)]):
                     pass

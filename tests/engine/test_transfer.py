@@ -1,6 +1,7 @@
 """A prefix that another engine computed is what this one would have computed, and bad bytes change nothing."""
 
 import dataclasses
+import functools
 import itertools
 import struct
 import threading
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import pool_entries, transfer
-from mamba_align_jax.engine.pool_entries import ArrayForm, forms_of, page_arrays, read_entries, state_arrays
+from mamba_align_jax.engine.pool_entries import ArrayForm, entry_bytes, read_entries
+from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -28,6 +30,7 @@ SIZES |= dict(num_state_blocks=12, num_kv_pages=40, checkpoint_interval=8)
 STEPPING = {
     "sync": dict(checked=True),
     "async": dict(async_stepping=True, num_speculative_tokens=2, prompt_lookup_min=1),
+    "all": dict(prefix_cache="all", checkpoint_interval=None, checked=True),
     "pre_copy": dict(policy="pre_copy", num_speculative_tokens=2, checked=True),
 }
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -52,18 +55,13 @@ def filled(prompt=PROMPT, salt="", **fields):
 
 def entries(engine):
     """The bytes of everything that an engine has cached, by kind and key."""
-    state, cache = engine.runner.device_state, engine.cache
-    forms, found = forms_of(engine.spec, state, None), {}
-    for kind, arrays, form, pool in zip(
-        ("page", "state"),
-        (page_arrays(state), state_arrays(state)),
-        forms,
-        (cache.kv.pool, cache.states.pool),
-        strict=True,
-    ):
-        keys, ids = zip(*pool.published, strict=True) if pool.published else ((), ())
-        rows = [row.tobytes() for each in read_entries(arrays, form, ids) for row in each]
-        found |= {(kind, key): row for key, row in zip(keys, rows, strict=True)}
+    found = {}
+    for kind, pool in (("pages", engine.cache.kv.pool), ("states", engine.cache.states.pool)):
+        forms, published = engine.runner.entry_forms[kind], pool.published
+        take = functools.partial(engine.runner.take_entries, kind)
+        parts = read_entries(take, entry_bytes(forms), [number for _, number in published])
+        rows = [row.tobytes() for part in parts for row in part]
+        found |= {(kind, key): row for (key, _), row in zip(published, rows, strict=True)}
     return found
 
 
@@ -229,8 +227,8 @@ def test_what_is_there_already_is_not_written_again(monkeypatch):
     # Half of it is there.
     second, written = make(), []
     second.import_prefix(filled(PROMPT[:21]).export_prefix(PROMPT[:21]))
-    write = transfer.write_entries
-    monkeypatch.setattr(transfer, "write_entries", lambda *a: written.append(len(a[2])) or write(*a))
+    put = StepRunner.put_entries
+    monkeypatch.setattr(StepRunner, "put_entries", lambda *a: written.append(len(a[2])) or put(*a))
     assert second.import_prefix(data) == LIVE
     assert written == [(40 - 16) // 4, 3]
     assert second.generate(PROMPT, GREEDY)[0].token_ids == continued(PROMPT, 6)
@@ -315,7 +313,9 @@ def test_mode_none_refuses(data, tmp_path):
         lambda: engine.save_cache(tmp_path),
         lambda: engine.load_cache(tmp_path),
     ):
-        with pytest.raises(ValueError, match="prefix_cache must be 'align' or 'all' to move what is cached, got 'none'"):
+        with pytest.raises(
+            ValueError, match="prefix_cache must be 'align' or 'all' to move what is cached, got 'none'"
+        ):
             call()
 
 
@@ -326,15 +326,15 @@ def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
         other = PROMPT[::-1]
         engine.add_request(other, GREEDY)
         engine.step()
-        turns, write = itertools.count(), transfer.write_entries
+        turns, put = itertools.count(), StepRunner.put_entries
 
-        def fail(*arguments, turns=turns, turn=turn, write=write):
+        def fail(*arguments, turns=turns, turn=turn, put=put):
             if next(turns) == turn:
                 raise MemoryError("no room on the device")
-            return write(*arguments)
+            return put(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(transfer, "write_entries", fail)
+            patch.setattr(StepRunner, "put_entries", fail)
             with pytest.raises(MemoryError):
                 engine.import_prefix(data)
         assert engine.cached_prefix(PROMPT).num_tokens == 0

@@ -201,7 +201,8 @@ def test_prefixes_move_between_numbers_of_devices(model, mesh):
 def test_digest_of_weights_is_that_of_one_device(model, mesh, name):
     digest = lambda params, layout=None: weights_digest(jax.tree.leaves(params), layout)
     whole = load_model(DATA / name) if name else model
-    placed, layout = shard_model(whole, Mesh(mesh.devices[: 2 if name else 4], (AXIS,)))
+    # JAX's own meshes have arrays whose sharding is a part of their type.
+    placed, layout = shard_model(whole, Mesh(mesh.devices[:2], (AXIS,)) if name else jax.make_mesh((4,), (AXIS,)))
     assert any(layout.ordered_params)
     assert digest(nnx.state(placed), layout) == digest(nnx.state(whole))
 
