@@ -140,11 +140,35 @@ def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
 def _serve(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.engine import Engine
 
+    if options.coordinator is not None:
+        return _serve_together(options)
+
     def load(config: EngineConfig) -> Engine:
         with _loading() as loaded:
             return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
 
     return serving.run(options, load)
+
+
+def _serve_together(options: argparse.Namespace) -> int:
+    """Serves as process 0 of several, or works for it as another one."""
+    import jax
+
+    from mamba_align_jax.engine.text import load_tokenizer
+    from mamba_align_jax.models import load_model
+    from mamba_align_jax.processes import Processes
+
+    serving.make_settings(options)
+    ids = options.num_processes, options.process_id
+    with Processes(options.coordinator, *ids, local_device_ids=options.local_device_ids) as processes:
+        # A model that needs the memory of all devices goes through that of the host.
+        with _loading() as loaded, jax.default_device(jax.local_devices(backend="cpu")[0]):
+            model = load_model(options.model, options.dtype, loaded)
+        if not processes.is_leader:
+            processes.follow(model)
+            return 0
+        tokenizer = load_tokenizer(options.model)
+        return serving.run(options, lambda config: processes.lead(model, config, tokenizer=tokenizer))
 
 
 def _info(options: argparse.Namespace) -> int:

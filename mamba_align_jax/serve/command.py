@@ -65,12 +65,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(_option(name), choices=choices, default=default, help=_help(texts[name], default))
     engine.add_argument("--async-stepping", action="store_true", help=_help(texts["async_stepping"], None))
     add_event_options(parser)
+    add_process_options(parser.add_argument_group("several processes", "one engine over the devices of all of them"))
     limits = parser.add_argument_group("limits")
     texts = _attributes(Limits)
     for item in fields(Limits):
         kind, default = (float if item.name.endswith("_s") else int), item.default
         text = _help(texts[item.name], default)
         limits.add_argument(_option(f"limit_{item.name}"), type=kind, default=default, metavar="N", help=text)
+
+
+def add_process_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that say which of several processes this one is."""
+    add = group.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="the address of process 0, which serves; the others work for it")
+    add("--num-processes", type=int, metavar="N", help="the number of processes")
+    add("--process-id", type=int, metavar="I", help="the number of this process, from 0 on")
+    add("--local-device-ids", type=int, nargs="+", metavar="N", help="this process's devices of the host; default: all")
 
 
 def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int:

@@ -9,7 +9,6 @@ it found as JSON.
 import dataclasses
 import functools
 import json
-import os
 import signal
 import sys
 import time
@@ -20,27 +19,28 @@ from flax import nnx
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import buckets, runner
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.processes import Processes
 
-VOCAB = 64
-T0 = time.time()
+DRAFTS = dict(num_speculative_tokens=2, speculation="mtp", num_state_blocks=16)
+VOCAB, FULL = 64, Level.FULL
 SIZES = dict(
-    block_size=16, kv_page_size=8, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=128,
-    num_speculative_tokens=2, num_state_blocks=22, num_kv_pages=36, speculation="mtp",
+    block_size=16, kv_page_size=8, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=96,
+    num_state_blocks=13, num_kv_pages=24,
 )  # fmt: skip
 
 
-def make_model():
-    """A model of two layers with a draft head, whose weights are equal in every process."""
+def make_model(seed=1, drafts=0):
+    """A model of two layers, perhaps with a draft head, whose weights are equal in every process."""
     config = qwen3_5.Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
         layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
-        max_position_embeddings=256, mtp_num_hidden_layers=1,
+        max_position_embeddings=256, mtp_num_hidden_layers=int(drafts),
     )  # fmt: skip
     graph, state = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
 
     def draw(place, variable):
         base = float(place[-1] == "weight" and variable.ndim == 1)
@@ -50,52 +50,102 @@ def make_model():
     return nnx.merge(graph, nnx.from_flat_state(drawn))
 
 
-def serve(make_engine):
-    """Serves requests that arrive, are aborted, preempted and interrupted; returns what they got and what was counted."""
+def serve(make_engine, configs, interrupts=0):
+    """Serves requests that arrive, are aborted and preempted; returns what they got and what was counted.
+
+    With `interrupts`, steps are interrupted by a signal at any time, which may change what is counted.
+    """
     found = []
-    for stepping in (False, True):
-        engine = make_engine(EngineConfig(**SIZES, async_stepping=stepping))
-        print("made", time.time()-T0, file=sys.stderr)
-        rng, outputs = np.random.default_rng(0), {}
+    for config in configs:
+        engine = make_engine(EngineConfig(**SIZES | config))
+        rng, outputs, ids = np.random.default_rng(0), {}, []
         shared = rng.integers(0, VOCAB, 36).tolist()
         params = [
-            SamplingParams(max_tokens=14, ignore_eos=True),
-            SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.9, top_k=20, seed=3),
-            SamplingParams(max_tokens=10, min_tokens=3, repetition_penalty=1.3, logit_bias={5: 2.0}, logprobs=1),
-            SamplingParams(max_tokens=40, ignore_eos=True, priority=-1),
+            SamplingParams(max_tokens=8, ignore_eos=True),
+            SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.9, top_k=20, seed=3),
+            SamplingParams(max_tokens=6, min_tokens=3, repetition_penalty=1.3, logit_bias={5: 2.0}, logprobs=1),
+            SamplingParams(max_tokens=16, ignore_eos=True, priority=-1),
         ]
-        arrivals = {0: 3, 2: 1, 5: 2, 9: 2, 12: 2}
-        ids = []
+        arrivals = {0: 3, 2: 1, 5: 2, 8: 2}
         for step in range(400):
             for _ in range(arrivals.get(step, 0)):
                 number = len(ids)
                 prompt = shared[: 36 - number] + rng.integers(0, VOCAB, 3 + 4 * number).tolist()
                 ids.append(engine.add_request(prompt, params[number % len(params)]))
-            if step == 7:
+            if step == 6:
                 outputs[ids[1]] = engine.abort(ids[1])
-            if step == 11:
+            if step == 7:
                 engine.reset_prefix_cache()
-            outputs |= {output.request_id: output for output in engine.step()}
-            if step > 12 and not engine.has_unfinished:
+            if interrupts:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.2)))
+            try:
+                outputs |= {output.request_id: output for output in engine.step()}
+            except KeyboardInterrupt:
+                interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if step > max(arrivals) and not engine.has_unfinished:
                 break
-        print(stepping, time.time()-T0, step, file=sys.stderr)
         stats = dataclasses.asdict(engine.stats)
-        assert len(outputs) == len(ids) == 10
+        assert len(outputs) == len(ids) == 8
         assert stats["null_reads"] == 0
-        found.append(([(outputs[each].token_ids, outputs[each].finish_reason) for each in ids], stats))
+        got = [(outputs[each].token_ids, outputs[each].finish_reason) for each in ids]
+        found.append({"outputs": got, "stats": {} if interrupts else stats})
     return found
+
+
+def work(make_engine):
+    """Says when it begins, and generates until it is ended."""
+    engine = make_engine(EngineConfig(**SIZES))
+    prompt = [1, 2, 3]
+    engine.generate(prompt)
+    print("ready", flush=True)
+    while True:
+        engine.generate(prompt)
+
+
+def wait(make_engine):
+    """Says when the engine has run, and then waits."""
+    engine = make_engine(EngineConfig(**SIZES))
+    engine.generate([1, 2, 3])
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def fail(make_engine):
+    """Raises after the engine has run."""
+    make_engine(EngineConfig(**SIZES)).generate([1, 2, 3])
+    raise LookupError("what process 0 raised")
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+TASKS = {
+    "plain": functools.partial(serve, configs=[dict(async_stepping=True)]),
+    "drafts": functools.partial(serve, configs=[DRAFTS, dict(DRAFTS, async_stepping=True, policy="pre_copy")]),
+    "interrupts": functools.partial(serve, configs=[{}, dict(async_stepping=True)], interrupts=1),
+    "work": work, "wait": wait, "fail": fail, "other": work,
+}  # fmt: skip
 
 
 def main(coordinator, num_processes, process_id, devices_each, task):
     jax.config.update("jax_num_cpu_devices", devices_each)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)
-    one = lambda self: [buckets.Bucket(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens)]
+    signal.signal(signal.SIGALRM, interrupt)
+    one = lambda self: [buckets.Bucket(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)]
     runner.StepRunner.buckets = property(one)
+    if num_processes == 1:
+        mesh = jax.make_mesh((devices_each,), ("tensor",))
+        model = make_model(drafts=task == "drafts")
+        print(json.dumps(TASKS[task](lambda config: Engine(model, config, mesh=mesh))))
+        return
     with Processes(coordinator, num_processes, process_id) as processes:
-        model = make_model()
+        # In this task one process has another model.
+        model = make_model(1 + (task == "other" and process_id), drafts=task == "drafts")
         if processes.is_leader:
-            print(json.dumps(serve(functools.partial(processes.lead, model))), flush=True)
+            print(json.dumps(TASKS[task](functools.partial(processes.lead, model))), flush=True)
         else:
             processes.follow(model)
 

@@ -1,0 +1,195 @@
+"""A follower that obeys a leader's commands has the leader's bits on its device, whatever the leader's callers do.
+
+Both are in this process, over one device each, so that every array can be compared.
+"""
+
+import dataclasses
+import json
+import random
+import signal
+import socket
+import threading
+
+import depth
+import jax
+import numpy as np
+import pytest
+from failures.test_interrupts import Calls, Interrupt
+from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
+from fakes.letters import Letters
+from fakes.speller import VOCAB
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.levels import Level
+from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.processes.connection import Connection, Message
+from mamba_align_jax.processes.group import _patient
+from mamba_align_jax.processes.runner import Follower, LeadingRunner
+
+STEPPING = {
+    "sync": dict(DRAFTS, checked=True),
+    "async": dict(DRAFTS, async_stepping=True),
+    "pre_copy": dict(policy="pre_copy"),
+}
+
+
+class Mirror:
+    """Hands a leader's commands to a follower in this process, as they would come over a network."""
+
+    def __init__(self, runner):
+        self.runner, self.follower, self.names, self.failed = runner, Follower(runner), [], []
+
+    def tell(self, name, *values, words=np.zeros(0, np.int32)):
+        self.names.append(name)
+        self.follower.obey(Message(name, json.loads(json.dumps(values)), words.copy()))
+
+    def fail(self, reason):
+        self.failed.append(reason)
+
+
+class MirroredEngine(Engine):
+    """An engine whose commands a follower obeys."""
+
+    def _make_runner(self, *arguments, **keywords):
+        self.mirror = Mirror(StepRunner(*arguments, **keywords))
+        return LeadingRunner(self.mirror, *arguments, **keywords)
+
+    def assert_mirrored(self):
+        for mine, other in zip(
+            *(
+                [np.asarray(array) for array in jax.tree.leaves((each.device_state, each.sampler))]
+                for each in (self.runner, self.mirror.runner)
+            ),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(mine, other)
+        assert not self.mirror.failed
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.usefixtures("one_program")
+def test_follower_has_the_bits_of_the_leader(stepping):
+    """Requests share prefixes, are preempted, aborted, interrupted and change logits; drafters are on host and device."""
+    rng = np.random.default_rng(len(stepping))
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]), tokenizer=Letters())
+    engine.warmup()
+    calls, interrupted = Calls(engine, rng), 0
+    calls.generate()
+    for number in range(depth.examples(12, 150)):
+        for _ in range(rng.integers(1, 4)):
+            calls.add()
+        for _ in range(rng.integers(0, 12)):
+            calls.step()
+        name = ("step", "generate", "abort", "add")[rng.integers(4)]
+        with Interrupt(int(rng.integers(200))) as interrupt:
+            getattr(calls, name)()
+        interrupted += interrupt.place is not None
+        if number % 5 == 4:
+            engine.reset_prefix_cache()
+        calls.drain()
+        calls.check()
+        engine.assert_mirrored()
+    assert interrupted
+    assert engine.stats.hit_requests > 0
+    wanted = {"compile", "do_step", "do_store_pages", "do_make_sampler", "do_store_request"}
+    assert set(engine.mirror.names) >= wanted | ({"do_store_tokens"} if stepping == "async" else set())
+
+
+@pytest.mark.usefixtures("one_program")
+def test_lost_pools_are_made_again_everywhere():
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    (first,) = engine.generate([1, 2, 3], FULL)
+    jax.tree.map(lambda array: array.delete(), engine.runner.device_state.pool)
+    engine._is_torn = True
+    (again,) = engine.generate([1, 2, 3], FULL)
+    assert again.token_ids == first.token_ids
+    assert engine.mirror.names.count("do_reset") == 1
+    engine.assert_mirrored()
+
+
+@pytest.mark.usefixtures("one_program")
+def test_exception_before_a_command_ends_its_request_alone(monkeypatch):
+    """Followers never learn of it. One inside a command ends all processes, because others may have run it."""
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    engine.generate([1, 2, 3], FULL)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.packer, "pack", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.generate([1, 2, 3], FULL)
+    engine.generate([1, 2, 3], FULL)
+    engine.assert_mirrored()
+    monkeypatch.setattr(engine.runner, "do_step", lambda *_: 1 / 0)
+    engine.runner.do_step.__name__ = "do_step"
+    engine.mirror.follower.obey = lambda message: None
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([1, 2, 3], FULL)
+    assert engine.mirror.failed == ["process 0 failed in do_step: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.usefixtures("one_program")
+def test_engine_whose_place_is_taken_runs_no_more():
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    engine.runner.retire()
+    with pytest.raises(RuntimeError, match="another engine has taken the place"):
+        engine.generate([1, 2, 3], FULL)
+    with pytest.raises(RuntimeError, match="another engine has taken the place"):
+        engine.warmup()
+    assert engine.mirror.names == []
+
+
+@pytest.mark.usefixtures("one_program")
+def test_follower_refuses_what_is_no_command():
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    follower, bucket = engine.mirror.follower, Bucket(3, 4, 20, Level.DRAW)
+    with pytest.raises(ValueError, match="must send a command, got 'read'"):
+        follower.obey(Message("read", [], np.zeros(0, np.int32)))
+    with pytest.raises(ValueError, match=r"must send \d+ words for Bucket"):
+        follower.obey(Message("do_step", [list(bucket)], np.zeros(3, np.int32)))
+    engine.generate([1, 2, 3], FULL)
+    engine.assert_mirrored()
+
+
+def connected():
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname())
+        return Connection(listener.accept()[0]), Connection(far)
+
+
+def test_message_arrives_as_it_was_sent():
+    near, far = connected()
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, 200_000).astype(np.int32)
+    said = [1, "é", None, {"bias": [[3, -1.5]]}]
+    sender = threading.Thread(target=lambda: [near.send("do_step", *said, words=words) for _ in range(5)])
+    sender.start()
+    for _ in range(5):
+        name, values, got = far.receive()
+        assert (name, values) == ("do_step", said)
+        np.testing.assert_array_equal(got, words)
+    sender.join()
+    near.finish()
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
+        far.receive()
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2\0\0\0\0{}", b"\0\0\0\3\0\0\0\0[1]", b"\xff" * 64])
+def test_what_is_no_message_is_refused(sent):
+    near, far = connected()
+    near._socket.sendall(sent)
+    near.finish()
+    with pytest.raises(ValueError, match="a message must"):
+        far.receive(1024)
+    near.close()
+    far.close()
+
+
+def test_first_signal_waits_for_process_0_and_the_second_does_not(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _patient():
+        signal.raise_signal(signal.SIGINT)
+        assert "ends when process 0 does" in capsys.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
