@@ -41,7 +41,9 @@ _NO_WORDS = np.zeros(0, np.int32)
 
 
 class Processes:
-    """The processes that run one engine over the devices of all of them. Every process runs the same script:
+    """The processes that run one engine over the devices of all of them.
+
+    Every process runs the same script. Process 0 leads, and the others follow.
 
         with Processes("host0:12345", num_processes=2, process_id=int(sys.argv[1])) as processes:
             model = load_model("MODEL")
@@ -100,7 +102,9 @@ class Processes:
         self._is_ending, self._has_ended = False, False
         self._leading: Any = None
         self._losing = threading.Lock()
-        others = _gather(host.strip("[]"), num_processes) if self.is_leader else {0: _join(host.strip("[]"), process_id)}
+        others = (
+            _gather(host.strip("[]"), num_processes) if self.is_leader else {0: _join(host.strip("[]"), process_id)}
+        )
         self._others = others
         for number, connection in others.items():
             thread = threading.Thread(target=self._listen, args=(number, connection), daemon=True)
@@ -291,7 +295,7 @@ class _SharedEngine(Engine):
 
 def _facts(engine: Engine) -> dict[str, str]:
     """Returns what must be equal in all processes, so that they compile the same programs."""
-    params = [(each.shape, str(each.dtype), str(each.sharding.spec)) for each in engine.runner.params]
+    params = [(each.shape, str(each.dtype), str(getattr(each.sharding, "spec", None))) for each in engine.runner.params]
     parts = engine.model_config, params, engine.spec, engine.sizes, type(engine.runner.drafter)
     return {
         "versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",

@@ -1,9 +1,10 @@
 """One of several processes that run an engine together, or the one process that they are compared with.
 
-    process.py COORDINATOR NUM_PROCESSES PROCESS_ID DEVICES_EACH TASK
+    process.py COORDINATOR NUM_PROCESSES PROCESS_ID DEVICES_EACH [TASK ...]
 
-`test_processes.py` starts it. With one process, the engine has a mesh of as many simulated devices. Process 0 prints what
-it found as JSON.
+`test_processes.py` starts it. One process has a mesh of as many simulated devices. Process 0 serves requests and prints what
+it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then generates until the process is ended, "fail"
+raises.
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import functools
 import json
 import signal
 import sys
-import time
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.models import qwen3_5
 from mamba_align_jax.processes import Processes
 
-DRAFTS = dict(num_speculative_tokens=2, speculation="mtp", num_state_blocks=16)
 VOCAB, FULL = 64, Level.FULL
 SIZES = dict(
     block_size=16, kv_page_size=8, max_num_seqs=3, max_num_batched_tokens=32, max_model_len=96,
@@ -31,16 +30,16 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def make_model(seed=1, drafts=0):
-    """A model of two layers, perhaps with a draft head, whose weights are equal in every process."""
+def make_model():
+    """A model of two layers, whose weights are equal in every process."""
     config = qwen3_5.Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
         layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
-        max_position_embeddings=256, mtp_num_hidden_layers=int(drafts),
+        max_position_embeddings=256,
     )  # fmt: skip
     graph, state = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
 
     def draw(place, variable):
         base = float(place[-1] == "weight" and variable.ndim == 1)
@@ -50,14 +49,15 @@ def make_model(seed=1, drafts=0):
     return nnx.merge(graph, nnx.from_flat_state(drawn))
 
 
-def serve(make_engine, configs, interrupts=0):
+def serve(make_engine, interrupts=0):
     """Serves requests that arrive, are aborted and preempted; returns what they got and what was counted.
 
-    With `interrupts`, steps are interrupted by a signal at any time, which may change what is counted.
+    With `interrupts`, steps are interrupted by a signal at any time, which may change what is counted, and how many tokens
+    a request has when it is aborted.
     """
     found = []
-    for config in configs:
-        engine = make_engine(EngineConfig(**SIZES | config))
+    for stepping in (False, True):
+        engine = make_engine(EngineConfig(**SIZES, async_stepping=stepping))
         rng, outputs, ids = np.random.default_rng(0), {}, []
         shared = rng.integers(0, VOCAB, 36).tolist()
         params = [
@@ -88,67 +88,49 @@ def serve(make_engine, configs, interrupts=0):
         stats = dataclasses.asdict(engine.stats)
         assert len(outputs) == len(ids) == 8
         assert stats["null_reads"] == 0
-        got = [(outputs[each].token_ids, outputs[each].finish_reason) for each in ids]
-        found.append({"outputs": got, "stats": {} if interrupts else stats})
-    return found
+        got = [
+            (each.token_ids, each.finish_reason) for _, each in sorted(outputs.items()) if each.finish_reason != "abort"
+        ]
+        found.append({"outputs": got, "stats": stats})
+    return found, engine
 
 
-def work(make_engine):
+def work(engine):
     """Says when it begins, and generates until it is ended."""
-    engine = make_engine(EngineConfig(**SIZES))
-    prompt = [1, 2, 3]
-    engine.generate(prompt)
-    print("ready", flush=True)
+    print("working", flush=True)
     while True:
-        engine.generate(prompt)
-
-
-def wait(make_engine):
-    """Says when the engine has run, and then waits."""
-    engine = make_engine(EngineConfig(**SIZES))
-    engine.generate([1, 2, 3])
-    print("ready", flush=True)
-    time.sleep(600)
-
-
-def fail(make_engine):
-    """Raises after the engine has run."""
-    make_engine(EngineConfig(**SIZES)).generate([1, 2, 3])
-    raise LookupError("what process 0 raised")
+        engine.generate([1, 2, 3])
 
 
 def interrupt(number, frame):
     raise KeyboardInterrupt
 
 
-TASKS = {
-    "plain": functools.partial(serve, configs=[dict(async_stepping=True)]),
-    "drafts": functools.partial(serve, configs=[DRAFTS, dict(DRAFTS, async_stepping=True, policy="pre_copy")]),
-    "interrupts": functools.partial(serve, configs=[{}, dict(async_stepping=True)], interrupts=1),
-    "work": work, "wait": wait, "fail": fail, "other": work,
-}  # fmt: skip
-
-
-def main(coordinator, num_processes, process_id, devices_each, task):
+def main(coordinator, num_processes, process_id, devices_each, *tasks):
     jax.config.update("jax_num_cpu_devices", devices_each)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)
     signal.signal(signal.SIGALRM, interrupt)
-    one = lambda self: [buckets.Bucket(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)]
+    one = lambda self: [
+        buckets.Bucket(self.spec.max_num_seqs, self.max_prefill_rows, self.max_num_batched_tokens, FULL)
+    ]
     runner.StepRunner.buckets = property(one)
     if num_processes == 1:
-        mesh = jax.make_mesh((devices_each,), ("tensor",))
-        model = make_model(drafts=task == "drafts")
-        print(json.dumps(TASKS[task](lambda config: Engine(model, config, mesh=mesh))))
+        mesh, model = jax.make_mesh((devices_each,), ("tensor",)), make_model()
+        print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh))[0]))
         return
     with Processes(coordinator, num_processes, process_id) as processes:
-        # In this task one process has another model.
-        model = make_model(1 + (task == "other" and process_id), drafts=task == "drafts")
-        if processes.is_leader:
-            print(json.dumps(TASKS[task](functools.partial(processes.lead, model))), flush=True)
-        else:
+        model = make_model()
+        if not processes.is_leader:
             processes.follow(model)
+            return
+        found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks))
+        print(json.dumps(found), flush=True)
+        if "work" in tasks:
+            work(engine)
+        if "fail" in tasks:
+            raise LookupError("what process 0 raised")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:])

@@ -1,7 +1,7 @@
 """Several processes run one engine as one process does, and when one is lost the others say so and end."""
 
 import concurrent.futures
-import contextlib
+import functools
 import json
 import os
 import signal
@@ -11,10 +11,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import jax
 import pytest
 
-from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.processes import EXIT_STATUS
 
 ROOT = Path(__file__).parents[2]
@@ -60,19 +58,20 @@ class Group:
             said = [*pool.map(lambda process: process.communicate(timeout=LIMIT), self.processes)]
         return [(process.returncode, *texts) for process, texts in zip(self.processes, said, strict=True)]
 
-    def wait_until_ready(self):
-        """Waits until process 0 says that its engine has run."""
-        with contextlib.suppress(StopIteration):
-            assert next(line for line in self.processes[0].stdout if not line.startswith("[Gloo]")) == "ready\n"
-            return
-        pytest.fail(f"process 0 ended: {self.processes[0].stderr.read()}")
+    def lines_until(self, stream, wanted):
+        """Waits until process 0 writes a line that has a text, and returns all lines up to it."""
+        lines = []
+        for line in getattr(self.processes[0], stream):
+            lines.append(line)
+            if wanted in line:
+                return lines
+        pytest.fail(f"process 0 has ended: {[error for _, _, error in self.wait()]}")
 
 
-def group(num_processes, task, devices_each=1):
-    ids = range(num_processes)
-    port = free_port()
+def group(num_processes, *tasks, devices_each=1):
+    port, ids = free_port(), range(num_processes)
     return Group(*(
-        [*SCRIPT, f"127.0.0.1:{port}", str(num_processes), str(number), str(devices_each), task] for number in ids
+        [*SCRIPT, f"127.0.0.1:{port}", str(num_processes), str(number), str(devices_each), *tasks] for number in ids
     ))  # fmt: skip
 
 
@@ -82,76 +81,60 @@ def found(ended):
     return json.loads(ended[0][1].splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("num_processes", "devices_each", "task"),
-    [
-        (2, 1, "plain"),
-        pytest.param(2, 2, "drafts", marks=pytest.mark.deep),
-        pytest.param(4, 1, "drafts", marks=pytest.mark.deep),
-    ],
-)
-def test_several_processes_do_what_one_does(num_processes, devices_each, task):
+@functools.cache
+def found_by_one(num_devices):
+    """What one process finds with as many devices."""
+    with group(1, devices_each=num_devices) as one:
+        sync, stepped = found(one.wait())
+    assert all(each["stats"]["hit_requests"] >= 3 and each["stats"]["aborted_requests"] for each in (sync, stepped))
+    assert sync["stats"]["preemptions"]
+    return [sync, stepped]
+
+
+def outputs(results):
+    return [each["outputs"] for each in results]
+
+
+def test_two_processes_do_what_one_does():
     """Requests arrive between steps, share prefixes, are drawn, aborted and preempted; the cache is emptied meanwhile."""
-    with group(1, task, num_processes * devices_each) as one:
-        wanted = found(one.wait())
-    with group(num_processes, task, devices_each) as several:
-        assert found(several.wait()) == wanted
-    stats = [each["stats"] for each in wanted]
-    assert all(each["hit_requests"] >= 3 and each["aborted_requests"] == 1 for each in stats)
-    assert any(each["preemptions"] for each in stats)
-    assert any(sum(each["draft_tokens"]) for each in stats) == (task == "drafts")
+    with group(2) as two:
+        assert found(two.wait()) == found_by_one(2)
 
 
 @pytest.mark.deep
-def test_interrupts_of_process_0_change_no_token():
-    """Process 0 recovers by itself: the other processes have run what it has run."""
-    with group(2, "interrupts") as several:
-        got = found(several.wait())
-    with group(1, "interrupts", 2) as one:
-        assert found(one.wait()) == got
-
-
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("task", ["wait", pytest.param("work", marks=pytest.mark.deep)])
-def test_lost_process_ends_the_others(killed, task):
-    """The others may be in a step, which never ends, or wait for work."""
-    with group(2, task) as several:
-        several.wait_until_ready()
-        several.processes[killed].kill()
-        ended = several.wait()
-    (status, _, error) = ended[1 - killed]
-    assert status in ([EXIT_STATUS] if killed else [EXIT_STATUS, ENDED_BY_JAX])
-    assert f"process {killed} is lost, and process {1 - killed} ends with it" in error
-    assert ended[killed][0] == -signal.SIGKILL
-
-
-@pytest.mark.deep
-def test_lost_process_is_named_by_all_others():
-    with group(4, "work") as several:
-        several.wait_until_ready()
-        several.processes[2].kill()
-        ended = several.wait()
+def test_four_processes_do_what_one_does_and_all_say_which_one_is_lost():
+    """Those that are left are in a step, which never ends."""
+    with group(4, "work") as four:
+        *_, line, _ = four.lines_until("stdout", "working")
+        assert json.loads(line) == found_by_one(4)
+        four.processes[2].kill()
+        ended = four.wait()
+    assert ended[2][0] == -signal.SIGKILL
     for number in (0, 1, 3):
         status, _, error = ended[number]
-        assert status in (EXIT_STATUS, ENDED_BY_JAX)
         assert "process 2 is lost" in error, number
+        assert status == EXIT_STATUS or (number and status == ENDED_BY_JAX)
 
 
 @pytest.mark.deep
-def test_exception_in_process_0_ends_the_others():
-    with group(2, "fail") as several:
-        leader, follower = several.wait()
+def test_interrupts_of_process_0_change_no_token_and_its_loss_ends_the_other():
+    """Process 0 recovers from interrupts by itself: the other process has run what it has run."""
+    with group(2, "interrupt", "work") as two:
+        *_, line, _ = two.lines_until("stdout", "working")
+        assert outputs(json.loads(line)) == outputs(found_by_one(2))
+        two.processes[0].kill()
+        _, (status, _, error) = two.wait()
+    assert status in (EXIT_STATUS, ENDED_BY_JAX)
+    assert "process 0 is lost, and process 1 ends with it" in error
+
+
+@pytest.mark.deep
+def test_exception_in_process_0_ends_the_other():
+    with group(2, "fail") as two:
+        leader, follower = two.wait()
     assert leader[0] == follower[0] == 1
     assert "LookupError: what process 0 raised" in leader[2]
     assert "ProcessLostError: process 0 failed: LookupError: what process 0 raised" in follower[2]
-
-
-@pytest.mark.deep
-def test_processes_with_other_weights_are_refused():
-    with group(2, "other") as several:
-        ended = several.wait()
-    assert all(status for status, *_ in ended)
-    assert "not the same on each process" in "".join(error for _, _, error in ended)
 
 
 @pytest.mark.deep
@@ -161,12 +144,7 @@ def test_server_of_two_processes_streams_an_answer_and_stops_at_a_signal():
     options += ["--max-num-batched-tokens", "32", "--max-model-len", "64", "--port", str(port)]
     command = ["-m", "mamba_align_jax", "serve", "--coordinator", coordinator, "--num-processes", "2", *options]
     with Group(*([*command, "--process-id", str(number)] for number in range(2))) as several:
-        error = several.processes[0].stderr
-        for line in error:
-            if "Uvicorn running on" in line:
-                break
-        else:
-            pytest.fail("the server has not started")
+        several.lines_until("stderr", "Uvicorn running on")
         body = json.dumps({"model": "byte_model", "prompt": "Once upon", "max_tokens": 5, "stream": True}).encode()
         call = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
@@ -182,4 +160,3 @@ def test_server_of_two_processes_streams_an_answer_and_stops_at_a_signal():
         ended = several.wait()
     assert [status for status, *_ in ended] == [0, 0], ended
     assert "this process ends when process 0 does" in ended[1][2]
-    assert BYTE_MODEL.name == "byte_model"
