@@ -8,6 +8,7 @@ the replicas by hand then, each with its own CUDA_VISIBLE_DEVICES, and the route
 """
 
 import argparse
+import shutil
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ def router_command(router: str, port: int, metrics_port: int, replicas: Sequence
         *("--policy=cache_aware", "--cache-threshold=0.3"),
         # /health is also 200 while a replica compiles its programs and takes no calls. /ready is not.
         *("--health-check-endpoint=/ready", "--health-check-interval-secs=1", "--health-check-timeout-secs=5"),
-        *("--health-failure-threshold=2", "--health-success-threshold=1", "--worker-startup-check-interval=1"),
+        *("--health-failure-threshold=3", "--health-success-threshold=1", "--worker-startup-check-interval=1"),
         # A call that failed before its first byte goes to the same replica again until that one's circuit is open. So
         # there must be more retries than failures that open it.
         *("--cb-failure-threshold=2", "--cb-success-threshold=1", "--cb-timeout-duration-secs=2"),
@@ -51,6 +52,8 @@ def main() -> None:
     parser.add_argument("--router", default="vllm-router", help="the program (default: %(default)s)")
     parser.add_argument("options", nargs="*", help="options of `mamba-align serve`")
     options = parser.parse_args()
+    if shutil.which(options.router) is None:
+        parser.error(f"router must be a program that is installed, got {options.router}")
     ports = free_ports(options.replicas)
     addresses = [f"http://127.0.0.1:{port}" for port in ports]
     serve = [sys.executable, "-m", "mamba_align_jax", "serve", *options.options]

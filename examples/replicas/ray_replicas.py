@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class Replica:
             await asyncio.sleep(0.1)
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple | bytes, None]:
-        """Yields an answer's status and headers when its first byte is known, and then its body in pieces."""
+        """Yields an answer's status and headers with the first piece of its body, and then the other pieces."""
         pieces: asyncio.Queue = asyncio.Queue()
         body = [{"type": "http.request", "body": call.body, "more_body": False}]
 
@@ -100,12 +100,15 @@ class Replica:
             finally:
                 await pieces.put(None)
 
-        running = asyncio.create_task(run())
+        head, running = None, asyncio.create_task(run())
         try:
             while (message := await pieces.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], message["headers"]
-                elif message["body"]:
+                    head = message
+                elif head is not None:
+                    yield head["status"], head["headers"], message["body"]
+                    head = None
+                else:
                     yield message["body"]
             await running
         finally:
@@ -119,6 +122,12 @@ class Replica:
         """Raises if the engine has stopped, upon which Ray starts the replica anew."""
         if not self._service.serving.is_running:
             raise RuntimeError("the engine has stopped")
+
+
+async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for piece in others:
+        yield piece
 
 
 class Door:
@@ -136,11 +145,11 @@ class Door:
         for _ in range(_ATTEMPTS):
             pieces = self._replicas.options(stream=True).answer.remote(call)
             try:
-                status, headers = await anext(pieces)
+                status, headers, first = await anext(pieces)
             except (ActorDiedError, ActorUnavailableError):
                 # Nothing was streamed yet, so another replica may answer. Ray itself does not try again.
                 continue
-            response = StreamingResponse(pieces, status)
+            response = StreamingResponse(_joined(first, pieces), status)
             response.raw_headers = headers
             return response
         return JSONResponse({"error": {"message": "no replica answered", "code": "overloaded"}}, 503)
