@@ -15,7 +15,7 @@ of that the chosen replicas resumed from.
 import argparse
 import heapq
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -198,11 +198,15 @@ def simulate(of: Circumstances, policy: str) -> Row:
     }
 
 
+_SYSTEM = Circumstances(system_prompts=16, system_tokens=1024, rate=0.4)
+# The pools are in the proportion of 300 states and 20,000 pages for 64 requests, which one H200 has left beside the weights
+# of Qwen3.5-35B-A3B.
 CASES = {
-    "plain, many states": Circumstances(num_state_blocks=600),
-    "plain, few states": Circumstances(),
-    "system prompts, many states": Circumstances(system_prompts=16, num_state_blocks=600),
-    "system prompts, few states": Circumstances(system_prompts=16),
+    "conversations": Circumstances(),
+    "edited conversations": Circumstances(edits=0.3),
+    "system prompts": _SYSTEM,
+    "system prompts, four times the pages": replace(_SYSTEM, num_kv_pages=10_000),
+    "system prompts, four times the pages and states": replace(_SYSTEM, num_kv_pages=10_000, num_state_blocks=152),
 }
 POLICIES = ("states", "pages", "round_robin")
 
