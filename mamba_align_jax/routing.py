@@ -25,7 +25,7 @@ class CacheMirror:
 
     Attributes:
         pages: The hashes of its pages.
-        states: The number of tokens that each of its states stands for, by hash.
+        states: The number of tokens that each of its states stands for, by hash; 0 if the engine does not know it.
     """
 
     pages: set[int] = field(default_factory=set)
@@ -60,7 +60,7 @@ class CacheMirror:
             if name not in self.pages:
                 break
             paged = number * page_size
-            if self.states.get(name) == paged:
+            if name in self.states:
                 resumable = paged
         return Reach(resumable, paged)
 

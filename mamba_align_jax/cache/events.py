@@ -21,7 +21,7 @@ class PageStored:
     Attributes:
         block_hash: Stands for all tokens up to the end of the page, and for the salt.
         parent: The hash of the page before it, or None for the first page.
-        tokens: The page's own tokens.
+        tokens: The page's own tokens. None are known of a page that was imported: then `parent` is None and `salt` empty.
         salt: The salt under which the page was published.
     """
 
@@ -40,7 +40,10 @@ class PageRemoved:
 
 @dataclass(frozen=True, slots=True)
 class StateStored:
-    """The state after `num_tokens` tokens can be found. Its hash is that of the page that ends there."""
+    """The state after `num_tokens` tokens can be found. Its hash is that of the page that ends there.
+
+    The number is 0 if the state was imported. Its hash stands for its tokens all the same.
+    """
 
     block_hash: int
     num_tokens: int
@@ -89,6 +92,15 @@ class CacheLog:
         parent = block_hash(chain.at((), start)) if start else None
         event = self._pages[key] = PageStored(block_hash(key), parent, tokens, chain.salt)
         self.pending.append(event)
+
+    def import_page(self, key: bytes) -> None:
+        """Records that a page is about to be published whose tokens are not known."""
+        event = self._pages[key] = PageStored(block_hash(key), None, ())
+        self.pending.append(event)
+
+    def import_state(self, key: bytes) -> None:
+        """Records that a state is about to be published whose position is not known."""
+        self.store_state(key, 0)
 
     def remove_page(self, key: bytes) -> None:
         """Records that a page was lost."""

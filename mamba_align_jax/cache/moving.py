@@ -4,7 +4,7 @@ An entry is a page or a state block. Entries are listed in the order in which th
 page comes first. A cache that can't hold a whole list takes the end of it, which is what eviction would have left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mamba_align_jax.cache.block_pool import BlockPool
@@ -74,8 +74,9 @@ class Admission:
         if is_prefix:
             pages = pages[pages.index(states[-1]) :] if states else []
         # Pages first: when a page is evicted, the state with the same key becomes free.
-        self._pages = _Claim(cache.kv.pool, pages)
-        self._states = _Claim(cache.states.pool, states)
+        log = cache.log
+        self._pages = _Claim(cache.kv.pool, pages, log and log.import_page)
+        self._states = _Claim(cache.states.pool, states, log and log.import_state)
         self.pages = self._pages.places(page_keys)
         self.states = self._states.places(state_keys)
         self.length, self.num_states = len(pages), len(states)
@@ -96,10 +97,10 @@ class Admission:
 
 
 class _Claim:
-    """The entries of one pool that are held for an admission."""
+    """The entries of one pool that are held for an admission. `tell` is called with each key before it is published."""
 
-    def __init__(self, pool: BlockPool, keys: Sequence[bytes]) -> None:
-        self._pool, self._keys = pool, keys
+    def __init__(self, pool: BlockPool, keys: Sequence[bytes], tell: Callable[[bytes], None] | None) -> None:
+        self._pool, self._keys, self._tell = pool, keys, tell
         self._blocks: dict[bytes, int] = {}
         self._missing = [key for key in keys if pool.find(key) is None]
         for key in keys:
@@ -116,6 +117,8 @@ class _Claim:
 
     def publish(self) -> None:
         for key in self._missing:
+            if self._tell is not None:
+                self._tell(key)
             self._pool.publish(self._blocks[key], key)
 
     def release(self) -> None:

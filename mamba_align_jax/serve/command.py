@@ -111,10 +111,11 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         options.save_cache.mkdir(parents=True, exist_ok=True)
     with event_listener(options) as listener:
         engine = load(config)
+        if listener is not None:
+            # Before anything is cached, because a new listener empties the cache.
+            engine.on_cache_event(listener)
         if options.save_cache is not None:
             restore_cache(engine, options.save_cache)
-        if listener is not None:
-            engine.on_cache_event(listener)
         app = create_app(engine, settings, load_chat_template(options.model))
         server = make_server(
             app,

@@ -9,7 +9,8 @@ from typing import Any
 def add_event_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     events = parser.add_argument_group(
-        "cache events", "ZMQ addresses, as tcp://127.0.0.1:5557. Whoever reads from one learns the tokens of all prompts."
+        "cache events",
+        "ZMQ addresses, as tcp://127.0.0.1:5557. Whoever reads from one learns the tokens of all prompts.",
     )
     add = events.add_argument
     add("--kv-events", metavar="ADDRESS", help="publish stored and removed pages here, in vLLM's schema")

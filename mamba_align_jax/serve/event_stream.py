@@ -78,18 +78,18 @@ def encode(time: float, events: Iterable[cache.CacheEvent], *, states: bool) -> 
     Args:
         time: When it happened, in seconds since 1970.
         events: The events in their order.
-        states: Whether the events of states are written.
+        states: Whether the events of states are written, and those of imported pages, whose tokens are not known.
     """
     written: list[Any] = []
     for event in events:
         last = written[-1] if written else None
         match event:
-            case cache.PageStored() if isinstance(last, BlockStored) and event.parent == last.block_hashes[-1]:
+            case cache.PageStored() if isinstance(last, BlockStored) and last.block_hashes[-1] == event.parent:
                 last.block_hashes.append(event.block_hash)
                 last.token_ids.extend(event.tokens)
                 if last.extra_keys is not None:
                     last.extra_keys.append(None)
-            case cache.PageStored():
+            case cache.PageStored() if event.tokens or states:
                 written.append(_block_stored(event))
             case cache.PageRemoved() if isinstance(last, BlockRemoved):
                 last.block_hashes.append(event.block_hash)

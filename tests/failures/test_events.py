@@ -14,17 +14,21 @@ from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.cache.events import CacheCleared, CacheLog, PageRemoved, PageStored, StateRemoved, StateStored
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.routing import CacheMirror
+from mamba_align_jax.routing import CacheMirror, StateRouter
 
 pytestmark = pytest.mark.usefixtures("one_program")
-STEPPING = {"sync": DRAFTS, "async": DRAFTS | dict(async_stepping=True)}
+STEPPING = {
+    "sync": DRAFTS,
+    "async": DRAFTS | dict(async_stepping=True),
+    "all": dict(prefix_cache="all", num_state_blocks=20),
+}
 
 
 class Watched:
     """An engine with a mirror of its events, which is compared with its cache after every whole call."""
 
     def __init__(self, stepping="sync"):
-        self.engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]), tokenizer=Letters())
+        self.engine = Engine(SPELLER, EngineConfig(**SIZES | STEPPING[stepping]), tokenizer=Letters())
         self.mirror, self.kinds, self.cleared = CacheMirror(), set(), 0
         self.engine.on_cache_event(self.hear)
         self.calls = Calls(self.engine, np.random.default_rng(3))
@@ -52,7 +56,7 @@ class Watched:
 def test_a_mirror_has_the_keys_of_the_cache_after_every_call(stepping):
     """Requests are preempted, aborted and evict what others have cached, and the cache is reset."""
     watched = Watched(stepping)
-    for _ in range(12):
+    for _ in range(depth.examples(3, 8)):
         watched.call(*["add"] * 4, *["step"] * 7, "abort", *["update"] * 3)
         watched.drain()
     assert watched.engine.stats.preemptions > 0
@@ -65,7 +69,7 @@ def test_a_mirror_has_the_keys_of_the_cache_after_every_call(stepping):
     assert watched.mirror.states
 
 
-@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.parametrize("stepping", ["sync", "async"])
 def test_an_interrupt_at_any_line_loses_no_event(stepping):
     watched, lines, rng = Watched(stepping), 300, np.random.default_rng(7)
     watched.call("generate")
@@ -161,6 +165,26 @@ def test_a_listener_may_come_while_requests_run():
     watched.engine.on_cache_event(watched.hear)
     watched.drain()
     assert watched.cleared == 1
+
+
+def test_what_is_imported_is_reported_without_its_tokens():
+    first, second = Watched(), Watched()
+    prompt = [*range(1, 30)]
+    first.engine.generate(prompt, PARAMS)
+    data = first.engine.export_prefix(prompt)
+    length = second.engine.import_prefix(data, prompt)
+    second.check()
+    router = StateRouter(["first", "second"], SIZES["kv_page_size"])
+    router.mirrors = {"first": first.mirror, "second": second.mirror}
+    assert router.reaches(prompt)["second"].num_resumable_tokens == length == 24
+    # What was imported is told again after a failure, and is evicted as anything else.
+    with Interrupt(100):
+        second.engine.generate(prompt, PARAMS)
+    second.check()
+    for _ in range(3):
+        second.call(*["add"] * 3, *["step"] * 6)
+        second.drain()
+    assert PageRemoved in second.kinds
 
 
 def test_only_what_can_be_called_may_listen():

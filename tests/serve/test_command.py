@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -66,6 +67,21 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     assert found == [
         EngineConfig(max_num_seqs=3, memory_fraction=0.5, async_stepping=True, speculation="mtp", max_waiting=1024)
     ]
+
+
+def test_a_listener_comes_before_the_saved_cache(tmp_path):
+    """A new listener empties the cache."""
+    calls = []
+
+    def enough(directory):
+        calls.append("restored")
+        raise RuntimeError("enough")
+
+    engine = SimpleNamespace(on_cache_event=lambda listener: calls.append("listens"), load_cache=enough)
+    given = options("--state-events", f"ipc://{tmp_path}/events", "--save-cache", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match="enough"):
+        command.run(given, lambda config: engine)
+    assert calls == ["listens", "restored"]
 
 
 def test_without_options_the_settings_are_the_defaults():

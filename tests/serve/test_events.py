@@ -26,7 +26,8 @@ PAGES = [PageStored(11, None, (1, 2), b"tenant"), PageStored(12, 11, (3, 4), b"t
 EVENTS = [CacheCleared(), *PAGES, StateStored(12, 4), PageRemoved(22), PageRemoved(21), StateRemoved(12)]
 PATIENCE = 30
 
-page = st.builds(PageStored, st.integers(0, 9), st.none() | st.integers(0, 9), st.just((1, 2)))
+imported = st.builds(PageStored, st.integers(0, 9), st.none(), st.just(()))
+page = imported | st.builds(PageStored, st.integers(0, 9), st.none() | st.integers(0, 9), st.just((1, 2)))
 events = st.lists(
     st.one_of(
         page,
@@ -97,7 +98,10 @@ def test_a_batch_for_vllms_readers_has_vllms_messages_alone():
         ],
         0,
     ]
-    assert encode(1.5, [StateStored(12, 4), StateRemoved(12)], states=False) is None
+    # Readers of vLLM's kinds make nothing of a page without tokens.
+    imported = [StateStored(12, 4), StateRemoved(12), PageStored(7, None, ())]
+    assert encode(1.5, imported, states=False) is None
+    assert decode(encode(1.5, imported, states=True))[1] == tuple(imported)
 
 
 class VllmBlockStored(msgspec.Struct, tag="BlockStored"):
