@@ -46,9 +46,10 @@ def install(*, implementation: Implementation | None = None) -> None:
         pool.set_kv_buffer_legacy = _set_kv_buffer_legacy
 
 
-@functools.cache
 def backends(implementation: Implementation | None = None) -> tuple[type, type]:
     """Makes the backends of GDN and KDA layers, which are subclasses of sglang-jax's `LinearRecurrentAttnBackend`.
+
+    Calls with the same argument return the same classes.
 
     Args:
         implementation: "xla" or "triton" for all ops. None lets each op choose.
@@ -59,8 +60,11 @@ def backends(implementation: Implementation | None = None) -> tuple[type, type]:
     Raises:
         ImportError: if sglang-jax cannot be imported.
     """
-    base = _module(f"{_ATTENTION}.hybrid_linear_attn_backend").LinearRecurrentAttnBackend
+    return _backends(_module(f"{_ATTENTION}.hybrid_linear_attn_backend").LinearRecurrentAttnBackend, implementation)
 
+
+@functools.cache
+def _backends(base: type, implementation: Implementation | None) -> tuple[type, type]:
     class GDNBackend(base):
         """Gated delta nets: one decay per value head, one convolution over queries, keys and values."""
 

@@ -1,0 +1,209 @@
+"""The backends answer sglang-jax's calls as its own ones did, which were recorded (`make integrations` runs the real code)."""
+
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import sgl_jax
+from jax.sharding import Mesh
+
+from mamba_align_jax.integrations import sglang_jax
+from mamba_align_jax.integrations.slot_steps import SlotRows, Taps, slot_step
+
+DATA = Path(__file__).parent / "data"
+SIGNATURES = json.loads((DATA / "sglang_jax_signatures.json").read_text())
+GDN_CALLS = ("prefill_of_several_rows", "prefill_that_goes_on", "decode_of_several_rows", "decode_that_keeps")
+CALLS = (*GDN_CALLS, "kda_prefill", "kda_decode")
+# Both sides compute in float32. Native's chunks and its inverse of a triangle round otherwise than ours.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture
+def stack(monkeypatch):
+    """What stands for sglang-jax's modules."""
+    return sgl_jax.put(monkeypatch)
+
+
+def load(name):
+    with np.load(DATA / f"sglang_jax_{name}.npz") as file:
+        return dict(file)
+
+
+def boxed(value):
+    """A parameter as sglang-jax's layers hold it."""
+    return SimpleNamespace(value=jnp.asarray(value))
+
+
+def run(name, call, devices=1, **changed):
+    """Runs a recorded call on our backend. Returns its outputs and pools."""
+    call = call | changed
+    kda = name.startswith("kda")
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, -1), ("data", "tensor"))
+    heads, dim = call["states"].shape[1:3]
+    weights = ("q_conv", "k_conv", "v_conv") if kda else ("conv",)
+    layer = SimpleNamespace(
+        layer_id=0, num_q_heads=heads, head_q_dim=dim, scale=dim**-0.5, activation=jax.nn.silu,
+        A_log=boxed(call["A_log"]), dt_bias=boxed(call["dt_bias"]),
+        **{f"{part}1d": SimpleNamespace(weight=boxed(call[part])) for part in weights},
+    )  # fmt: skip
+    gdn_class, kda_class = sglang_jax.backends()
+    key_heads = (call["conv"].shape[0] // dim - heads) // 2 if not kda else heads
+    backend = kda_class(mesh=mesh) if kda else gdn_class(key_heads, heads, dim, dim, 4, mesh, jnp.float32, "chunked_jax")
+    names = SIGNATURES["LinearRecurrentAttnBackendMetadata"]
+    backend.forward_metadata = SimpleNamespace(**{n: jnp.asarray(call[n]) if n in call else None for n in names})
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: "extend_prefix_lens" not in call))
+    batch.extend_prefix_lens = call.get("extend_prefix_lens")
+    pool = SimpleNamespace(
+        get_linear_recurrent_layer_cache=lambda layer_id: (jnp.asarray(call["states"]), [jnp.asarray(call["windows"])])
+    )
+    tokens = (jnp.asarray(call[part]) for part in "qkvab")
+    out, (states, (windows,)) = jax.jit(lambda tokens: backend(*tokens, layer, batch, pool, mixed_qkv=None))(tuple(tokens))
+    return np.asarray(out), np.asarray(states), np.asarray(windows)
+
+
+def after(call, pool):
+    """A pool as sglang-jax's own backend left it."""
+    expected = call[pool].copy()
+    expected[call[f"{pool}_slots"]] = call[f"{pool}_after"]
+    return expected
+
+
+def assert_as_recorded(call, result):
+    out, states, windows = result
+    tokens = call["cu_q_lens"][-1]  # Native's outputs of padding tokens are arbitrary.
+    # Decode batches are padded by rows of slot 0, whose tokens count.
+    real = np.repeat(call["recurrent_indices"] > 0, np.diff(call["cu_q_lens"]))
+    expected = call["out"].reshape(len(call["out"]), -1)
+    assert np.abs(out[:tokens][real] - expected[:tokens][real]).max() < TOLERANCE * max(1, np.abs(expected).max())
+    for pool, came in (("states", states), ("windows", windows)):
+        expected = after(call, pool)
+        assert np.abs(came - expected).max() < TOLERANCE * max(1, np.abs(expected).max())
+        written = {*call["recurrent_indices"], *call.get("recurrent_track_indices", ())} - {0}
+        others = [slot for slot in range(len(came)) if slot not in written]
+        np.testing.assert_array_equal(came[others], call[pool][others])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_recorded_call_has_the_recorded_result(stack, name):
+    call = load(name)
+    assert_as_recorded(call, run(name, call))
+
+
+def test_the_calls_have_all_kinds_of_rows():
+    calls = [load(name) for name in GDN_CALLS]
+    assert any((call["recurrent_indices"] == 0).any() for call in calls)
+    assert any((call["has_initial_state"] & (call["recurrent_track_mask"] != 0)).any() for call in calls)
+    assert any((~call["has_initial_state"] & (call["recurrent_indices"] > 0)).any() for call in calls)
+
+
+@pytest.mark.parametrize("name", ["prefill_of_several_rows", "kda_prefill", "kda_decode"])
+def test_fresh_rows_read_nothing_of_their_slots(stack, name):
+    call = load(name)
+    fresh = ~call["has_initial_state"] & (call["recurrent_indices"] > 0)
+    assert fresh.any()
+    poisoned = {pool: call[pool].copy() for pool in ("states", "windows")}
+    for pool in poisoned.values():
+        pool[call["recurrent_indices"][fresh]] = np.nan
+        pool[0] = np.nan
+    _, states, windows = run(name, call, **poisoned)
+    assert not np.isnan(states[1:]).any() and not np.isnan(windows[1:]).any()
+
+
+@pytest.mark.parametrize("name", ["prefill_of_several_rows", "decode_that_keeps"])
+def test_a_row_without_a_boundary_keeps_no_copy(stack, name):
+    call = load(name)
+    marked = call["recurrent_track_indices"].copy()
+    marked[call["recurrent_indices"] > 0] = len(call["states"]) - 1
+    off = dict(recurrent_track_indices=marked, recurrent_track_mask=np.zeros_like(call["recurrent_track_mask"]))
+    _, states, _ = run(name, call, **off)
+    if len(call["states"]) - 1 not in call["recurrent_indices"]:
+        np.testing.assert_array_equal(states[-1], call["states"][-1])
+    # Without any copies the running slots are the same bits.
+    del call["recurrent_track_indices"], call["recurrent_track_mask"]
+    np.testing.assert_array_equal(run(name, call)[1], states)
+
+
+@pytest.mark.parametrize("cut", [32, 64])
+def test_a_prompt_in_two_chunks_ends_in_the_state_of_one(cut):
+    """Chunks are cut at absolute positions: at a multiple of the chunk size, the states are the same bits."""
+    rng = np.random.default_rng(0)
+    heads, dim, tokens = 2, 8, 100
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    qkv, a, b = draw(tokens, 3 * heads * dim), draw(tokens, heads), draw(tokens, heads)
+    weights = Taps(draw(3 * heads * dim, 4), draw(heads), draw(heads))
+    pools = jnp.full((3, 3 * heads * dim, 3), jnp.nan), jnp.full((3, heads, dim, dim), jnp.nan)
+
+    def step(begin, end, pools):
+        starts = jnp.array([0, end - begin], jnp.int32)
+        rows = SlotRows(starts, jnp.array([2]), jnp.array([begin == 0]), jnp.array([begin]))
+        part = slice(begin, end)
+        return slot_step(qkv[part], a[part], b[part], weights, rows, *pools, decode=False)
+
+    whole, *expected = step(0, tokens, pools)
+    first, *pools = step(0, cut, pools)
+    second, *came = step(cut, tokens, pools)
+    same = np.testing.assert_array_equal if cut == 64 else lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5)
+    same(jnp.concatenate([first, second]), whole)
+    for x, y in zip(came, expected, strict=True):
+        same(x[2], y[2])
+
+
+def test_two_devices_answer_as_one(stack):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    call = load("kda_prefill")
+    one, two = run("kda_prefill", call), run("kda_prefill", call, devices=2)
+    np.testing.assert_allclose(two[0], one[0], atol=1e-5)
+    np.testing.assert_allclose(two[1], one[1], atol=1e-5)
+
+
+def test_the_backends_are_made_and_called_as_native_ones(stack):
+    for ours, native in zip(sglang_jax.backends(), ("GDNAttnBackend", "KDAAttnBackend"), strict=True):
+        for method in ("__init__", "__call__"):
+            assert list(inspect.signature(getattr(ours, method)).parameters) == SIGNATURES[f"{native}.{method}"]
+    base = sgl_jax.LinearRecurrentAttnBackend
+    assert list(inspect.signature(base.get_layer_cache).parameters) == SIGNATURES[
+        "LinearRecurrentAttnBackend.get_layer_cache"
+    ]
+
+
+def test_install_replaces_both_backends_and_forwards_keys(stack):
+    sglang_jax.install()
+    installed = stack.gdn_backend.GDNAttnBackend, stack.kda_backend.KDAAttnBackend
+    assert installed == sglang_jax.backends()
+    calls = []
+    inner = SimpleNamespace(set_kv_buffer_legacy=lambda *arguments: calls.append(arguments))
+    pool = stack.memory_pool.HybridLinearKVPool([3, 7], inner)
+    names = SIGNATURES["MHATokenToKVPool.set_kv_buffer_legacy"][1:]
+    pool.set_kv_buffer_legacy(**{name: 7 if name == "layer_id" else name for name in names})
+    assert calls == [(1, *names[1:])]
+
+
+def test_bad_input_is_refused_by_name(stack):
+    with pytest.raises(ValueError, match="implementation must be 'xla', 'triton' or None, got 'cuda'"):
+        sglang_jax.install(implementation="cuda")
+    call = load("kda_decode")
+    with pytest.raises(ValueError, match="dtype float32, got bfloat16: set SGLANG_JAX_CONV_STATE_DTYPE=float32"):
+        run("kda_decode", call, windows=jnp.asarray(call["windows"], jnp.bfloat16))
+    with pytest.raises(ValueError, match="activation of the convolution must be SiLU or None, got 'gelu'"):
+        sglang_jax._activation("gelu")
+    with pytest.raises(ValueError, match="num_v_heads must be a multiple of the 2 devices of axis 'tensor', got 3"):
+        mesh = SimpleNamespace(shape=dict(data=1, tensor=2))
+        sglang_jax.backends()[0](2, 3, 8, 8, 4, mesh)
+    rows = SlotRows(jnp.array([0, 1], jnp.int32), jnp.array([1]))
+    call = load("decode_that_keeps")
+    weights = Taps(*(jnp.asarray(call[name]) for name in ("conv", "A_log", "dt_bias")))
+    qkv = jnp.concatenate([jnp.asarray(call[part][:1]) for part in "qkv"], axis=1)
+    pools = jnp.asarray(call["windows"]), jnp.asarray(call["states"])
+    with pytest.raises(ValueError, match="rows.num_computed_tokens must be the positions of a prefill step's rows"):
+        slot_step(qkv, call["a"][:1], call["b"][:1], weights, rows, *pools, decode=False)
+
+
+def test_without_sglang_jax_the_error_says_what_to_install():
+    with pytest.raises(ImportError, match="needs sglang-jax.*github.com/sgl-project/sglang-jax"):
+        sglang_jax.install()
