@@ -146,13 +146,16 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
 
     def step(turn, carry, **arguments):
         block = blocks[turn % len(blocks)]
-        out, pool = gated_delta_rule_prefill(pool=carry[0], layer=0, read_block=block, write_block=block, **arguments)
+        rows_of = dict(layer=0, read_block=block, write_block=block)
+        out, pool = gated_delta_rule_prefill(pool=carry[0], **rows_of, layout=case.layout, **arguments)
         return pool, out
 
     def wanted(inputs, pool):
         of_keys = [inputs[name][first, key_heads] for name in ("q", "k")]
         of_values = [inputs[name][first, heads] for name in ("v", "g", "beta")]
-        return reference.gated_delta_rule(*_float64(*of_keys, *of_values, pool[0, int(blocks[0, row]), heads]))
+        states = pool[0, int(blocks[0, row]), heads]
+        states = states if case.layout == "VK" else states.swapaxes(1, 2)
+        return reference.gated_delta_rule(*_float64(*of_keys, *of_values, states))
 
     return KernelBenchmark(
         case=case,
@@ -160,7 +163,7 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
         bytes=moved,
         tolerance=tolerance(case.dtype, case.state_dtype),
         initial=lambda: (
-            random_pool((1, num_blocks, *state), case.state_dtype),
+            random_pool((1, num_blocks, *case.block_shape), case.state_dtype),
             jnp.zeros((tokens, *state[:2]), case.dtype),
         ),
         step=step,

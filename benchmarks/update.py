@@ -118,7 +118,7 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
     def step(turn, carry, **options):
         write = blocks[turn % len(blocks)]
         indices = dict(query_start_loc=loc, read_block=write[:, 0], write_blocks=write)
-        out, pool = op(**inputs, pool=carry[0], layer=0, **indices, **options)
+        out, pool = op(**inputs, pool=carry[0], layer=0, **indices, layout=case.layout, **options)
         return pool, out
 
     return KernelBenchmark(
@@ -127,12 +127,12 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
         bytes=(live + tokens) * state_bytes + tokens * ((2 * keys + 2 * values) * itemsize(case.dtype) + gate_bytes),
         tolerance=tolerance(case.dtype, case.state_dtype),
         initial=lambda: (
-            random_pool((1, num_blocks, *state), case.state_dtype),
+            random_pool((1, num_blocks, *case.block_shape), case.state_dtype),
             jnp.zeros((tokens, *state[:2]), case.dtype),
         ),
         step=step,
         given=inputs | dict(query_start_loc=loc, write=blocks),
-        config=delta_rule_config(rows, window, itemsize(case.state_dtype)),
+        config=delta_rule_config(rows, window, itemsize(case.state_dtype), case.layout),
     )
 
 

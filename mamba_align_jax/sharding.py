@@ -84,7 +84,9 @@ def columns(parts: Sequence[Part], devices: int) -> np.ndarray:
 def _state(state: ConvState | RecurrentState) -> Any:
     if isinstance(state, ConvState):
         return P(None, None, None, AXIS) if state.layout == "SD" else P(None, None, AXIS)
-    return P(None, None, AXIS) if state.shape[0] > 1 else P(None, None, None, AXIS)
+    if state.shape[0] > 1:
+        return P(None, None, AXIS)
+    return P(None, None, None, AXIS) if state.layout == "VK" else P(None, None, None, None, AXIS)
 
 
 def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:

@@ -4,6 +4,7 @@ The ops keep no state of their own. They know blocks, rows and tokens, but no re
 """
 
 from pallas_kernels.blocks import NULL_BLOCK as NULL_BLOCK
+from pallas_kernels.blocks import StateLayout as StateLayout
 from pallas_kernels.blocks import WindowLayout as WindowLayout
 from pallas_kernels.blocks import read_blocks as read_blocks
 from pallas_kernels.blocks import write_blocks as write_blocks

@@ -130,9 +130,10 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_layout(name: str, layout: str) -> None:
-    """Raises ValueError, in the name of op `name`, unless `layout` is a `WindowLayout`."""
-    require(layout in ("SD", "DS"), f"{name}: layout must be 'SD' or 'DS', got {layout!r}")
+def check_layout(name: str, layout: str, layouts: Any) -> None:
+    """Raises ValueError, in the name of op `name`, unless `layout` is one of `layouts`, a Literal of two names."""
+    first, second = typing.get_args(layouts)
+    require(layout in (first, second), f"{name}: layout must be {first!r} or {second!r}, got {layout!r}")
 
 
 def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Lanes, Refs
-from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK, StateLayout, state_dims
 
 
 class Recurrence(NamedTuple):
@@ -44,6 +44,7 @@ def advance_rows(
     tile: int,
     segment: int,
     recurrence: Callable[[jax.Array, list[Lanes], Lanes], Recurrence],
+    layout: StateLayout = "VK",
 ) -> None:
     """Runs the recurrence over all tokens of this program's row, and stores outputs and states.
 
@@ -54,9 +55,10 @@ def advance_rows(
         segment: The number of neighbouring elements of a state row that form a tile's last axis.
         recurrence: Makes the head's recurrence, given the head, the state rows of each tile, and the state's columns
             folded to [segments, segment].
+        layout: "VK" if a state lies in the pool as [rows, columns], "KV" if it lies there as [columns, rows].
     """
     tokens, batch_rows, window = refs.out.shape[0], refs.read_block.shape[0], refs.write_blocks.shape[1]
-    _, _, _, state_rows, state_columns = refs.pool.shape
+    _, state_rows, state_columns = state_dims(refs.pool, layout)
     state_block, head, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     # Everything that addresses depend on is loaded here, before any branch, so that the loads share one trip to memory.
     row = jnp.minimum(program, batch_rows - 1)
@@ -70,7 +72,8 @@ def advance_rows(
 
     def places(block):
         for state_row, inside in tiles:
-            at = refs.pool.at[layer, block, head, state_row[None, :, None], column[:, None, :]]
+            place = state_row[None, :, None], column[:, None, :]
+            at = refs.pool.at[(layer, block, head, *(place if layout == "VK" else place[::-1]))]
             yield at, column_inside[:, None, :] & inside[None, :, None] & (block != NULL_BLOCK)
 
     @pt.when((program < batch_rows) & (end > start))

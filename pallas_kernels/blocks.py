@@ -3,7 +3,7 @@
 A pool is an array [layers, blocks, ...]. Reading NULL_BLOCK gives zeros, and writing it does nothing.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,15 @@ import jax.numpy as jnp
 NULL_BLOCK = 0
 # How a convolution's window lies in its pool: "SD" is [window, channels], "DS" is [channels, window].
 WindowLayout = Literal["SD", "DS"]
+# How a delta rule's state lies in its pool: "VK" is [value_heads, value_dim, key_dim], "KV" is [value_heads, key_dim,
+# value_dim].
+StateLayout = Literal["VK", "KV"]
+
+
+def state_dims(pool: Any, layout: StateLayout) -> tuple[int, int, int]:
+    """Returns the value heads, value dims and key dims of the states of `pool` [layers, blocks, *state]."""
+    heads, rows, columns = pool.shape[2:]
+    return (heads, rows, columns) if layout == "VK" else (heads, columns, rows)
 
 
 def per_row(condition: jax.Array, like: jax.Array) -> jax.Array:

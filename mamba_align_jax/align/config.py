@@ -83,12 +83,15 @@ class RecurrentState:
     """The recurrent state of one layer.
 
     Attributes:
-        shape: [heads, value_dim, key_dim], or [heads, head_dim, state_dim] for Mamba.
+        shape: [heads, value_dim, key_dim], or [heads, head_dim, state_dim] for Mamba. It does not depend on `layout`.
         dtype: "float32", "bfloat16" or "float16".
+        layout: "VK" if a block has this shape, or "KV" if its last two axes are swapped: [heads, key_dim, value_dim]. Only
+            the gated delta rule takes "KV".
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+    layout: Literal["VK", "KV"] = "VK"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -96,11 +99,17 @@ class RecurrentState:
         _itemsize(self.dtype)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
+        if not isinstance(self.layout, str) or self.layout not in ("VK", "KV"):
+            raise ValueError(f"RecurrentState: layout must be 'VK' or 'KV', got {self.layout!r}")
 
     def block_shape(self, num_speculative_tokens: int) -> tuple[int, ...]:
-        """Returns `shape`. Drafts do not enlarge a block, because the state after each draft has its own block."""
+        """Returns the shape of one layer's block, in the order of `layout`.
+
+        Drafts do not enlarge a block, because the state after each draft has its own block.
+        """
         del num_speculative_tokens
-        return self.shape
+        *heads, value_dim, key_dim = self.shape
+        return self.shape if self.layout == "VK" else (*heads, key_dim, value_dim)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ PoolDS = Float[Array, "layers blocks channels window"]
 
 
 def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation, layout: WindowLayout) -> None:
-    check_layout(name, layout)
+    check_layout(name, layout, WindowLayout)
     window, channels = pool.shape[2:] if layout == "SD" else pool.shape[:1:-1]
     require(channels == x.shape[1], f"{name}: pool must have {x.shape[1]} channels as {layout}, got {list(pool.shape)}")
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")

@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_layout, checked, require
+from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
 from pallas_kernels.gated_delta_rule.prefill import launch
+
+Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
+PoolKV = Float[Array, "layers blocks value_heads key_dim value_dim"]
 
 
 @checked
@@ -66,7 +70,7 @@ def gated_delta_rule_update(
     b: Float[Array, "tokens value_heads"],
     A_log: Float[Array, " value_heads"],
     dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
-    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    pool: Pool | PoolKV,
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
@@ -76,10 +80,11 @@ def gated_delta_rule_update(
     allow_neg_eigval: bool = False,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    layout: StateLayout = "VK",
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over decode and verify rows, in one launch, and keeps the state after each token.
 
     It takes the convolution's outputs and the raw gates as the projections give them. The state after token t of row r
@@ -123,6 +128,8 @@ def gated_delta_rule_update(
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
@@ -135,7 +142,8 @@ def gated_delta_rule_update(
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    value_heads, value_dim, key_dim = pool.shape[2:]
+    check_layout("gated_delta_rule_update", layout, StateLayout)
+    value_heads, value_dim, key_dim = state_dims(pool, layout)
     key_channels = qkv.shape[1] - value_heads * value_dim
     require(
         key_channels > 0 and key_channels % (2 * key_dim) == 0 and value_heads % (key_channels // (2 * key_dim)) == 0,
@@ -143,11 +151,17 @@ def gated_delta_rule_update(
         f"where key_heads divides {value_heads}, got {qkv.shape[1]}",
     )
     _check_gates("gated_delta_rule_update", a, dt_bias, lower_bound)
+    wanted = a.shape[2] if a.ndim == 3 else key_dim
+    require(
+        key_dim == wanted,
+        f"gated_delta_rule_update: pool must have {wanted} key dims as {layout}, got {list(pool.shape)}",
+    )
     if qkv.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool
     operands = (qkv, a, b, A_log, dt_bias, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
     scale = key_dim**-0.5 if scale is None else scale
-    return _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, implementation, config, interpret)
+    options = scale, use_qk_l2norm, layout, implementation, config, interpret
+    return _update(operands, lower_bound, allow_neg_eigval, *options)
 
 
 @checked
@@ -157,7 +171,7 @@ def gated_delta_rule_recurrent(
     v: Float[Array, "tokens value_heads value_dim"],
     g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     beta: Float32[Array, "tokens value_heads"],
-    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    pool: Pool | PoolKV,
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     read_block: Int32[Array, " rows"],
@@ -165,10 +179,11 @@ def gated_delta_rule_recurrent(
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    layout: StateLayout = "VK",
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over decode and verify rows from queries, keys, values, log decays and beta.
 
     It differs from `gated_delta_rule_update` only in its inputs: they are given separately, and the gates are computed
@@ -190,6 +205,8 @@ def gated_delta_rule_recurrent(
             row has at most `window` tokens. A block may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
@@ -202,18 +219,24 @@ def gated_delta_rule_recurrent(
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    _check_heads("gated_delta_rule_recurrent", k, v)
+    _check_heads("gated_delta_rule_recurrent", k, v, pool, layout)
     if v.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(v), pool
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, read_block, write_blocks)
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    return _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret)
+    return _recurrent(operands, scale, use_qk_l2norm, layout, implementation, config, interpret)
 
 
-def _check_heads(name: str, k: jax.Array, v: jax.Array) -> None:
+def _check_heads(name: str, k: jax.Array, v: jax.Array, pool: jax.Array, layout: StateLayout) -> None:
+    check_layout(name, layout, StateLayout)
     require(
         v.shape[1] % k.shape[1] == 0,
         f"{name}: the number of heads of k must divide v's {v.shape[1]}, got {k.shape[1]}",
+    )
+    wanted = v.shape[2], k.shape[2]
+    require(
+        state_dims(pool, layout)[1:] == wanted,
+        f"{name}: pool must have {wanted[0]} value dims and {wanted[1]} key dims as {layout}, got {list(pool.shape)}",
     )
 
 
@@ -224,7 +247,7 @@ def gated_delta_rule_prefill(
     v: Float[Array, "tokens value_heads value_dim"],
     g: Float32[Array, "tokens value_heads"] | Float32[Array, "tokens value_heads key_dim"],
     beta: Float32[Array, "tokens value_heads"],
-    pool: Float[Array, "layers blocks value_heads value_dim key_dim"],
+    pool: Pool | PoolKV,
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     chunks: Chunks,
@@ -235,10 +258,11 @@ def gated_delta_rule_prefill(
     *,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    layout: StateLayout = "VK",
     implementation: Implementation | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "layers blocks value_heads value_dim key_dim"]]:
+) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool | PoolKV]:
     """Runs the gated delta rule over rows of any length, chunk by chunk, and keeps each row's final state.
 
     The equations are those of `gated_delta_rule_update`. Chunks end at multiples of `chunks.chunk_size` in the
@@ -276,6 +300,8 @@ def gated_delta_rule_prefill(
             It may be the row's own read block.
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
+        layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
         config: Launch configuration of the Triton kernels. None selects the default.
@@ -290,7 +316,7 @@ def gated_delta_rule_prefill(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     name = "gated_delta_rule_prefill"
-    _check_heads(name, k, v)
+    _check_heads(name, k, v, pool, layout)
     if v.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(v), pool
     check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
@@ -298,15 +324,21 @@ def gated_delta_rule_prefill(
     operands += (checkpoint_offset, checkpoint_block)
     scale = k.shape[2] ** -0.5 if scale is None else scale
     unsupported = launch.unsupported(chunks.chunk_size)
-    return _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, unsupported)
+    return _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported)
 
 
-_STATIC = ("scale", "use_qk_l2norm", "implementation", "config", "interpret")
+_STATIC = ("scale", "use_qk_l2norm", "layout", "implementation", "config", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=("lower_bound", "allow_neg_eigval", *_STATIC))
-def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, implementation, config, interpret):
-    options = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval, scale=scale, use_qk_l2norm=use_qk_l2norm)
+def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, layout, implementation, config, interpret):
+    options = dict(
+        lower_bound=lower_bound,
+        allow_neg_eigval=allow_neg_eigval,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        layout=layout,
+    )
     return dispatch(
         "gated_delta_rule_update",
         implementation,
@@ -317,8 +349,8 @@ def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, imple
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret):
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+def _recurrent(operands, scale, use_qk_l2norm, layout, implementation, config, interpret):
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
     return dispatch(
         "gated_delta_rule_recurrent",
         implementation,
@@ -331,8 +363,8 @@ def _recurrent(operands, scale, use_qk_l2norm, implementation, config, interpret
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "unsupported"))
-def _prefill(operands, scale, use_qk_l2norm, implementation, config, interpret, unsupported):
-    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported):
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, layout=layout)
     return dispatch(
         "gated_delta_rule_prefill",
         implementation,

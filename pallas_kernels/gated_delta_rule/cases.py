@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.blocks import StateLayout
+
 
 @dataclass(frozen=True)
 class Case:
     """One call of the op: the lengths of its rows, and the sizes and dtypes of one layer.
 
     `packed` cases call `gated_delta_rule_update`, the others `gated_delta_rule_recurrent`. `kda` means a decay per key
-    channel, as in Kimi delta attention. `allow_neg_eigval` lets beta go up to 2.
+    channel, as in Kimi delta attention. `allow_neg_eigval` lets beta go up to 2. `layout` is that of the pool.
     """
 
     name: str
@@ -22,6 +24,13 @@ class Case:
     packed: bool = True
     kda: bool = False
     allow_neg_eigval: bool = False
+    layout: StateLayout = "VK"
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """The shape of a block, in the order of `layout`."""
+        dims = (self.value_dim, self.key_dim) if self.layout == "VK" else (self.key_dim, self.value_dim)
+        return (self.value_heads, *dims)
 
 
 # The linear attention of Qwen3.5-35B-A3B and of Kimi-Linear, and OLMo-Hybrid's heads of 96 key and 192 value dims.
@@ -32,6 +41,10 @@ UPDATE_CASES = (
     *(Case(f"kda_decode float32 {rows}", (1,) * rows, key_heads=32, packed=False, kda=True) for rows in (8, 64)),
     Case("gdn_decode float16 8", (1,) * 8, state_dtype="float16"),
     Case("gdn_verify olmo 8", (1, 4, 0, 2, 3, 4, 1, 0), key_heads=30, value_heads=30, key_dim=96, value_dim=192),
+    *(Case(f"gdn_decode_kv float32 {rows}", (1,) * rows, layout="KV") for rows in (1, 64)),
+    Case("gdn_decode_kv bfloat16 64", (1,) * 64, state_dtype="bfloat16", layout="KV"),
+    Case("gdn_verify_kv float32 64", (3,) * 64, layout="KV"),
+    Case("kda_decode_kv float32 64", (1,) * 64, key_heads=32, packed=False, kda=True, layout="KV"),
 )
 PREFILL_CASES = (
     Case("gdn_prefill 1x8192", (8192,)),
@@ -48,4 +61,7 @@ PREFILL_CASES = (
         value_dim=192,
         allow_neg_eigval=True,
     ),
+    Case("gdn_prefill_kv 1x8192", (8192,), layout="KV"),
+    Case("gdn_prefill_kv 16x128", (128,) * 16, layout="KV"),
+    Case("kda_prefill_kv 1x8192", (8192,), key_heads=32, kda=True, layout="KV"),
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pallas_kernels._pallas_triton import power_of_two
+from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import CHUNK_SIZE
 
 
@@ -23,14 +24,22 @@ class Config:
     num_warps: int
 
 
-def default_config(rows: int, window: int, itemsize: int) -> Config:
+def default_config(rows: int, window: int, itemsize: int, layout: StateLayout = "VK") -> Config:
     """Returns the configuration for a batch of `rows` rows of at most `window` tokens and states of `itemsize` bytes.
 
     Tiles are small enough for one warp to handle them without shared memory. A kernel that uses shared memory would
     lose most of the L1 cache to it when XLA launches it. Tile and segment determine the order of sums, so they depend
     on the state's dtype alone. For heads of 128 x 128 it is the fastest of `benchmarks.tune`, or within 2 % of it, on
     an H200 with JAX 0.11.2. Verify rows of 16-bit states are not tuned.
+
+    In layout "KV" the values of a tile are neighbours in memory. There are as many of them as fill 32 bytes, which is the
+    least that memory hands out, so that half of a warp's lanes hold 16 keys each. That configuration is not tuned.
     """
+    if layout == "KV":
+        values = 32 // itemsize
+        return Config(
+            block_value=32 if window > 1 and itemsize == 4 else values, tile_value=values, segment=16, num_warps=1
+        )
     if itemsize == 2:
         block_value = 16 if window > 1 else 8 if rows >= 4 else 4
         return Config(block_value, tile_value=4, segment=128, num_warps=1)

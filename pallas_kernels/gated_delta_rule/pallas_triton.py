@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels import _state_rows
 from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.gated_delta_rule.config import Config, default_config
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
@@ -22,6 +23,7 @@ def _recurrence(
     scale: float,
     use_qk_l2norm: bool,
     gate: dict[str, Any],
+    layout: StateLayout,
 ) -> _state_rows.Recurrence:
     """Makes the recurrence of one head, for `_state_rows.advance_rows`.
 
@@ -33,8 +35,9 @@ def _recurrence(
         scale: Factor of the queries.
         use_qk_l2norm: Whether queries and keys are normalised.
         gate: Options of `gates`, which computes g and beta if `qkv` is given.
+        layout: The layout of the states in the pool.
     """
-    _, _, value_heads, value_dim, key_dim = refs.pool.shape
+    value_heads, value_dim, key_dim = state_dims(refs.pool, layout)
     key, key_inside = keys
 
     def vector(ref, *at, offset=0):
@@ -93,17 +96,18 @@ def _update(
     pool: jax.Array,
     out: jax.ShapeDtypeStruct,
     *,
+    layout: StateLayout,
     config: Config | None,
     interpret: bool,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the update kernel. `rows` are query_start_loc, read_block and write_blocks."""
     _, read_block, write_blocks = rows
-    config = config or default_config(read_block.shape[0], write_blocks.shape[1], pool.dtype.itemsize)
+    config = config or default_config(read_block.shape[0], write_blocks.shape[1], pool.dtype.itemsize, layout)
 
     def kernel(refs):
-        recurrence = functools.partial(_recurrence, refs=refs, **options)
-        _state_rows.advance_rows(refs, config.block_value, config.tile_value, config.segment, recurrence)
+        recurrence = functools.partial(_recurrence, refs=refs, layout=layout, **options)
+        _state_rows.advance_rows(refs, config.block_value, config.tile_value, config.segment, recurrence, layout)
 
     results = pt.call(
         kernel,
@@ -132,6 +136,7 @@ def gated_delta_rule_update(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    layout: StateLayout,
     lower_bound: float | None,
     allow_neg_eigval: bool,
     config: Config | None = None,
@@ -142,7 +147,8 @@ def gated_delta_rule_update(
         dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, layer=layer),
         (query_start_loc, read_block, write_blocks),
         pool,
-        jax.ShapeDtypeStruct((qkv.shape[0], *pool.shape[2:4]), qkv.dtype),
+        jax.ShapeDtypeStruct((qkv.shape[0], *state_dims(pool, layout)[:2]), qkv.dtype),
+        layout=layout,
         config=config,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
@@ -165,6 +171,7 @@ def gated_delta_rule_recurrent(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    layout: StateLayout,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -174,6 +181,7 @@ def gated_delta_rule_recurrent(
         (query_start_loc, read_block, write_blocks),
         pool,
         jax.ShapeDtypeStruct(v.shape, v.dtype),
+        layout=layout,
         config=config,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import softplus
-from pallas_kernels.blocks import places_to_keep, read_blocks, write_blocks, write_kept
+from pallas_kernels.blocks import StateLayout, places_to_keep, read_blocks, state_dims, write_blocks, write_kept
 from pallas_kernels.chunks import Chunks, scan_chunks
 from pallas_kernels.rows import token_rows
 
@@ -45,6 +45,11 @@ def _prepare_qk(q: jax.Array, k: jax.Array, scale: float, use_qk_l2norm: bool) -
     return q * scale, k
 
 
+def _in_layout(states: jax.Array, layout: StateLayout) -> jax.Array:
+    """Turns states [..., value_dim, key_dim] into blocks of a pool, or blocks into states."""
+    return states if layout == "VK" else states.swapaxes(-1, -2)
+
+
 def _advance_rows(
     take: Callable[[jax.Array], tuple[jax.Array, ...]],
     dtype: jnp.dtype,
@@ -57,15 +62,17 @@ def _advance_rows(
     num_tokens: int,
     scale: float,
     use_qk_l2norm: bool,
+    layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
     """Advances packed rows token by token. take(token) returns the token's q, k, v, g and beta."""
-    value_heads, value_dim = pool.shape[2:4]
+    value_heads, value_dim, key_dim = state_dims(pool, layout)
     rows = token_rows(query_start_loc, num_tokens)
 
     def advance(token, carry):
         state, out, pool = carry
         row, offset = rows.row[token], rows.offset[token]
-        state = jnp.where(offset == 0, read_blocks(pool, layer, read_block[row]), state)
+        read = _in_layout(read_blocks(pool, layer, read_block[row]), layout)
+        state = jnp.where(offset == 0, read, state)
         q, k, v, g, beta = take(token)
         q, k = (jnp.repeat(x, value_heads // k.shape[0], axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
         # There is one decay per head, or one per head and key channel.
@@ -73,11 +80,11 @@ def _advance_rows(
         correction = beta[:, None] * (v.astype(jnp.float32) - jnp.sum(state * k[:, None, :], axis=-1))
         state = state + correction[:, :, None] * k[:, None, :]
         out = out.at[token].set(jnp.sum(state * q[:, None, :], axis=-1).astype(dtype))
-        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], state)
+        return state, out, write_blocks(pool, layer, write_blocks_[row, offset], _in_layout(state, layout))
 
     # Every token runs in the same loop body of one shape, gates included, and the loop has as many turns as there are
     # tokens. A row's bits therefore depend neither on other rows nor on the amount of padding.
-    state = jnp.zeros(pool.shape[2:], jnp.float32)
+    state = jnp.zeros((value_heads, value_dim, key_dim), jnp.float32)
     out = jnp.zeros((num_tokens, value_heads, value_dim), dtype)
     _, out, pool = jax.lax.fori_loop(query_start_loc[0], query_start_loc[-1], advance, (state, out, pool))
     return out, pool
@@ -104,10 +111,11 @@ def gated_delta_rule_update(
     *rows: Any,
     lower_bound: float | None,
     allow_neg_eigval: bool,
+    layout: StateLayout,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Advances rows from the convolution's outputs and raw gates. `rows` are the arguments after `pool`. See api.py."""
-    value_heads, value_dim, key_dim = pool.shape[2:]
+    value_heads, value_dim, key_dim = state_dims(pool, layout)
     key_channels = (qkv.shape[1] - value_heads * value_dim) // 2
     A_log = A_log.reshape(-1, *(1,) * (a.ndim - 2))
 
@@ -117,7 +125,7 @@ def gated_delta_rule_update(
         bounds = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
         return q, k, v, *gates(a[token], b[token], A_log, dt_bias, **bounds)
 
-    return _advance_rows(take, qkv.dtype, pool, *rows, num_tokens=qkv.shape[0], **options)
+    return _advance_rows(take, qkv.dtype, pool, *rows, num_tokens=qkv.shape[0], layout=layout, **options)
 
 
 def _advance_chunk(
@@ -176,6 +184,7 @@ def gated_delta_rule_prefill(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs rows of any length, chunk by chunk. See api.py."""
     num_tokens, repeats = v.shape[0], v.shape[1] // k.shape[1]
@@ -189,6 +198,6 @@ def gated_delta_rule_prefill(
         state, out = _advance_chunk(state, q_c, k_c, v_c, take(g).swapaxes(0, 1), take(beta).T)
         return state, out.swapaxes(0, 1)
 
-    initial = read_blocks(pool, layer, read_block)
+    initial = _in_layout(read_blocks(pool, layer, read_block), layout)
     out, kept = scan_chunks(advance, initial, chunks, query_start_loc, offset, num_tokens)
-    return out.astype(v.dtype), write_kept(pool, layer, block, kept)
+    return out.astype(v.dtype), write_kept(pool, layer, block, _in_layout(kept, layout))

@@ -58,7 +58,7 @@ def state_copy(
             windows.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    check_layout("state_copy", layout)
+    check_layout("state_copy", layout, WindowLayout)
     if window_row is not None and pool.ndim != 4:
         raise ValueError(
             "state_copy: window_row needs a pool of windows, [layers, blocks, window, channels] or "

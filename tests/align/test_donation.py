@@ -52,14 +52,18 @@ HOW = [
 ]
 
 
-def make_spec(policy, K, dtype, num_layers=3):
-    states = ConvState(WIDTH, CHANNELS, dtype), RecurrentState((HEADS, DIM, DIM), dtype)
+def make_spec(policy, K, dtype, num_layers=3, layouts=("SD", "VK")):
+    windows, states = layouts
+    states = ConvState(WIDTH, CHANNELS, dtype, windows), RecurrentState((HEADS, DIM, DIM), dtype, states)
     group = GroupSpec("gdn", num_layers, states)
     return AlignConfig((group,), 64, K, max_num_seqs=ROWS, max_model_len=1024, policy=policy)
 
 
 def make_step(spec, num_decode_rows, implementation):
     """The step of a model that has only GDN layers. The weights are arbitrary constants."""
+    of_windows, of_states = (
+        dict(layout=state.layout, implementation=implementation) for state in spec.groups[0].states
+    )
 
     def weights(dtype):
         return jnp.full((WIDTH, CHANNELS), 0.1, dtype), jnp.zeros(HEADS), jnp.zeros(HEADS)
@@ -68,12 +72,10 @@ def make_step(spec, num_decode_rows, implementation):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0]
         qkv, conv = causal_conv1d_update(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]),
-            implementation=implementation,
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]), **of_windows
         )
         out, recurrent = gated_delta_rule_update(
-            *(qkv, gate, gate, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[0], write),
-            implementation=implementation,
+            *(qkv, gate, gate, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[0], write), **of_states
         )
         return out, conv, recurrent
 
@@ -81,15 +83,13 @@ def make_step(spec, num_decode_rows, implementation):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0, :, 0]
         qkv, conv = causal_conv1d_prefill(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write),
-            implementation=implementation,
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write), **of_windows
         )
         q, k, v = jnp.split(qkv.reshape(-1, 3 * HEADS, DIM), 3, axis=1)
         g, beta = gated_delta_rule_gates(gate, gate, A_log, dt_bias)
         chunks = chunk_rows(loc, rows.num_computed_tokens, v.shape[0])
         out, recurrent = gated_delta_rule_prefill(
-            *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write),
-            implementation=implementation,
+            *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write), **of_states
         )
         return out, conv, recurrent
 
@@ -167,6 +167,14 @@ def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, imple
     given = arguments(spec, num_tokens, dtype)
     step = make_step(spec, decode_rows, implementation)
     assert pool_copies(step.lower(*given).compile(), given[:3]) == []
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), HOW)
+@pytest.mark.parametrize("policy", ["copy_free", pytest.param("pre_copy", marks=pytest.mark.deep)])
+def test_a_donated_step_copies_no_pool_of_another_layout(policy, implementation, dtype):
+    spec = make_spec(policy, 2, dtype, layouts=("DS", "KV"))
+    given = arguments(spec, 128, dtype)
+    assert pool_copies(make_step(spec, 2, implementation).lower(*given).compile(), given[:3]) == []
 
 
 def recurrent_layer(x, pool, layer, rows, implementation):

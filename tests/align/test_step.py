@@ -324,6 +324,7 @@ BAD_SPECS = {
     "width must be 2 to 5 and channels positive, got 1, 8": lambda: ConvState(1, 8),
     "width must be 2 to 5 and channels positive, got 4, 0": lambda: ConvState(4, 0),
     "layout must be 'SD' or 'DS', got 'sd'": lambda: ConvState(4, 8, layout="sd"),
+    "layout must be 'VK' or 'KV', got 'SD'": lambda: RecurrentState((2, 4, 8), layout="SD"),
     "two axes or more, all positive, got (8,)": lambda: RecurrentState((8,)),
     "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
     "groups must have distinct names, got ['a', 'a']": lambda: make_spec(groups=(GROUPS[0],) * 2),

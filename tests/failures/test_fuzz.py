@@ -46,7 +46,7 @@ MAKERS = {
     "SamplingParams": (SamplingParams, dict.fromkeys(SamplingParams.__dataclass_fields__)),
     "EngineConfig": (EngineConfig, dict.fromkeys(EngineConfig.__dataclass_fields__)),
     "ConvState": (ConvState, dict(width=4, channels=8, dtype="float32", layout="SD")),
-    "RecurrentState": (RecurrentState, dict(shape=(1, 2, 3), dtype="float32")),
+    "RecurrentState": (RecurrentState, dict(shape=(1, 2, 3), dtype="float32", layout="VK")),
     "GroupSpec": (GroupSpec, dict(name="a", num_layers=1, states=(ConvState(4, 8),))),
     "AlignConfig": (AlignConfig, ALIGN | dict(policy="copy_free", checked=False)),
     "BlockPool": (BlockPool, dict(num_blocks=4)),

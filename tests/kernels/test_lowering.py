@@ -98,7 +98,7 @@ def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="trit
 
 def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="triton"):
     tokens, n, window = sum(case.lengths), len(case.lengths), max(case.lengths)
-    pool = array(case.state_dtype, layers, blocks, case.value_heads, case.value_dim, case.key_dim)
+    pool = array(case.state_dtype, layers, blocks, *case.block_shape)
     head = array(jnp.float32, case.value_heads)
     indices = rows(n + 1), rows(n), array(jnp.int32, n, window)
     if case.packed:
@@ -112,20 +112,22 @@ def lower_gated_delta_rule(device, case, layers=30, blocks=512, implementation="
         g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
         inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
         op = gated_delta_rule_recurrent
-    run = lambda pool, layer, inputs, indices: op(*inputs, pool, layer, *indices, implementation=implementation)
+    run = lambda pool, layer, inputs, indices: op(
+        *inputs, pool, layer, *indices, layout=case.layout, implementation=implementation
+    )
     return lower(device, run, pool, array(jnp.int32), inputs, indices)
 
 
 def lower_gated_delta_rule_prefill(device, case, layers=30, blocks=512, implementation="triton", checkpoints=2):
     tokens, n = sum(case.lengths), len(case.lengths)
-    pool = array(case.state_dtype, layers, blocks, case.value_heads, case.value_dim, case.key_dim)
+    pool = array(case.state_dtype, layers, blocks, *case.block_shape)
     keys, beta = array(case.dtype, tokens, case.key_heads, case.key_dim), array(jnp.float32, tokens, case.value_heads)
     g = array(jnp.float32, tokens, case.value_heads, case.key_dim) if case.kda else beta
     inputs = keys, keys, array(case.dtype, tokens, case.value_heads, case.value_dim), g, beta
     chunks = jax.eval_shape(lambda loc, at: chunk_rows(loc, at, tokens), rows(n + 1), rows(n))
     indices = rows(n + 1), chunks, rows(n), rows(n), *[array(jnp.int32, n, checkpoints)] * 2
     run = lambda pool, layer, inputs, indices: gated_delta_rule_prefill(
-        *inputs, pool, layer, *indices, implementation=implementation
+        *inputs, pool, layer, *indices, layout=case.layout, implementation=implementation
     )
     return lower(device, run, pool, array(jnp.int32), inputs, indices)
 
@@ -307,7 +309,8 @@ def test_shift_of_windows_of_layout_ds_lowers_for_h200():
 def test_every_configuration_lowers(op, state_dtype, lengths):
     """Covers what `default_config` depends on beyond the named cases."""
     run, cases, _ = OPS[op]
-    dims = {(c.key_dim, c.value_dim) if hasattr(c, "key_dim") else (c.head_dim, c.state_dim): c for c in cases}
+    sizes = lambda c: (c.key_dim, c.value_dim, c.layout) if hasattr(c, "key_dim") else (c.head_dim, c.state_dim)
+    dims = {sizes(c): c for c in cases}
     for case in dims.values():
         case = dataclasses.replace(case, lengths=lengths, state_dtype=state_dtype)
         assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill.inverse import inverse
@@ -50,6 +51,7 @@ def gated_delta_rule_prefill(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    layout: StateLayout,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +104,7 @@ def gated_delta_rule_prefill(
         interpret=interpret,
     )
     results = pt.call(
-        functools.partial(states, size=size, config=config, interpret=interpret),
+        functools.partial(states, size=size, config=config, layout=layout, interpret=interpret),
         name="gated_delta_rule_prefill_states",
         grid=(-(-value_dim // config.tile_value), value_heads, rows),
         inputs=dict(

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, dot, pieces
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 from pallas_kernels.gated_delta_rule.config import PrefillConfig
 from pallas_kernels.gated_delta_rule.prefill.tiles import as_operand, iota, key_lanes, load_pieces
 
 
-def states(refs: Refs, *, size: int, config: PrefillConfig, interpret: bool) -> None:
+def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout, interpret: bool) -> None:
     """Handles one row, value head and tile of value dims. The state is a tile [keys, values] in registers.
 
     Args:
@@ -22,6 +22,7 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, interpret: bool) -> 
             if decays are per key channel, `q_before`, `k_before` and `k_after`. Updates `pool` and writes `out`.
         size: The chunk size.
         config: The launch configuration.
+        layout: The layout of the states in the pool.
         interpret: Whether the kernel runs as plain JAX.
     """
     tokens, value_heads, value_dim = refs.v.shape
@@ -50,7 +51,8 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, interpret: bool) -> 
 
     def place(block: jax.Array):
         """Returns the program's part of a block's state, and which of its elements exist."""
-        at = refs.pool.at[layer, block, head, value[None, :], key[:, None]]
+        place = value[None, :], key[:, None]
+        at = refs.pool.at[(layer, block, head, *(place if layout == "VK" else place[::-1]))]
         return at, value_inside[None, :] & key_inside[:, None] & (block != NULL_BLOCK)
 
     @pt.when(end > begin)
