@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "mamba_align_jax.vllm_compat": ("pallas_kernels", "mamba_align_jax.align", "mamba_align_jax._deprecated"),
     "mamba_align_jax.layers": (
         "pallas_kernels",
+        "mamba_align_jax._values",
         "mamba_align_jax.align",
         "mamba_align_jax.metadata",
         "mamba_align_jax.sharding",

@@ -11,22 +11,23 @@ from mamba_align_jax.align.config import ConvState
 from mamba_align_jax.layers.linear import ConvTaps
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
-from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
+from pallas_kernels import WindowLayout, causal_conv1d_prefill, causal_conv1d_update
 
 
 class CausalConv1d(ConvTaps):
     """Computes silu(bias + weighted sum of the last `width` inputs) in each channel by itself.
 
     With `activation` None it leaves the SiLU out. Its state is the window of the last width - 1 inputs, with one row more
-    per draft token: [window, channels].
+    per draft token: [window, channels], or [channels, window] if `window_layout` is "DS".
     """
 
     activation: Literal["silu"] | None = "silu"
+    window_layout: WindowLayout = "SD"
 
     def state(self, dtype: str) -> ConvState:
         """Describes the window that a block holds for this layer. `dtype` is the window's dtype."""
         width, channels = self.weight.shape
-        return ConvState(width, channels, dtype)
+        return ConvState(width, channels, dtype, self.window_layout)
 
     def __call__(self, x: jax.Array, at: LayerStep, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Runs a step's packed tokens.
@@ -34,7 +35,7 @@ class CausalConv1d(ConvTaps):
         Args:
             x: Inputs, those of decode and verify rows first. [tokens, channels]
             at: The step's rows, and the layer's index in the pool.
-            pool: Windows [layers, blocks, window, channels]. `pool` is donated.
+            pool: Windows [layers, blocks, *window], in the order of `window_layout`. `pool` is donated.
 
         Returns:
             The outputs [tokens, channels], which are 0 for padding tokens, and the updated pool.
@@ -43,7 +44,7 @@ class CausalConv1d(ConvTaps):
 
         def run(op, rows: LayerRows, x, pool, **checkpoints):
             where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-            options = dict(activation=self.activation, implementation=at.implementation)
+            options = dict(activation=self.activation, layout=self.window_layout, implementation=at.implementation)
             return op(x, pool, at.layer, weight, bias, *where, **checkpoints, **options)
 
         def decode(rows: LayerRows, x, pool):

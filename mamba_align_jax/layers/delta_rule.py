@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
 from pallas_kernels import (
+    StateLayout,
+    WindowLayout,
     causal_conv1d_prefill,
     causal_conv1d_update,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_update,
 )
+from pallas_kernels.blocks import state_dims
 
 
 def convolved_delta_rule(
@@ -31,6 +34,8 @@ def convolved_delta_rule(
     *,
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
+    window_layout: WindowLayout = "SD",
+    state_layout: StateLayout = "VK",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
@@ -42,28 +47,33 @@ def convolved_delta_rule(
         A_log: Logarithm of the decay rate of each value head. [value_heads]
         dt_bias: Bias that is added to `a`. It has the shape of one token of `a`.
         at: The step's rows, and the layer's index in the pools.
-        conv: Pool of windows [layers, blocks, window, channels]. `conv` is donated.
-        recurrent: Pool of states [layers, blocks, value_heads, value_dim, key_dim]. `recurrent` is donated.
+        conv: Pool of windows [layers, blocks, *window]. `conv` is donated.
+        recurrent: Pool of states [layers, blocks, *state]. `recurrent` is donated.
         lower_bound: Smallest log decay of the bounded gate. None selects the softplus gate.
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
+        window_layout: Layout of `conv`: "SD" [window, channels] or "DS" [channels, window].
+        state_layout: Layout of `recurrent`: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
+            value_dim].
 
     Returns:
         The outputs [tokens, value_heads, value_dim] and the updated pools.
     """
-    value_heads, value_dim, key_dim = recurrent.shape[2:]
+    value_heads, value_dim, key_dim = state_dims(recurrent, state_layout)
     keys = (qkv.shape[1] - value_heads * value_dim) // 2
     gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
-    layer, implementation = at.layer, at.implementation
+    layer = at.layer
+    of_windows = dict(layout=window_layout, implementation=at.implementation)
+    of_states = dict(layout=state_layout, implementation=at.implementation)
 
     def convolve(op, rows: LayerRows, qkv, conv, **checkpoints):
         where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        return op(qkv, conv, layer, conv_weight, None, *where, **checkpoints, implementation=implementation)
+        return op(qkv, conv, layer, conv_weight, None, *where, **checkpoints, **of_windows)
 
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
         qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
         where = rows.query_start_loc, rows.recurrent_read, rows.write
         out, recurrent = gated_delta_rule_update(
-            qkv, a, b, A_log, dt_bias, recurrent, layer, *where, **gates, implementation=implementation
+            qkv, a, b, A_log, dt_bias, recurrent, layer, *where, **gates, **of_states
         )
         return out, conv, recurrent
 
@@ -75,7 +85,7 @@ def convolved_delta_rule(
         assert at.chunks is not None, "a step with prefill rows has chunks"
         where = rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
         out, recurrent = gated_delta_rule_prefill(
-            q, k, v, g, beta, recurrent, layer, *where, **rows.checkpoints, implementation=implementation
+            q, k, v, g, beta, recurrent, layer, *where, **rows.checkpoints, **of_states
         )
         return out, conv, recurrent
 

@@ -15,6 +15,7 @@ from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part, repeats
+from pallas_kernels import StateLayout, WindowLayout
 
 
 class GatedDeltaNet(nnx.Module):
@@ -26,11 +27,14 @@ class GatedDeltaNet(nnx.Module):
         S = exp(g) * S;  S = S + beta * (v - S k) k^T;  o = S q / sqrt(key_dim)
 
     Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
-    heads, [value_heads, value_dim, key_dim].
+    heads, [value_heads, value_dim, key_dim]. `window_layout` and `state_layout` say in which order of axes they
+    lie in the pools: see `layers.layouts`.
     """
 
     kind = "gdn"
     keeps_interior = True
+    window_layout: WindowLayout = "SD"
+    state_layout: StateLayout = "VK"
 
     def __init__(
         self,
@@ -75,7 +79,8 @@ class GatedDeltaNet(nnx.Module):
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.value_heads, self.value_dim, self.key_dim)
-        return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
+        window = ConvState(width, channels, conv_dtype, self.window_layout)
+        return window, RecurrentState(shape, state_dtype, self.state_layout)
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
@@ -93,6 +98,8 @@ class GatedDeltaNet(nnx.Module):
             conv=conv,
             recurrent=recurrent,
             allow_neg_eigval=self.allow_neg_eigval,
+            window_layout=self.window_layout,
+            state_layout=self.state_layout,
         )
         normed = self.norm(out, z.reshape(out.shape)).reshape(x.shape[0], -1)
         return self.out_proj.sums(normed), conv, recurrent

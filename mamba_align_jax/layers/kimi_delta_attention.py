@@ -15,6 +15,7 @@ from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.sharding import Part
+from pallas_kernels import StateLayout, WindowLayout
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -31,11 +32,14 @@ class KimiDeltaAttention(nnx.Module):
         g = lower_bound * sigmoid(exp(A_log) * (a + dt_bias))    if `lower_bound` is given
 
     Its states are a convolution window [window, channels] of the projected queries, keys and values, and S for all
-    heads, [heads, head_dim, head_dim].
+    heads, [heads, head_dim, head_dim]. `window_layout` and `state_layout` say in which order of axes they lie in
+    the pools: see `layers.layouts`.
     """
 
     kind = "kda"
     keeps_interior = True
+    window_layout: WindowLayout = "SD"
+    state_layout: StateLayout = "VK"
 
     def __init__(
         self,
@@ -82,7 +86,8 @@ class KimiDeltaAttention(nnx.Module):
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         width, channels = self.conv1d.weight.shape
         shape = (self.heads, self.head_dim, self.head_dim)
-        return ConvState(width, channels, conv_dtype), RecurrentState(shape, state_dtype)
+        window = ConvState(width, channels, conv_dtype, self.window_layout)
+        return window, RecurrentState(shape, state_dtype, self.state_layout)
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
@@ -104,6 +109,8 @@ class KimiDeltaAttention(nnx.Module):
             conv=conv,
             recurrent=recurrent,
             lower_bound=self.lower_bound,
+            window_layout=self.window_layout,
+            state_layout=self.state_layout,
         )
         z = heads(g if self.g_b_proj is None else self.g_b_proj(g))
         return self.o_proj.sums(self.o_norm(out, z).reshape(x.shape[0], -1)), conv, recurrent

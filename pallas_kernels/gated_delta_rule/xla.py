@@ -71,8 +71,7 @@ def _advance_rows(
     def advance(token, carry):
         state, out, pool = carry
         row, offset = rows.row[token], rows.offset[token]
-        read = _in_layout(read_blocks(pool, layer, read_block[row]), layout)
-        state = jnp.where(offset == 0, read, state)
+        state = jnp.where(offset == 0, _in_layout(read_blocks(pool, layer, read_block[row]), layout), state)
         q, k, v, g, beta = take(token)
         q, k = (jnp.repeat(x, value_heads // k.shape[0], axis=0) for x in _prepare_qk(q, k, scale, use_qk_l2norm))
         # There is one decay per head, or one per head and key channel.

@@ -16,6 +16,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.layers.layouts import set_pool_layouts
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
 
@@ -93,6 +94,10 @@ MODELS = {
 }
 
 
+# Other models whose pools are laid out anew, with the layout of their states.
+LAID_OUT = {"kimi_linear": "KV", "mamba2": "VK", "lfm2": "VK"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_generates_the_reference_tokens(name, tmp_path, monkeypatch):
     path, tokens, logits = MODELS[name](tmp_path)
@@ -113,6 +118,22 @@ def test_engine_generates_the_reference_tokens_from_boundaries_inside_chunks(nam
     # Chunks of 24 tokens end inside blocks of 16, and pass a boundary.
     config = dataclasses.replace(CONFIG, prefix_cache="all", max_num_batched_tokens=24)
     check_engine(load_model(path), tokens, monkeypatch, config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.deep) for n in LAID_OUT)])
+def test_engine_generates_the_reference_tokens_from_pools_of_another_layout(name, tmp_path, monkeypatch):
+    """Windows are [channels, window]. States of the delta rule are [key_dim, value_dim], and others have one layout."""
+    path, tokens, _ = MODELS[name](tmp_path)
+    model = load_model(path)
+    plain = model.state_groups()
+    set_pool_layouts(model, windows="DS", states=LAID_OUT.get(name, "KV"))
+    for group, other in zip(model.state_groups(), plain, strict=True):
+        for state, same in zip(group.states, other.states, strict=True):
+            shape, moved = same.block_shape(2), state.layout in ("DS", "KV")
+            assert state.block_shape(2) == ((*shape[:-2], shape[-1], shape[-2]) if moved else shape)
+            assert moved == (state.layout != same.layout)
+    assert model.state_groups() != plain
+    check_engine(model, tokens, monkeypatch)
 
 
 def check_engine(model, tokens, monkeypatch, config=CONFIG):
