@@ -17,7 +17,14 @@ from mamba_align_jax.sharding import AXIS, Layout, columns
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def identity(config: EngineConfig, model_config: object, weights: bytes, pages: Forms, states: Forms) -> bytes:
+def identity(
+    config: EngineConfig,
+    model_config: object,
+    weights: bytes,
+    pages: Forms,
+    states: Forms,
+    layouts: Sequence[str],
+) -> bytes:
     """Returns the name of a model and of the bytes that an engine keeps for it: 32 bytes.
 
     Args:
@@ -26,9 +33,10 @@ def identity(config: EngineConfig, model_config: object, weights: bytes, pages: 
         weights: What `weights_digest` returned.
         pages: The forms of the arrays of pages.
         states: The forms of the arrays of state blocks, which depend on the largest number of drafts.
+        layouts: The layout of each of these arrays. States with as many key dims as value dims have one form in both.
     """
     forms = [[(form.shape, form.dtype) for form in each] for each in (pages, states)]
-    text = repr((model_config, forms, config.kv_page_size, config.block_size))
+    text = repr((model_config, forms, tuple(layouts), config.kv_page_size, config.block_size))
     return hashlib.sha256(text.encode() + weights).digest()
 
 

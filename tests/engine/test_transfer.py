@@ -282,6 +282,19 @@ def test_another_configuration_is_refused(data, other):
     assert account(engine)[:2] == before[:2]
 
 
+def test_states_of_another_layout_are_refused(data):
+    """A square state has the same shape in both layouts, but other elements at its places."""
+
+    class Transposed(Speller):
+        def state_groups(self, *dtype):
+            (group,) = super().state_groups(*dtype)
+            window, state = group.states
+            return (dataclasses.replace(group, states=(window, dataclasses.replace(state, layout="KV"))),)
+
+    with pytest.raises(ValueError, match=r"^data must be a bundle of this model, these weights and these sizes"):
+        make(Transposed(1)).import_prefix(data)
+
+
 def test_other_weights_and_other_fields_of_a_configuration_are_refused():
     path = Path(__file__).parents[1] / "data" / "mamba"
     config = EngineConfig(max_num_seqs=1, max_model_len=64, num_state_blocks=8, num_kv_pages=8)
