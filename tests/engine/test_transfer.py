@@ -336,7 +336,8 @@ def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
     data = filled().export_prefix(PROMPT)
     for turn in range(2):
         engine = make(checked=True)
-        other = PROMPT[::-1]
+        other, third = PROMPT[::-1], [7] * 20
+        engine.generate(third, GREEDY)
         engine.add_request(other, GREEDY)
         engine.step()
         turns, put = itertools.count(), StepRunner.put_entries
@@ -351,6 +352,7 @@ def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
             with pytest.raises(MemoryError):
                 engine.import_prefix(data)
         assert engine.cached_prefix(PROMPT).num_tokens == 0
+        assert engine.cached_prefix(third).num_tokens == 16
         found = []
         while engine.has_unfinished:
             found += engine.step()
