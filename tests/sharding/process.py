@@ -91,8 +91,19 @@ def serve(make_engine, interrupts=0):
         got = [
             (each.token_ids, each.finish_reason) for _, each in sorted(outputs.items()) if each.finish_reason != "abort"
         ]
-        found.append({"outputs": got, "stats": stats})
+        found.append({"outputs": got, "stats": stats, "moved": move(engine, shared)})
     return found, engine
+
+
+def move(engine, prompt):
+    """Moves a prefix out of an engine and back; returns how much of it came back and hit, and whether it is the same."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    (first,) = engine.generate(prompt, params)
+    data = engine.export_prefix(prompt)
+    engine.reset_prefix_cache()
+    length = engine.import_prefix(data, prompt)
+    (again,) = engine.generate(prompt, params)
+    return [length, again.num_cached_tokens, engine.export_prefix(prompt) == data, again.token_ids == first.token_ids]
 
 
 def work(engine):

@@ -88,6 +88,7 @@ def found_by_one(num_devices):
         sync, stepped = found(one.wait())
     assert all(each["stats"]["hit_requests"] >= 3 and each["stats"]["aborted_requests"] for each in (sync, stepped))
     assert sync["stats"]["preemptions"]
+    assert sync["moved"] == stepped["moved"] == [32, 32, True, True]
     return [sync, stepped]
 
 
