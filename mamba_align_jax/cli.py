@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine import trace
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
@@ -142,6 +143,9 @@ def _serve(options: argparse.Namespace) -> int:
 
     if options.coordinator is not None:
         return _serve_together(options)
+    for name in ("num_processes", "process_id", "local_device_ids"):
+        given = getattr(options, name)
+        values.require(given is None, name, "left out without --coordinator", given)
 
     def load(config: EngineConfig) -> Engine:
         with _loading() as loaded:
@@ -159,6 +163,7 @@ def _serve_together(options: argparse.Namespace) -> int:
     from mamba_align_jax.processes import Processes
 
     serving.make_settings(options)
+    values.require(options.save_cache is None, "save_cache", "left out with --coordinator", options.save_cache)
     ids = options.num_processes, options.process_id
     with Processes(options.coordinator, *ids, local_device_ids=options.local_device_ids) as processes:
         # A model that needs the memory of all devices goes through that of the host.

@@ -57,6 +57,12 @@ MAY_IMPORT = {
         "mamba_align_jax.models",
         "mamba_align_jax._deprecated",
     ),
+    "mamba_align_jax.processes": (
+        "mamba_align_jax._values",
+        "mamba_align_jax.errors",
+        "mamba_align_jax.sharding",
+        "mamba_align_jax.engine",
+    ),
     "mamba_align_jax.serve": (
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
@@ -67,10 +73,12 @@ MAY_IMPORT = {
     "mamba_align_jax.demo": ("mamba_align_jax.data", "mamba_align_jax.engine", "mamba_align_jax.load"),
     "mamba_align_jax.chat": ("mamba_align_jax.engine",),
     "mamba_align_jax.cli": (
+        "mamba_align_jax._values",
         "mamba_align_jax.chat",
         "mamba_align_jax.data",
         "mamba_align_jax.engine",
         "mamba_align_jax.models",
+        "mamba_align_jax.processes",
         "mamba_align_jax.serve",
         "mamba_align_jax.load",
         "mamba_align_jax.demo",
