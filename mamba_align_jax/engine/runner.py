@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -28,7 +28,6 @@ from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
 from mamba_align_jax.sharding import Layout
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -134,9 +133,9 @@ class StepRunner:
             return False
         return not any(array.is_deleted() for array in jax.tree.leaves((self.device_state, self.sampler)))
 
-    def _command(self, command: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         """Runs one of the methods `do_...`. With several processes, all of them run it."""
-        return command(*args, **kwargs)
+        return command(*arguments)
 
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""

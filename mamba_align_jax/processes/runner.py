@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mamba_align_jax.engine.packed import Packed, pack
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.processes.connection import Message
 
+R = TypeVar("R")
 # The fields of `SamplingParams` that `StepRunner.do_store_request` reads.
 _STORED = ("max_tokens", "min_tokens", "stop_token_ids", "logit_bias")
 
@@ -64,7 +65,7 @@ class LeadingRunner(StepRunner):
         if self._is_retired:
             raise RuntimeError("another engine has taken the place of this one: see Processes.lead")
 
-    def _command(self, command: Callable[..., Any], *arguments: Any) -> Any:
+    def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         self._check()
         return self._in_thread(lambda: self._tell_and_run(command, arguments))
 
@@ -155,7 +156,7 @@ class Follower:
             case name:
                 raise ValueError(f"process 0 must send a command, got {name!r}")
 
-    def _inputs(self, bucket: Bucket, words: np.ndarray) -> Packed:
+    def _inputs(self, bucket: Bucket, words: Any) -> Packed:
         padding = self._padding.get(bucket)
         if padding is None:
             padding = pack(self._runner.packer.pack(bucket, [None] * bucket.num_rows))
@@ -166,5 +167,4 @@ class Follower:
 
 
 def _bucket(values: Sequence[int]) -> Bucket:
-    *sizes, level = values
-    return Bucket(*sizes, Level(level))
+    return Bucket(values[0], values[1], values[2], Level(values[3]))

@@ -16,10 +16,11 @@ from failures.test_interrupts import Calls, Interrupt
 from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
 from fakes.letters import Letters
 
-from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax import Engine, EngineConfig, cli
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.processes import Processes
 from mamba_align_jax.processes.connection import Connection, Message
 from mamba_align_jax.processes.group import _patient
 from mamba_align_jax.processes.runner import Follower, LeadingRunner
@@ -195,3 +196,28 @@ def test_first_signal_waits_for_process_0_and_the_second_does_not(capsys):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("host", 2, 0), "coordinator must be HOST:PORT, got 'host'"),
+        ((":12", 2, 0), "coordinator must be HOST:PORT, got ':12'"),
+        (("host:1", 0, 0), "num_processes must be at least 1, got 0"),
+        (("host:1", 2, 2), r"process_id must be at most 1|process_id must be in \[0, 2\), got 2"),
+        (("host:1", 2, None), "process_id must be a whole number"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Processes(*arguments)
+    assert not jax.distributed.is_initialized()
+
+
+def test_command_refuses_options_that_do_not_go_together(capsys):
+    assert cli.main(["serve", "--num-processes", "2"]) == 2
+    assert "num_processes must be left out without --coordinator, got 2" in capsys.readouterr().err
+    assert cli.main(["serve", "--coordinator", "host:1", "--save-cache", "DIR"]) == 2
+    assert "save_cache must be left out with --coordinator" in capsys.readouterr().err
+    assert cli.main(["serve", "--coordinator", "host:1", "--num-processes", "2"]) == 2
+    assert "process_id must be a whole number" in capsys.readouterr().err
