@@ -7,6 +7,7 @@ it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then
 raises.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -58,7 +59,7 @@ def serve(make_engine, interrupts=0):
     found = []
     for stepping in (False, True):
         engine = make_engine(EngineConfig(**SIZES, async_stepping=stepping))
-        rng, outputs, ids = np.random.default_rng(0), {}, []
+        rng, when, outputs, ids = np.random.default_rng(0), np.random.default_rng(1), {}, []
         shared = rng.integers(0, VOCAB, 36).tolist()
         params = [
             SamplingParams(max_tokens=8, ignore_eos=True),
@@ -77,7 +78,7 @@ def serve(make_engine, interrupts=0):
             if step == 7:
                 engine.reset_prefix_cache()
             if interrupts:
-                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(0.001, 0.2)))
+                signal.setitimer(signal.ITIMER_REAL, float(when.uniform(0.001, 0.2)))
             try:
                 outputs |= {output.request_id: output for output in engine.step()}
             except KeyboardInterrupt:
@@ -136,6 +137,9 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
             processes.follow(model)
             return
         found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks))
+        with contextlib.suppress(ValueError):
+            engine.export_prefix([1, 2, 3])
+            raise AssertionError("no process has all bytes of a state")
         print(json.dumps(found), flush=True)
         if "work" in tasks:
             work(engine)
