@@ -7,13 +7,13 @@ with which commit this was run, and has the lines that a user adds.
 import functools
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mamba_align_jax.integrations.slot_steps import SlotRows, Taps, slot_step
+from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
 from pallas_kernels.dispatch import Implementation
 
 _ATTENTION = "sgl_jax.srt.layers.attention"
@@ -38,7 +38,8 @@ def install(*, implementation: Implementation | None = None) -> None:
     """
     if implementation not in ("xla", "triton", None):
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")
-    gdn, kda = _module(f"{_ATTENTION}.linear.gdn_backend"), _module(f"{_ATTENTION}.linear.kda_backend")
+    gdn: Any = _module(f"{_ATTENTION}.linear.gdn_backend")
+    kda: Any = _module(f"{_ATTENTION}.linear.kda_backend")
     pool = _module("sgl_jax.srt.mem_cache.memory_pool").HybridLinearKVPool
     # sglang-jax looks both names up in these modules whenever it makes a backend.
     gdn.GDNAttnBackend, kda.KDAAttnBackend = backends(implementation)
@@ -127,12 +128,12 @@ def _run(backend, tokens, layer, weights, forward_batch, pool, options):
             f"set SGLANG_JAX_CONV_STATE_DTYPE={tokens[0].dtype}"
         )
     kept = step.recurrent_track_indices
-    rows = SlotRows(
+    rows = BlockRows(
         query_start_loc=step.cu_q_lens,
-        slot=step.recurrent_indices,
+        block=step.recurrent_indices,
         fresh=None if step.has_initial_state is None else ~step.has_initial_state,
         num_computed_tokens=None if mode.is_decode() else forward_batch.extend_prefix_lens,
-        kept_slot=None if kept is None else jnp.where(step.recurrent_track_mask != 0, kept, 0),
+        kept_block=None if kept is None else jnp.where(step.recurrent_track_mask != 0, kept, 0),
     )
 
     def local(tokens, weights, rows, windows, states):
@@ -140,24 +141,24 @@ def _run(backend, tokens, layer, weights, forward_batch, pool, options):
         conv, A_log, dt_bias = weights
         # On each device the channels are [its queries | its keys | its values], in its part of the pool as well.
         conv = jnp.concatenate([part.reshape(part.shape[0], -1) for part in conv])
-        out, windows, states = slot_step(
+        out, windows, states = delta_rule_step(
             jnp.concatenate([q, k, v], axis=1), a, b, Taps(conv, A_log, dt_bias), rows, windows, states,
             decode=mode.is_decode(), implementation=backend.implementation, **options,
         )  # fmt: skip
         return out.reshape(out.shape[0], -1), windows, states
 
-    channels, slots = P("data", "tensor"), P("data", "tensor")
+    channels, blocks = P("data", "tensor"), P("data", "tensor")
     out, windows, states = jax.shard_map(
         local,
         mesh=backend.mesh,
-        in_specs=(channels, P("tensor"), P("data"), slots, slots),
-        out_specs=(channels, slots, slots),
+        in_specs=(channels, P("tensor"), P("data"), blocks, blocks),
+        out_specs=(channels, blocks, blocks),
         check_vma=False,
     )(tokens, weights, rows, windows, states)
     return out, (states, [windows])
 
 
-def _activation(activation: Any) -> str | None:
+def _activation(activation: Any) -> Literal["silu"] | None:
     """Names the activation of a layer's convolution, which sglang-jax gives as a name or as a function."""
     if activation is None:
         return None

@@ -1,11 +1,11 @@
-"""One step of a delta-rule layer over a server's own pools, in which each request has one slot that it reads and writes.
+"""One step of a delta-rule layer over a server's own pools, in which each request has one block that it reads and writes.
 
-The servers that an adapter serves hold one pool of windows and one of states per layer, and decide themselves which
-slots are copied, cached and freed. What they need of this library is the arithmetic between two projections.
+Such a server holds one pool of windows and one of states per layer, and decides itself which blocks are copied, cached
+and freed. What it needs of this library is the arithmetic between two projections.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +23,23 @@ from pallas_kernels import (
 from pallas_kernels.dispatch import Implementation
 
 
-class SlotRows(NamedTuple):
-    """The rows of a step. Slot 0 belongs to no request: it reads as zeros and is never written.
+class BlockRows(NamedTuple):
+    """The rows of a step, and the block of each. NULL_BLOCK (0) reads as zeros and is never written.
 
     Attributes:
         query_start_loc: Index of each row's first token; the last entry is the end of the last row.
-        slot: The slot of each row's request, 0 for padding rows.
-        fresh: Whether the row starts a sequence, so that the slot's content is not read. None means that no row does.
+        block: The block that each row reads and writes, NULL_BLOCK for padding rows.
+        fresh: Whether the row starts a sequence, so that its block is not read. None means that no row does.
         num_computed_tokens: Absolute position of each row's first token, for steps of prefill rows.
-        kept_slot: The slot that receives a copy of the row's new window and state, 0 for none. None keeps no copies.
+        kept_block: The block that receives a copy of the row's new window and state, NULL_BLOCK for none. None keeps no
+            copies.
     """
 
     query_start_loc: Int[Array, " rows_plus_1"]
-    slot: Int[Array, " rows"]
+    block: Int[Array, " rows"]
     fresh: Bool[Array, " rows"] | None = None
     num_computed_tokens: Int[Array, " rows"] | None = None
-    kept_slot: Int[Array, " rows"] | None = None
+    kept_block: Int[Array, " rows"] | None = None
 
 
 class Taps(NamedTuple):
@@ -55,19 +56,19 @@ class Taps(NamedTuple):
     dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"]
 
 
-def slot_step(
+def delta_rule_step(
     qkv: Float[Array, "tokens channels"],
     a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
     b: Float[Array, "tokens value_heads"],
     weights: Taps,
-    rows: SlotRows,
-    windows: Float[Array, "slots channels window"],
-    states: Float[Array, "slots value_heads key_dim value_dim"],
+    rows: BlockRows,
+    windows: Float[Array, "blocks channels window"],
+    states: Float[Array, "blocks value_heads key_dim value_dim"],
     *,
     decode: bool,
     sigmoid_b: bool = True,
     scale: float | None = None,
-    activation: str | None = "silu",
+    activation: Literal["silu"] | None = "silu",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Float[Array, "..."], Float[Array, "..."]]:
     """Runs the convolution and the delta rule of a step's packed tokens, and keeps each row's new window and state.
@@ -80,7 +81,7 @@ def slot_step(
         a: Raw decay projection.
         b: Raw projection of beta, or beta itself.
         weights: The layer's taps and gates.
-        rows: The step's rows and their slots.
+        rows: The step's rows and their blocks.
         windows: The layer's pool of windows, the oldest input first. It is updated in place if the enclosing jit
             donates it.
         states: The layer's pool of states. It is updated in place if the enclosing jit donates it.
@@ -96,11 +97,11 @@ def slot_step(
     Raises:
         ValueError: if a shape or dtype breaks an op's contract, or if a prefill step lacks `num_computed_tokens`.
     """
-    query_start_loc, slot = rows.query_start_loc.astype(jnp.int32), rows.slot.astype(jnp.int32)
-    read = slot if rows.fresh is None else jnp.where(rows.fresh, 0, slot)
+    query_start_loc, block = rows.query_start_loc.astype(jnp.int32), rows.block.astype(jnp.int32)
+    read = block if rows.fresh is None else jnp.where(rows.fresh, 0, block)
     convolve = causal_conv1d_update if decode else causal_conv1d_prefill
     qkv, conv_pool = convolve(
-        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(slot), slot,
+        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(block), block,
         activation=activation, layout="DS", implementation=implementation,
     )  # fmt: skip
     heads, key_dim, value_dim = states.shape[1:]
@@ -126,11 +127,11 @@ def slot_step(
             where = 0, query_start_loc, chunks, read, write
             return gated_delta_rule_prefill(q, k, v, g, beta, pool, *where, **options)
 
-    out, state_pool = _key_major(recur, states, read, slot)
-    if rows.kept_slot is not None:
-        kept = rows.kept_slot.astype(jnp.int32)
-        conv_pool = state_copy(conv_pool, slot, kept, implementation=implementation)
-        state_pool = state_copy(state_pool, slot, kept, implementation=implementation)
+    out, state_pool = _key_major(recur, states, read, block)
+    if rows.kept_block is not None:
+        kept = rows.kept_block.astype(jnp.int32)
+        conv_pool = state_copy(conv_pool, block, kept, implementation=implementation)
+        state_pool = state_copy(state_pool, block, kept, implementation=implementation)
     return out, conv_pool[0], state_pool[0]
 
 
@@ -148,11 +149,11 @@ def _key_major(
     """Runs `recur(pool, read, write)`, which takes states [value_dim, key_dim], on the rows of a key-major pool.
 
     It copies the rows' states into a pool of their own, transposed, and back. Returns the outputs and the pool
-    [1, slots, value_heads, key_dim, value_dim].
+    [1, blocks, value_heads, key_dim, value_dim].
     """
     row = jnp.arange(1, read.shape[0] + 1, dtype=jnp.int32)
     pool = jnp.pad(states[read].swapaxes(-1, -2), ((1, 0), (0, 0), (0, 0), (0, 0)))
     out, pool = recur(pool[None], jnp.where(read > 0, row, 0), row)
-    # A slot outside the pool drops the write.
+    # A block outside the pool drops the write.
     target = jnp.where(write > 0, write, states.shape[0])
     return out, states.at[target].set(pool[0, 1:].swapaxes(-1, -2), mode="drop")[None]
