@@ -4,7 +4,6 @@ Such a server holds one pool of windows and one of states per layer, and decides
 and freed. What it needs of this library is the arithmetic between two projections.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -110,24 +109,16 @@ def delta_rule_step(
     q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
     g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
     beta = beta if sigmoid_b else b.astype(jnp.float32)
-    options = dict(scale=scale, implementation=implementation)
-
+    options = dict(scale=scale, layout="KV", implementation=implementation)
     if decode:
-
-        def recur(pool: jax.Array, read: jax.Array, write: jax.Array) -> tuple[jax.Array, jax.Array]:
-            where = 0, query_start_loc, read, write[:, None]
-            return gated_delta_rule_recurrent(q, k, v, g, beta, pool, *where, **options)
-
+        where = 0, query_start_loc, read, block[:, None]
+        out, state_pool = gated_delta_rule_recurrent(q, k, v, g, beta, states[None], *where, **options)
     else:
         if rows.num_computed_tokens is None:
             raise ValueError("rows.num_computed_tokens must be the positions of a prefill step's rows, got None")
         chunks = chunk_rows(query_start_loc, rows.num_computed_tokens.astype(jnp.int32), qkv.shape[0])
-
-        def recur(pool: jax.Array, read: jax.Array, write: jax.Array) -> tuple[jax.Array, jax.Array]:
-            where = 0, query_start_loc, chunks, read, write
-            return gated_delta_rule_prefill(q, k, v, g, beta, pool, *where, **options)
-
-    out, state_pool = _key_major(recur, states, read, block)
+        where = 0, query_start_loc, chunks, read, block
+        out, state_pool = gated_delta_rule_prefill(q, k, v, g, beta, states[None], *where, **options)
     if rows.kept_block is not None:
         kept = rows.kept_block.astype(jnp.int32)
         conv_pool = state_copy(conv_pool, block, kept, implementation=implementation)
@@ -138,22 +129,3 @@ def delta_rule_step(
 def _heads(x: jax.Array, dim: int) -> jax.Array:
     """Splits channels [tokens, heads * dim] into heads [tokens, heads, dim]."""
     return x.reshape(x.shape[0], -1, dim)
-
-
-def _key_major(
-    recur: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
-    states: jax.Array,
-    read: jax.Array,
-    write: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs `recur(pool, read, write)`, which takes states [value_dim, key_dim], on the rows of a key-major pool.
-
-    It copies the rows' states into a pool of their own, transposed, and back. Returns the outputs and the pool
-    [1, blocks, value_heads, key_dim, value_dim].
-    """
-    row = jnp.arange(1, read.shape[0] + 1, dtype=jnp.int32)
-    pool = jnp.pad(states[read].swapaxes(-1, -2), ((1, 0), (0, 0), (0, 0), (0, 0)))
-    out, pool = recur(pool[None], jnp.where(read > 0, row, 0), row)
-    # A block outside the pool drops the write.
-    target = jnp.where(write > 0, write, states.shape[0])
-    return out, states.at[target].set(pool[0, 1:].swapaxes(-1, -2), mode="drop")[None]
