@@ -1,0 +1,39 @@
+"""On a GPU every op of a step is a Triton kernel, and the pools are updated in place. No GPU is needed to see it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
+
+ROWS, KEY_HEADS, HEADS, DIM, WIDTH, BLOCKS = 4, 2, 4, 128, 4, 33
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_step_is_triton_kernels_over_donated_pools(decode, per_channel):
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    ints = functools.partial(array, dtype=jnp.int32)
+    tokens = ROWS if decode else 100
+    key_heads = HEADS if per_channel else KEY_HEADS
+    channels = (2 * key_heads + HEADS) * DIM
+    gate = (HEADS, DIM) if per_channel else (HEADS,)
+    weights = Taps(array(channels, WIDTH), array(HEADS, dtype=jnp.float32), array(*gate))
+    rows = BlockRows(ints(ROWS + 1), ints(ROWS), array(ROWS, dtype=jnp.bool_), ints(ROWS), ints(ROWS))
+    pools = array(BLOCKS, channels, WIDTH - 1), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)
+    step = jax.jit(functools.partial(delta_rule_step, decode=decode), donate_argnums=(5, 6))
+    mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=H200)
+    with use_abstract_mesh(mesh):
+        traced = step.trace(array(tokens, channels), array(tokens, *gate), array(tokens, HEADS), weights, rows, *pools)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # The convolution, the recurrence (one kernel, or several for prompts) and a copy of each pool.
+    assert text.count("__gpu$xla.gpu.triton") >= 4
+    assert text.count("tf.aliasing_output") == 2
+    # Nothing but kernels and reshapes touches the pool of states.
+    pool = f"tensor<{BLOCKS}x{HEADS}x{DIM}x{DIM}xf32>"
+    ops = {line.split(" = ")[1].split()[0] for line in text.splitlines() if pool in line and " = " in line}
+    assert {op for op in ops if op.startswith("stablehlo.")} <= {"stablehlo.reshape", "stablehlo.broadcast_in_dim"}, ops
