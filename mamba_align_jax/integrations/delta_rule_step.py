@@ -4,7 +4,7 @@ Such a server holds one pool of windows and one of states per layer, and decides
 and freed. What it needs of this library is the arithmetic between two projections.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def delta_rule_step(
     q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
     g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
     beta = beta if sigmoid_b else b.astype(jnp.float32)
-    options = dict(scale=scale, layout="KV", implementation=implementation)
+    options: dict[str, Any] = dict(scale=scale, layout="KV", implementation=implementation)
     if decode:
         where = 0, query_start_loc, read, block[:, None]
         out, state_pool = gated_delta_rule_recurrent(q, k, v, g, beta, states[None], *where, **options)
