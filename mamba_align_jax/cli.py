@@ -139,7 +139,12 @@ def _sampling(options: argparse.Namespace, **fields: Any) -> SamplingParams:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    import jax
+
     from mamba_align_jax.engine.engine import Engine
+    from mamba_align_jax.engine.text import load_tokenizer
+    from mamba_align_jax.models import load_model
+    from mamba_align_jax.sharding import AXIS
 
     if options.coordinator is not None:
         return _serve_together(options)
@@ -147,9 +152,18 @@ def _serve(options: argparse.Namespace) -> int:
         given = getattr(options, name)
         values.require(given is None, name, "left out without --coordinator", given)
 
+    size, devices, mesh = options.tensor_parallel_size, jax.devices(), None
+    wanted = f"from 1 to {len(devices)}, the number of this host's devices"
+    values.require(1 <= size <= len(devices), "tensor_parallel_size", wanted, size)
+    if size > 1:
+        mesh = jax.make_mesh((size,), (AXIS,), devices=devices[:size])
+
     def load(config: EngineConfig) -> Engine:
-        with _loading() as loaded:
-            return Engine.from_pretrained(options.model, config, dtype=options.dtype, progress=loaded)
+        # A model that needs the memory of several devices goes through that of the host.
+        place = jax.local_devices(backend="cpu")[0] if mesh else None
+        with _loading() as loaded, jax.default_device(place):
+            model = load_model(options.model, options.dtype, loaded)
+        return Engine(model, config, mesh=mesh, tokenizer=load_tokenizer(options.model))
 
     return serving.run(options, load)
 
@@ -163,7 +177,8 @@ def _serve_together(options: argparse.Namespace) -> int:
     from mamba_align_jax.processes import Processes
 
     serving.make_settings(options)
-    values.require(options.save_cache is None, "save_cache", "left out with --coordinator", options.save_cache)
+    size = options.tensor_parallel_size
+    values.require(size == 1, "tensor_parallel_size", "left out with --coordinator, which takes all devices", size)
     ids = options.num_processes, options.process_id
     with Processes(options.coordinator, *ids, local_device_ids=options.local_device_ids) as processes:
         # A model that needs the memory of all devices goes through that of the host.

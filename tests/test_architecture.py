@@ -80,6 +80,7 @@ MAY_IMPORT = {
         "mamba_align_jax.engine",
         "mamba_align_jax.models",
         "mamba_align_jax.processes",
+        "mamba_align_jax.sharding",
         "mamba_align_jax.serve",
         "mamba_align_jax.load",
         "mamba_align_jax.demo",

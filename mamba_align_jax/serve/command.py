@@ -64,6 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default = getattr(EngineConfig, name)
         engine.add_argument(_option(name), choices=choices, default=default, help=_help(texts[name], default))
     engine.add_argument("--async-stepping", action="store_true", help=_help(texts["async_stepping"], None))
+    text = "the number of this host's devices that share the model (default: 1)"
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help=text)
     add_event_options(parser)
     add_process_options(parser.add_argument_group("several processes", "one engine over the devices of all of them"))
     limits = parser.add_argument_group("limits")

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig, ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.align.pool import StatePool
@@ -195,6 +195,18 @@ def test_prefixes_move_between_numbers_of_devices(model, mesh):
         (state.kv.keys, P(None, None, None, AXIS)),
     ):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+
+
+@pytest.mark.deep
+def test_server_splits_its_model_over_as_many_devices_as_it_is_told(monkeypatch):
+    engines, directory = [], DATA / "mamba2"
+    monkeypatch.setattr(cli.serving, "run", lambda options, load: engines.append(load(EngineConfig(**SIZES))) or 0)
+    assert cli.main(["serve", "--model", str(directory), "--tensor-parallel-size", "2"]) == 0
+    (split,) = engines
+    assert split.runner.layout.mesh.devices.tolist() == jax.devices()[:2]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    whole = Engine.from_pretrained(directory, EngineConfig(**SIZES))
+    assert split.generate([1, 2, 3], params)[0].token_ids == whole.generate([1, 2, 3], params)[0].token_ids
 
 
 @pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=pytest.mark.deep) for n in ("mamba2", "kimi_linear"))])

@@ -217,7 +217,10 @@ def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, mes
 def test_command_refuses_options_that_do_not_go_together(capsys):
     assert cli.main(["serve", "--num-processes", "2"]) == 2
     assert "num_processes must be left out without --coordinator, got 2" in capsys.readouterr().err
-    assert cli.main(["serve", "--coordinator", "host:1", "--save-cache", "DIR"]) == 2
-    assert "save_cache must be left out with --coordinator" in capsys.readouterr().err
+    assert cli.main(["serve", "--coordinator", "host:1", "--tensor-parallel-size", "2"]) == 2
+    assert "tensor_parallel_size must be left out with --coordinator" in capsys.readouterr().err
+    for size in (0, 100):
+        assert cli.main(["serve", "--tensor-parallel-size", str(size)]) == 2
+        assert "the number of this host's devices, got" in capsys.readouterr().err
     assert cli.main(["serve", "--coordinator", "host:1", "--num-processes", "2"]) == 2
     assert "process_id must be a whole number" in capsys.readouterr().err
