@@ -75,8 +75,8 @@ class Admission:
             pages = pages[pages.index(states[-1]) :] if states else []
         # Pages first: when a page is evicted, the state with the same key becomes free.
         log = cache.log
-        self._pages = _Claim(cache.kv.pool, pages, log and log.import_page)
-        self._states = _Claim(cache.states.pool, states, log and log.import_state)
+        self._pages = _Claim(cache.kv.pool, pages, None if log is None else log.import_page)
+        self._states = _Claim(cache.states.pool, states, None if log is None else log.import_state)
         self.pages = self._pages.places(page_keys)
         self.states = self._states.places(state_keys)
         self.length, self.num_states = len(pages), len(states)

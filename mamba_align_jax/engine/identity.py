@@ -113,12 +113,10 @@ def _sums(
 
     if layout is None:
         return sums(array)
-    along_axis = () if place is None else (place, counts)
-    specs = (
-        PartitionSpec(*[None] * axis, AXIS) if axis is not None else PartitionSpec(),
-        *[PartitionSpec()] * len(along_axis),
-    )
-    return layout.run(sums, specs, PartitionSpec())(array, *along_axis)
+    every = PartitionSpec()
+    if axis is None:
+        return layout.run(sums, (every,), every)(array)
+    return layout.run(sums, (PartitionSpec(*[None] * axis, AXIS), every, every), every)(array, place, counts)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -364,7 +364,7 @@ def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
 @pytest.mark.parametrize("call", ["import", "export", "load", "save"])
 def test_an_interrupt_at_any_line_loses_nothing(data, tmp_path, call):
     """One request is running meanwhile, and an engine that has been interrupted can be used as before."""
-    other, stride = PROMPT[::-1], 5 if depth.is_full() else 37
+    other, stride = PROMPT[::-1], 11 if depth.is_full() else 37
     engine = make()
     engine.import_prefix(data)
     engine.save_cache(tmp_path)
