@@ -102,8 +102,8 @@ def _sums(
             if number == axis:
                 wide = [1] * array.ndim
                 wide[number] = -1
-                begin = jax.lax.axis_index(AXIS) * array.shape[axis]
-                own = [jax.lax.dynamic_slice_in_dim(each, begin, array.shape[axis]) for each in along_axis]
+                begin = jax.lax.axis_index(AXIS) * array.shape[number]
+                own = [jax.lax.dynamic_slice_in_dim(each, begin, array.shape[number]) for each in along_axis]
                 along, counted = (each.reshape(wide) for each in own)
             index += along * jnp.uint32(stride % 2**32)
             stride *= shape[number]
