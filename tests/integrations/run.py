@@ -38,13 +38,22 @@ unittest.main(module=None, argv=sys.argv)
 """
 
 
+def newer_python():
+    """Finds Python 3.12. A shim of pyenv may exist for an interpreter that is not selected, so it has to run."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for path in (shutil.which("python3.12"), *sorted(root.glob("3.12.*/bin/python3.12"), reverse=True)):
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    raise SystemExit("integrations: no python3.12 found, which sglang-jax runs on")
+
+
 def environment():
     """Makes sglang-jax's environment unless its requirements are those of the last time. Returns its Python."""
     wanted, folder = (HERE / "sglang_jax.txt").read_text(), BUILD / "sglang_jax"
     stamp = folder / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run(["python3.12", "-m", "venv", folder], check=True)
+        subprocess.run([newer_python(), "-m", "venv", folder], check=True)
         command = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-r", HERE / "sglang_jax.txt"]
         subprocess.run(command, check=True)
         stamp.write_text(wanted)
@@ -71,7 +80,6 @@ def main():
     say = lambda text: print(f"{time.monotonic() - begin:4.0f} s: {text}", flush=True)
     out = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     say(f"sglang-jax {out('git', '-C', options.sglang_jax, 'log', '-1', '--format=%H of %cs')}")
-    say(f"mamba-align-jax {out('git', '-C', ROOT, 'rev-parse', '--short', 'HEAD')}")
     say(f"Python, JAX, flax, NumPy: {out(python, '-c', VERSIONS)}, on a CPU")
     env = os.environ | {
         "PYTHONPATH": f"{options.sglang_jax / 'python'}:{ROOT}",
