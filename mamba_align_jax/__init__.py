@@ -15,6 +15,8 @@ _PUBLIC = {
     "ConvState": "align.config",
     "GroupSpec": "align.config",
     "RecurrentState": "align.config",
+    "Corrections": "align.corrections",
+    "correct_counts": "align.corrections",
     "StatePool": "align.pool",
     "Additions": "align.state",
     "AlignState": "align.state",

@@ -16,6 +16,7 @@ from mamba_align_jax.align.columns import (
     tokens_after,
 )
 from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState
+from mamba_align_jax.align.corrections import Corrections
 from mamba_align_jax.align.policy import POLICIES, ReadPlaces
 from mamba_align_jax.align.state import Additions, AlignState
 from mamba_align_jax.align.tables import TableUpdates
@@ -120,9 +121,33 @@ class StepChecker:
             self._compare(state)
 
     def wrote(self, group: int, block: int) -> None:
-        """Records that `StatePool.write_block` filled a block. Call it before a request enters with that block."""
+        """Records that `StatePool.write_block` filled a block. Call it before a request enters with that block.
+
+        The request may enter inside the block, that is with any number of tokens whose state the block holds.
+        """
         for written in self._written[group].values():
             written[block] = True
+
+    def corrected(self, corrections: Corrections) -> None:
+        """Takes note of a call of `correct_counts`. Call it between the checks of the steps before and after that call.
+
+        Raises:
+            ValueError: A slot has no state for its new count. The text names the slot. After an error the checker cannot
+                be used again.
+        """
+        if not self.spec.checked:
+            return
+        for slot, wanted in _entries(corrections.slot, corrections.num_computed_tokens):
+            if slot < 0:
+                continue
+            computed, accepted, column = (int(array[slot]) for array in self._slots.values())
+            first = computed - accepted + 1
+            if not first <= wanted <= computed:
+                raise ValueError(
+                    f"slot {slot}: corrections: num_computed_tokens must be in [{first}, {computed}], of which the last "
+                    f"step has left states, got {wanted}"
+                )
+            self._set(slot, wanted, accepted - (computed - wanted), column)
 
     def _enter(self, additions: Additions) -> dict[int, int]:
         """Initialises the slots that requests enter. Returns the column from which each continues."""

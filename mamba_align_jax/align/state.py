@@ -47,7 +47,8 @@ class Additions:
 
     Attributes:
         slot: The slot, or -1 for padding. int32 [additions].
-        num_computed_tokens: Tokens of the request's prefix hit. int32 [additions].
+        num_computed_tokens: Tokens from whose state the request continues: those of its prefix hit, or any other number
+            whose state the host has put into the block of `running_column`. int32 [additions].
         running_column: The column that holds the state after these tokens. int32 [additions].
     """
 
@@ -70,7 +71,10 @@ class Additions:
             spec: The configuration.
             bucket: Entries of the result.
             slots: The slot of each request, all distinct.
-            num_computed_tokens: Tokens of each request's prefix hit, a multiple of the block size. 0 without a hit.
+            num_computed_tokens: Tokens from whose state each request continues. 0 for none. Their recurrent states, and
+                their conv windows from row 0 on, are in the block of the column (num_computed_tokens - 1) //
+                `state_block_size`. Inside a block, that is for no multiple of the block size, the block must be the
+                request's own, because its next step may write it. `StatePool.write_block` can put the states there.
             put: See `StepBatch.from_host`.
 
         Raises:
@@ -90,10 +94,9 @@ class Additions:
         for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
             if not 0 <= slot < spec.max_num_seqs:
                 raise ValueError(f"Additions: slot of entry {entry} must be in [0, {spec.max_num_seqs}), got {slot}")
-            if not 0 <= computed < spec.max_model_len or computed % spec.state_block_size:
+            if not 0 <= computed < spec.max_model_len:
                 raise ValueError(
-                    f"Additions: num_computed_tokens of entry {entry} must be a multiple of {spec.state_block_size} "
-                    f"below {spec.max_model_len}, got {computed}"
+                    f"Additions: num_computed_tokens of entry {entry} must be in [0, {spec.max_model_len}), got {computed}"
                 )
         padded = np.full((3, bucket), -1, np.int32)
         computed = np.asarray(num_computed_tokens, np.int32)

@@ -18,6 +18,7 @@ from mamba_align_jax import (
     AlignState,
     BlockTables,
     ConvState,
+    Corrections,
     GroupSpec,
     RecurrentState,
     StateBlockManager,
@@ -26,6 +27,7 @@ from mamba_align_jax import (
     TableUpdates,
     add_requests,
     begin_step,
+    correct_counts,
     update_block_tables,
 )
 from mamba_align_jax.align.step import plan_finish
@@ -276,6 +278,40 @@ def test_mode_all_keeps_the_boundaries_inside_a_chunk(mode):
         else:
             with raises("was not written since it was allocated"):
                 run(spec, chunk, hit)
+
+
+def test_checker_follows_a_slot_that_goes_back():
+    state = add_requests(AlignState.create(SPEC), Additions.from_host(SPEC, 1, [1], [0]))
+    checker = run(SPEC, PROMPT, VERIFY)
+    # 9 tokens are computed, and the verify row accepted 2. The next row would read column 4, and reads column 2.
+    back = Corrections.from_host(SPEC, 2, [1], [8])
+    checker.corrected(back)
+    corrected, _ = correct_counts(replace(state, **counts(1, 9, 2, 2)), back)
+    assert (int(corrected.num_computed_tokens[1]), int(corrected.num_accepted_tokens[1])) == (8, 1)
+    checker.check(*arguments(SPEC, Step([(1, 1, 0, 1, 8)], [], [])), replace(state, **counts(1, 9, 1, 2)))
+    for wanted in (8, 10):
+        with raises(
+            "slot 1: corrections: num_computed_tokens must be in [9, 9], of which the last step has left states"
+        ):
+            checker.corrected(Corrections.from_host(SPEC, 1, [1], [wanted]))
+    StepChecker(replace(SPEC, checked=False), BLOCKS).corrected(Corrections.from_host(SPEC, 1, [1], [30]))
+
+
+def counts(slot, *values):
+    names = ("num_computed_tokens", "num_accepted_tokens", "running_column")
+    fresh = AlignState.create(SPEC)
+    return {name: getattr(fresh, name).at[slot].set(value) for name, value in zip(names, values, strict=True)}
+
+
+def test_checker_knows_a_block_that_the_host_has_filled_for_a_slot_that_enters_inside_it():
+    # 6 tokens: the state is in column 1, and the next chunk ends in column 2.
+    enters = Step([(1, 4, -1, 1, 6)], [(1, 6)], [(1, 1, 5), (1, 2, 6)])
+    with raises("slot 1: column 1 of group 'a' is read for a recurrent state, but block 5 was not written since"):
+        run(SPEC, enters)
+    checker = StepChecker(SPEC, BLOCKS)
+    for group in range(3):
+        checker.wrote(group, block_of(group, 5))
+    checker.check(*arguments(SPEC, enters))
 
 
 def test_the_devices_counts_are_compared():

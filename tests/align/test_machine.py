@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes.server import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST, Machine
+from fakes.any_config import CHANNELS, DIM, LONGEST, POLICIES, SLOTS, WIDEST
+from fakes.server import Machine
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from oracles.ops import causal_conv1d, gated_delta_rule
-from oracles.tokens import JUNK
+from oracles.tokens import JUNK, last_inputs
 
 from mamba_align_jax import StatePool, split_rows
 from mamba_align_jax.align.step import copy_states
@@ -27,7 +28,7 @@ from pallas_kernels import (
 EVENTS = {
     *("moves left", "crosses after several were accepted", "reads several columns back", "chunk after verify"),
     *("boundary saved from the next column", "boundary saved in place", "prefix hits", "no tokens", "pool too small"),
-    *("two unread steps", "resumed", "boundaries inside chunks"),
+    *("two unread steps", "resumed", "boundaries inside chunks", "enters inside a block", "goes back"),
 }
 
 
@@ -119,6 +120,16 @@ class KernelMachine(Machine):
         empty = lambda: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(WIDEST, BLOCKS))
         self.arrays, self.outputs = {policy: empty() for policy in POLICIES}, {}
         self.past = {(): (np.zeros((1, DIM, DIM)), None)}
+
+    def fill(self, block, tokens):
+        super().fill(block, tokens)
+        window = [INPUTS[t % 512] if t >= 0 else np.zeros(CHANNELS) for t in last_inputs(tokens, WIDTH)]
+        for policy, arrays in self.arrays.items():
+            (conv, recurrent), (short,) = arrays.states
+            conv = conv.at[0, block, : WIDTH - 1].set(np.float32(window))
+            short = short.at[0, self.num_blocks - block, : WIDTH - 1].set(np.float32(window))
+            recurrent = recurrent.at[0, block].set(np.float32(self.image(tokens)[0]))
+            self.arrays[policy] = arrays.with_group(0, (conv, recurrent)).with_group(1, (short,))
 
     def arrange(self, rows, order):
         """Puts the rows of the update kernels first: verify rows, and single tokens with a past."""

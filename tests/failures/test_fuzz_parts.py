@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mamba_align_jax import AlignConfig
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.checked import StepChecker
+from mamba_align_jax.align.corrections import Corrections
 from mamba_align_jax.align.interior import prefill_checkpoints
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState
@@ -55,6 +56,7 @@ MAKERS = {
     ),
     "TableUpdates": (TableUpdates.from_host, dict(spec=SPEC, bucket=4, entries=[(0, 0, 0, 3)])),
     "Additions": (Additions.from_host, dict(spec=SPEC, bucket=4, slots=[0, 1], num_computed_tokens=[0, 8])),
+    "Corrections": (Corrections.from_host, dict(spec=SPEC, bucket=4, slots=[0, 1], num_computed_tokens=[0, 8])),
     "BlockTables": (BlockTables.create, dict(spec=SPEC)),
     "AlignState": (AlignState.create, dict(spec=SPEC)),
     "StatePool.create": (StatePool.create, dict(spec=SPEC, num_blocks=9, sharding=None)),

@@ -3,8 +3,6 @@
 It is a rule-based state machine, because its long examples shrink to the few steps that matter, and a failure is
 printed as a program. It has one rule, because hypothesis leaves rules out of half of the examples, and a server without
 steps tests nothing. Instead, each configuration draws what its examples never do.
-
-One compiled program serves all configurations: block_size is traced, and windows are wide enough for the largest K.
 """
 
 import collections
@@ -14,87 +12,25 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fakes.any_config import LONGEST, POLICIES, SLOTS, WIDEST, make_spec, run_step
 from fakes.host_path import HostPath
+from fakes.unusual_host import UnusualHost
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from oracles.tokens import Pool, Row, check_idle, to_numpy
 
 from mamba_align_jax import (
     Additions,
-    AlignConfig,
     AlignState,
     BlockTables,
-    ConvState,
-    GroupSpec,
-    RecurrentState,
     StepBatch,
     TableUpdates,
-    add_requests,
-    begin_step,
-    update_block_tables,
 )
-from mamba_align_jax.align.interior import interior_checkpoints
-from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.vllm_compat.staging import plan_postprocess
 
-SLOTS, UPDATES = 4, 128
-ROWS = 2 * SLOTS
-# The longest sequence, with blocks of 9 tokens.
-LONGEST = 83
+UPDATES, ROWS = 128, 2 * SLOTS
 # A block that no request ever gets. The tables contain it in columns without a block.
 STALE = 10_000
-CHANNELS, DIM = 12, 4
-
-
-def make_spec(width=4, **changes):
-    """Makes two groups of different layers: a gated delta net and a short convolution."""
-    conv = ConvState(width, CHANNELS, "float32")
-    groups = GroupSpec("gdn", 1, (conv, RecurrentState((1, DIM, DIM)))), GroupSpec("short conv", 1, (conv,))
-    return AlignConfig(groups, max_num_seqs=SLOTS, **changes)
-
-
-WIDEST = make_spec(block_size=9, num_speculative_tokens=8, max_model_len=288)
-
-
-@jax.tree_util.register_pytree_node_class
-class AnyConfig:
-    """`base` with a traced `state_block_size`. Mode "none" is a large one.
-
-    Nothing else of a configuration reaches the arithmetic, except that plans of copies are left out where K is 0 or the
-    mode "none". Here they are made, and have to move nothing.
-    """
-
-    def __init__(self, base, state_block_size):
-        self.base, self.state_block_size = base, state_block_size
-
-    def __getattr__(self, name):
-        return getattr(self.base, name)
-
-    def tree_flatten(self):
-        return (self.state_block_size,), self.base
-
-    @classmethod
-    def tree_unflatten(cls, base, children):
-        return cls(base, *children)
-
-
-POLICIES = {policy: replace(WIDEST, policy=policy) for policy in ("copy_free", "pre_copy")}
-
-
-@jax.jit
-def run_step(block_size, states, tables, additions, updates, batch, num_sampled, host_inputs):
-    """Runs the step under every policy, one entry of `states` for each, and the device's part of the host path."""
-    tables, results = update_block_tables(tables, updates), {}
-    for policy, base in POLICIES.items():
-        spec = AnyConfig(base, block_size)
-        state = add_requests(states[policy], additions)
-        state, indices = begin_step(spec, state, batch, tables)
-        results[policy] = state, indices, *plan_finish(spec, state, batch, indices, num_sampled, tables)
-    staged, sampled, slots = host_inputs
-    offset, column = interior_checkpoints(indices.num_computed_tokens, batch.num_tokens, block_size, LONGEST)
-    interior = offset, tables.lookup(batch.idx_mapping[:, None], column)
-    return tables, results, plan_postprocess(spec, staged, sampled, tables, slots), interior
 
 
 @dataclass
@@ -107,6 +43,8 @@ class Request:
     known: int = 0
     entered: bool = False
     resumed: bool = False
+    # It enters with the state of so many tokens, which the host has put into a block of its own.
+    loaded: int = 0
     pending: list = field(default_factory=list)
 
 
@@ -114,14 +52,14 @@ class Request:
 TURN = st.tuples(
     st.integers(0, SLOTS - 1),
     st.sampled_from(["finish", "stop", "abort", "preempt", "preempt unannounced"]),
-    *(st.integers(0, 5), st.sampled_from(["all", "blocks", "half"]), st.integers(0, 20)),
+    *(st.integers(0, 5), st.sampled_from(["all", "blocks", "half", "loaded"]), st.integers(0, 20)),
 )
 # What a slot does in a step if it can: an action, its size, and how many tokens are accepted.
 RARE = ["left out", "no tokens", "one token", "another chunk"]
 CHOICE = st.tuples(st.sampled_from(["run"] * 7 + RARE), st.integers(0, 4), st.integers(0, 8))
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(UnusualHost, RuleBasedStateMachine):
     """Slots, a block manager whose pool may be too small for all of them, and a pool of tokens for each policy."""
 
     steps, events = 0, collections.Counter()
@@ -191,11 +129,15 @@ class Machine(RuleBasedStateMachine):
             if more == 0:
                 return
         name, past = self.history[past % len(self.history)]
-        past = past[: {"all": len(past), "blocks": len(past) // self.size * self.size, "half": len(past) // 2}[keep]]
+        past = past[: {"blocks": len(past) // self.size * self.size, "half": len(past) // 2}.get(keep, len(past))]
         prompt = past + self.fresh(more if past else 1 + more)
         resumed = name is not None and keep == "all" and all(r is None or r.name != name for r in self.requests)
         name = name if resumed else next(self.names)
-        self.requests[slot] = Request(name, prompt[: self.spec.max_model_len], resumed=resumed)
+        prompt = prompt[: self.spec.max_model_len]
+        loaded = min(len(past), len(prompt) - 1) if keep == "loaded" else 0
+        # In mode "all" a chunk of several columns would leave a state in each.
+        loaded = min(loaded, self.size) if self.spec.mode == "all" else loaded
+        self.requests[slot] = Request(name, prompt, resumed=resumed, loaded=loaded)
 
     def drop(self, slot, how="finish"):
         request, self.requests[slot] = self.requests[slot], None
@@ -213,9 +155,14 @@ class Machine(RuleBasedStateMachine):
         choices=st.tuples(*[CHOICE] * SLOTS),
         order=st.permutations(range(SLOTS + 1)),
         unread=st.integers(0, 2),
+        back=st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, 8)), max_size=2, unique_by=lambda x: x[0]),
     )
-    def step(self, turn, choices, order, unread):
-        """Draws what each slot does, the order of the rows with padding, and how many results stay unread."""
+    def step(self, turn, choices, order, unread, back):
+        """Draws what each slot does, the order of the rows with padding, and how many results stay unread.
+
+        Before that, some slots take back tokens of the last step.
+        """
+        self.go_back(back)
         if turn:
             self.turn_over(*turn)
         rows, entering, entries = [], [], []
@@ -244,22 +191,6 @@ class Machine(RuleBasedStateMachine):
                 self.read(request, min(unread, self.lag))
                 if len(request.computed) + 1 >= self.spec.max_model_len:
                     self.drop(row.slot)
-
-    def offer(self, request, row):
-        """In mode "all", every other request publishes the boundaries of its chunks when they are dispatched."""
-        certain = all(step.drafts < 0 for step in [*request.pending, row])
-        if self.spec.mode == "all" and request.name % 2 and certain:
-            self.manager.publish(request.name, row.after)
-            row.offered = True
-            self.keep_cached(request, row, row.inside(self.size))
-
-    def keep_cached(self, request, row, boundaries):
-        columns = self.manager.columns(request.name)
-        for boundary in boundaries:
-            block = columns[boundary // self.size - 1]
-            for pool in self.pools.values():
-                pool.check_boundary(block, row.after[:boundary])
-            self.cached.add(block)
 
     def arrange(self, rows, order):
         """Draws any order of the rows, with padding rows anywhere."""
@@ -294,16 +225,25 @@ class Machine(RuleBasedStateMachine):
     def admit(self, row):
         """Gives a row its blocks. Returns the new (column, block) entries, or None if the pool has too few blocks."""
         request, q, drafts, hit = self.requests[row.slot], len(row.inputs), max(row.drafts, 0), None
+        loaded = []
         if not request.entered:
-            hit = self.manager.lookup(request.prompt)
-            request.computed, request.known = request.prompt[: hit.length], hit.length
-            row.before, row.inputs = request.computed, request.prompt[hit.length :][:q]
+            if request.loaded:
+                loaded = self.load(request)
+                if loaded is None:
+                    return None
+            else:
+                hit = self.manager.lookup(request.prompt)
+            known = request.loaded or hit.length
+            request.computed, request.known = request.prompt[:known], known
+            row.before, row.inputs = request.computed, request.prompt[known:][:q]
             q = len(row.inputs)
         low = request.known + sum(len(p.inputs) - max(p.drafts, 0) for p in request.pending)
         high = request.known + sum(len(p.inputs) for p in request.pending)
         assert low <= len(request.computed) <= high
         entries = self.manager.allocate(request.name, low, high, q, drafts, hit=hit)
         if entries is None:
+            if loaded:
+                self.manager.free(request.name)
             return None
         found = set() if hit is None else {block for _, block in hit.blocks}
         row.held = self.manager.columns(request.name)
@@ -317,7 +257,7 @@ class Machine(RuleBasedStateMachine):
             for block in row.given:
                 pool.scribble(block)
         self.cached -= row.given
-        return entries
+        return loaded + entries
 
     def read(self, request, unread, stop=False):
         """The host reads what was accepted, except in the newest steps, and publishes boundaries."""
