@@ -22,9 +22,9 @@ def read_rows(file: Path) -> list[Row]:
 def newest(rows: Iterable[Row]) -> list[Row]:
     """Returns the newest row of each case, in the order in which the cases first appear.
 
-    The share of crossing rows, the number of devices and the candidate are part of a case, if a row has them.
+    The share of crossing rows, the number of devices, the candidate and the routing are part of a case, if a row has them.
     """
-    of_case = lambda row: (row["case"], *map(row.get, ("crossing", "devices", "candidate")))
+    of_case = lambda row: (row["case"], *map(row.get, ("crossing", "devices", "candidate", "routing")))
     return list({of_case(row): row for row in rows}.values())
 
 
@@ -214,6 +214,12 @@ def linear_table(rows: list[Row]) -> str:
     return pivot(kept, ("case",), lambda row: row["candidate"], show)
 
 
+def routing_table(rows: list[Row]) -> str:
+    """Tabulates simulated routers: the share of attainable tokens that were hits, and the share of all prompt tokens."""
+    show = lambda row: f"{row['share']:.1%}, {row['cached_share']:.1%}"
+    return pivot(rows, ("case",), lambda row: row["routing"], show)
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -230,6 +236,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "models": ("floor_us", model_table),
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
+    "routing": ("routing", routing_table),
 }
 
 

@@ -15,7 +15,7 @@ of that the chosen replicas resumed from.
 import argparse
 import heapq
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,9 @@ class Circumstances:
         seed: Draws the load, which is the same for all policies.
     """
 
-    workload: MultiTurn = MultiTurn(conversations=160, turns=8, first=512, turn=128, output=64)
+    workload: MultiTurn = field(
+        default_factory=lambda: MultiTurn(conversations=160, turns=8, first=512, turn=128, output=64)
+    )
     system_prompts: int = 0
     system_tokens: int = 2048
     edits: float = 0.0
@@ -228,7 +230,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             append(options.json, row)
             rows.append(row)
             print(
-                f"{case} | {policy}: {row['share']:.3f} of attainable, {row['cached_share']:.3f} of all prompt tokens cached, "
+                f"{case} | {policy}: {row['share']:.3f} of attainable, {row['cached_share']:.3f} of prompts cached, "
                 f"{row['moved_turns']} of {row['requests']} turns at another replica than before",
                 flush=True,
             )

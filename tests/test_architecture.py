@@ -63,9 +63,11 @@ MAY_IMPORT = {
         "mamba_align_jax.sharding",
         "mamba_align_jax.engine",
     ),
+    "mamba_align_jax.routing": ("mamba_align_jax._values", "mamba_align_jax.cache"),
     "mamba_align_jax.serve": (
         "mamba_align_jax._values",
         "mamba_align_jax.errors",
+        "mamba_align_jax.cache",
         "mamba_align_jax.models",
         "mamba_align_jax.engine",
     ),

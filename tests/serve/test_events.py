@@ -1,4 +1,4 @@
-"""Cache events on ZMQ: vLLM's messages are vLLM's, states are told apart, and a reader who is late or was cut off lacks none."""
+"""Cache events on ZMQ: pages in vLLM's messages, states apart from them, and nothing missing for a reader that is late."""
 
 import argparse
 import itertools
