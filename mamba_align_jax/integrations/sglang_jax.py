@@ -85,7 +85,9 @@ def _backends(base: type, implementation: Implementation | None) -> tuple[type, 
             devices = mesh.shape.get("tensor", 1)
             for name, heads in (("num_k_heads", num_k_heads), ("num_v_heads", num_v_heads)):
                 if heads % devices:
-                    raise ValueError(f"{name} must be a multiple of the {devices} devices of axis 'tensor', got {heads}")
+                    raise ValueError(
+                        f"{name} must be a multiple of the {devices} devices of axis 'tensor', got {heads}"
+                    )
 
         def __call__(self, q, k, v, a, b, layer, forward_batch, recurrent_state_pool, **kwargs):
             """Runs one layer: see `LinearRecurrentAttnBackend`."""

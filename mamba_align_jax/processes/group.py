@@ -102,7 +102,9 @@ class Processes:
         self._is_ending, self._has_ended = False, False
         self._leading: Any = None
         self._losing = threading.Lock()
-        others = _gather(host.strip("[]"), num_processes) if self.is_leader else {0: _join(host.strip("[]"), process_id)}
+        others = (
+            _gather(host.strip("[]"), num_processes) if self.is_leader else {0: _join(host.strip("[]"), process_id)}
+        )
         self._others = others
         for number, connection in others.items():
             thread = threading.Thread(target=self._listen, args=(number, connection), daemon=True)

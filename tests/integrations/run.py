@@ -23,7 +23,9 @@ from mamba_align_jax.models import load_model
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "integrations"
-VERSIONS = "import sys, jax, flax, numpy; print(sys.version.split()[0], jax.__version__, flax.__version__, numpy.__version__)"
+VERSIONS = (
+    "import sys, jax, flax, numpy; print(sys.version.split()[0], jax.__version__, flax.__version__, numpy.__version__)"
+)
 # sglang-jax's own tests that need one device. Those of KDA take a quarter of an hour, most of it in their reference.
 TESTS = "sgl_jax.test.test_gdn_attention", "sgl_jax.test.test_kda_attention"
 ON_OURS = """
