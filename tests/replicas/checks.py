@@ -39,6 +39,8 @@ def converse_all(fleet, name):
 
 def hits_stay(fleet):
     """Each turn after the first starts from the states of the last one, whichever replica has them."""
+    # The replica that has the first conversation compiles most programs, and the other one reads them from the cache.
+    converse(fleet, "Is anyone there?")
     before = fleet.replicas()
     conversations = converse_all(fleet, "First")
     cached = 0
