@@ -173,8 +173,9 @@ def _serve_together(options: argparse.Namespace) -> int:
     import jax
 
     from mamba_align_jax.engine.text import load_tokenizer
+    from mamba_align_jax.errors import ProcessLostError
     from mamba_align_jax.models import load_model
-    from mamba_align_jax.processes import Processes
+    from mamba_align_jax.processes import EXIT_STATUS, Processes
 
     serving.make_settings(options)
     size = options.tensor_parallel_size
@@ -185,7 +186,11 @@ def _serve_together(options: argparse.Namespace) -> int:
         with _loading() as loaded, jax.default_device(jax.local_devices(backend="cpu")[0]):
             model = load_model(options.model, options.dtype, loaded)
         if not processes.is_leader:
-            processes.follow(model)
+            try:
+                processes.follow(model)
+            except ProcessLostError as lost:
+                print(f"mamba-align: {lost}", file=sys.stderr)
+                return EXIT_STATUS
             return 0
         tokenizer = load_tokenizer(options.model)
         return serving.run(options, lambda config: processes.lead(model, config, tokenizer=tokenizer))

@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "mamba_align_jax.chat": ("mamba_align_jax.engine",),
     "mamba_align_jax.cli": (
         "mamba_align_jax._values",
+        "mamba_align_jax.errors",
         "mamba_align_jax.chat",
         "mamba_align_jax.data",
         "mamba_align_jax.engine",
