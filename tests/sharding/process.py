@@ -7,7 +7,6 @@ it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then
 raises.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -137,9 +136,6 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
             processes.follow(model)
             return
         found, engine = serve(functools.partial(processes.lead, model), int("interrupt" in tasks))
-        with contextlib.suppress(ValueError):
-            engine.export_prefix([1, 2, 3])
-            raise AssertionError("no process has all bytes of a state")
         print(json.dumps(found), flush=True)
         if "work" in tasks:
             work(engine)
