@@ -128,7 +128,7 @@ def _conversations(of: Circumstances) -> list[_Conversation]:
     ]
 
 
-def _router(policy: str, router: StateRouter) -> Callable[[Tokens, dict[int, int]], int]:
+def _router(policy: str, router: StateRouter[int]) -> Callable[[Tokens, dict[int, int]], int]:
     """Returns what chooses one of the replicas with a free place, which come with their numbers of requests."""
     turn = iter(range(10**9))
 
@@ -139,8 +139,7 @@ def _router(policy: str, router: StateRouter) -> Callable[[Tokens, dict[int, int
     def in_turn(tokens: Tokens, loads: dict[int, int]) -> int:
         return list(loads)[next(turn) % len(loads)]
 
-    by_states = lambda tokens, loads: router.choose(tokens, loads)
-    return {"states": by_states, "pages": by_pages, "round_robin": in_turn}[policy]
+    return {"states": router.choose, "pages": by_pages, "round_robin": in_turn}[policy]
 
 
 def simulate(of: Circumstances, policy: str) -> Row:

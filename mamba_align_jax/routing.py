@@ -6,6 +6,7 @@ over a network, `mamba_align_jax.serve.event_stream`.
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import (
@@ -17,6 +18,9 @@ from mamba_align_jax.cache.events import (
     block_hash,
 )
 from mamba_align_jax.cache.hashing import HashChain
+
+# What names a replica.
+R = TypeVar("R", bound=Hashable)
 
 
 @dataclass
@@ -78,14 +82,14 @@ class Reach:
     num_paged_tokens: int
 
 
-class StateRouter:
+class StateRouter(Generic[R]):
     """Sends each prompt to the replica that resumes it from the most tokens.
 
     Attributes:
         mirrors: What each replica has cached.
     """
 
-    def __init__(self, replicas: Iterable[Hashable], page_size: int) -> None:
+    def __init__(self, replicas: Iterable[R], page_size: int) -> None:
         """Makes a router over replicas whose caches are empty.
 
         Args:
@@ -97,10 +101,10 @@ class StateRouter:
             ValueError: There is no replica, or the page size is no size.
         """
         self.page_size = values.integer("StateRouter: page_size", page_size, 1)
-        self.mirrors = {replica: CacheMirror() for replica in replicas}
+        self.mirrors: dict[R, CacheMirror] = {replica: CacheMirror() for replica in replicas}
         values.require(bool(self.mirrors), "StateRouter: replicas", "at least one name", replicas)
 
-    def apply(self, replica: Hashable, events: Iterable[CacheEvent]) -> None:
+    def apply(self, replica: R, events: Iterable[CacheEvent]) -> None:
         """Follows what a replica reports.
 
         Raises:
@@ -108,16 +112,14 @@ class StateRouter:
         """
         self._known(replica).apply(events)
 
-    def reaches(self, tokens: Sequence[int], salt: bytes = b"") -> dict[Hashable, Reach]:
+    def reaches(self, tokens: Sequence[int], salt: bytes = b"") -> dict[R, Reach]:
         """Returns how much of a prompt each replica has cached under a salt."""
         values.tokens("StateRouter: tokens", tokens)
         chain, size = HashChain(self.page_size, salt), self.page_size
         hashes = [block_hash(chain.at(tokens, end)) for end in range(size, len(tokens), size)]
         return {replica: mirror.reach(hashes, size) for replica, mirror in self.mirrors.items()}
 
-    def choose(
-        self, tokens: Sequence[int], loads: Mapping[Hashable, float] | None = None, salt: bytes = b""
-    ) -> Hashable:
+    def choose(self, tokens: Sequence[int], loads: Mapping[R, float] | None = None, salt: bytes = b"") -> R:
         """Returns the replica from whose state the prompt starts after the most tokens.
 
         Among equals it is the one with the least load, then the one with the most pages, and then the first.
@@ -137,13 +139,13 @@ class StateRouter:
             self._known(replica)
         reaches = self.reaches(tokens, salt)
 
-        def worth(replica: Hashable) -> tuple[float, float, float]:
+        def worth(replica: R) -> tuple[float, float, float]:
             reach = reaches[replica]
             return reach.num_resumable_tokens, -loads[replica], reach.num_paged_tokens
 
         return max(loads, key=worth)
 
-    def _known(self, replica: Hashable) -> CacheMirror:
+    def _known(self, replica: R) -> CacheMirror:
         mirror = values.known(self.mirrors, replica)
         if mirror is None:
             raise ValueError(f"StateRouter: replica must be one of {list(self.mirrors)}, got {replica!r}")

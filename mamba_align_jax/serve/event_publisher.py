@@ -96,7 +96,7 @@ class EventPublisher:
             (socket.bind if is_bound else socket.connect)(endpoint)
         except zmq.ZMQError as error:
             raise ValueError(f"endpoint must be a ZMQ address that is free, got {endpoint!r}: {error}") from error
-        return socket, socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode() if is_bound else endpoint
+        return socket, socket.get_string(zmq.LAST_ENDPOINT) if is_bound else endpoint
 
     def _run(self) -> None:
         while True:
