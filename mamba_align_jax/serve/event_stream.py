@@ -84,7 +84,7 @@ def encode(time: float, events: Iterable[cache.CacheEvent], *, states: bool) -> 
     for event in events:
         last = written[-1] if written else None
         match event:
-            case cache.PageStored() if isinstance(last, BlockStored) and last.block_hashes[-1] == event.parent:
+            case cache.PageStored() if isinstance(last, BlockStored) and _continues(event, last):
                 last.block_hashes.append(event.block_hash)
                 last.token_ids.extend(event.tokens)
                 if last.extra_keys is not None:
@@ -115,6 +115,11 @@ def decode(payload: bytes) -> tuple[float, tuple[cache.CacheEvent, ...]]:
     except msgspec.MsgspecError as error:
         raise ValueError(f"decode: payload must be a batch of cache events, and it is not: {error}") from error
     return batch.ts, tuple(event for written in batch.events for event in _events(written))
+
+
+def _continues(page: cache.PageStored, last: BlockStored) -> bool:
+    """Whether a page can be told together with those before it. An imported page has no tokens, unlike the others."""
+    return last.block_hashes[-1] == page.parent and last.block_size == len(page.tokens)
 
 
 def _block_stored(page: cache.PageStored) -> BlockStored:
