@@ -41,9 +41,12 @@ clients: $(VENV)/ready
 replicas: $(VENV)/ready
 	$(BIN)/python tests/replicas/run.py $(REPLICAS_ARGS)
 
-# This library inside other people's stacks. SGLANG_JAX is a clone of sglang-jax; docs/integrations.md names the commit.
+# This library inside other people's stacks. SGLANG_JAX is a clone of sglang-jax, TPU_INFERENCE an unpacked wheel of
+# tpu-inference; docs/integrations.md names the versions.
 integrations: $(VENV)/ready
-	$(BIN)/python tests/integrations/run.py $(SGLANG_JAX) $(INTEGRATIONS_ARGS)
+	@test -n "$(SGLANG_JAX)$(TPU_INFERENCE)" || { echo "give SGLANG_JAX=DIR or TPU_INFERENCE=DIR"; exit 1; }
+	$(if $(SGLANG_JAX),$(BIN)/python tests/integrations/run.py $(SGLANG_JAX) $(INTEGRATIONS_ARGS))
+	$(if $(TPU_INFERENCE),$(BIN)/python tests/integrations/run_tpu_inference.py $(TPU_INFERENCE))
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

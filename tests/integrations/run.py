@@ -44,17 +44,18 @@ def newer_python():
     for path in (shutil.which("python3.12"), *sorted(root.glob("3.12.*/bin/python3.12"), reverse=True)):
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             return path
-    raise SystemExit("integrations: no python3.12 found, which sglang-jax runs on")
+    raise SystemExit("integrations: no python3.12 found, which the other stacks run on")
 
 
-def environment():
-    """Makes sglang-jax's environment unless its requirements are those of the last time. Returns its Python."""
-    wanted, folder = (HERE / "sglang_jax.txt").read_text(), BUILD / "sglang_jax"
+def environment(stack):
+    """Makes a stack's environment unless its requirements are those of the last time. Returns its Python."""
+    requirements = HERE / f"{stack}.txt"
+    wanted, folder = requirements.read_text(), BUILD / stack
     stamp = folder / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([newer_python(), "-m", "venv", folder], check=True)
-        command = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-r", HERE / "sglang_jax.txt"]
+        command = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-r", requirements]
         subprocess.run(command, check=True)
         stamp.write_text(wanted)
     return folder / "bin" / "python"
@@ -76,7 +77,7 @@ def main():
     parser.add_argument("--tests", nargs="*", default=TESTS, help="sglang-jax's tests to run on our backends")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
-    python, begin = options.python or environment(), time.monotonic()
+    python, begin = options.python or environment("sglang_jax"), time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begin:4.0f} s: {text}", flush=True)
     out = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     say(f"sglang-jax {out('git', '-C', options.sglang_jax, 'log', '-1', '--format=%H of %cs')}")

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
+from mamba_align_jax.integrations.tpu_inference import conv1d_gdn
 
 ROWS, KEY_HEADS, HEADS, DIM, WIDTH, BLOCKS = 4, 2, 4, 128, 4, 33
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -26,12 +27,30 @@ def test_a_step_is_triton_kernels_over_donated_pools(decode, per_channel):
     rows = BlockRows(ints(ROWS + 1), ints(ROWS), array(ROWS, dtype=jnp.bool_), ints(ROWS), ints(ROWS))
     pools = array(BLOCKS, channels, WIDTH - 1), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)
     step = jax.jit(functools.partial(delta_rule_step, decode=decode), donate_argnums=(5, 6))
+    tokens = array(tokens, channels), array(tokens, *gate), array(tokens, HEADS)
+    # The convolution, the recurrence (one kernel, or several for prompts) and a copy of each pool.
+    assert_kernels_over_pools(lambda: step.trace(*tokens, weights, rows, *pools), 4)
+
+
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.deep), 2])
+def test_a_step_of_tpu_inference_is_triton_kernels_over_donated_pools(drafts):
+    tokens, channels = 100, (2 * KEY_HEADS + HEADS) * DIM
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    ints = functools.partial(array, dtype=jnp.int32)
+    sizes = dict(n_kq=KEY_HEADS, n_v=HEADS, d_k=DIM, d_v=DIM, kernel_size=WIDTH, num_spec_tokens=drafts)
+    arguments = [array(tokens, channels), array(tokens, HEADS), array(tokens, HEADS)]
+    arguments += [array(BLOCKS, WIDTH - 1, channels), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)]
+    arguments += [array(channels, 1, WIDTH), array(channels), array(HEADS), array(HEADS)]
+    arguments += [ints(ROWS + 1), ints(ROWS), ints(3), ints(ROWS), ints(ROWS), ints(ROWS)]
+    # The convolution, the recurrence of decode and verify rows, and three kernels for prompts.
+    assert_kernels_over_pools(lambda: conv1d_gdn.trace(*arguments, **sizes), 5)
+
+
+def assert_kernels_over_pools(trace, kernels):
     mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=H200)
     with use_abstract_mesh(mesh):
-        traced = step.trace(array(tokens, channels), array(tokens, *gate), array(tokens, HEADS), weights, rows, *pools)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # The convolution, the recurrence (one kernel, or several for prompts) and a copy of each pool.
-    assert text.count("__gpu$xla.gpu.triton") >= 4
+        text = trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= kernels
     assert text.count("tf.aliasing_output") == 2
     # Nothing but kernels and reshapes touches the pool of states.
     pool = f"tensor<{BLOCKS}x{HEADS}x{DIM}x{DIM}xf32>"
