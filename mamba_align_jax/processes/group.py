@@ -43,7 +43,7 @@ _NO_WORDS = np.zeros(0, np.int32)
 class Processes:
     """The processes that run one engine over the devices of all of them.
 
-    Every process runs the same script. Process 0 leads, and the others follow.
+    Every process runs the same script. Process 0 leads, and the others follow::
 
         with Processes("host0:12345", num_processes=2, process_id=int(sys.argv[1])) as processes:
             model = load_model("MODEL")
