@@ -1,5 +1,6 @@
 """What every test run needs before JAX starts: environment, compilation cache, depth, and warnings that are errors."""
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -64,6 +65,15 @@ SLOWEST = (
         "test_cli.py",
     ),
 )
+
+
+# Without the extra `serve`, as on a machine that only has the core's dependencies, the server's tests are left out.
+collect_ignore = [] if importlib.util.find_spec("starlette") else ["serve"]
+
+
+def pytest_report_header():
+    """Says what is left out."""
+    return ["tests/serve is left out: the extra `serve` is not installed"] if collect_ignore else []
 
 
 def pytest_addoption(parser):
