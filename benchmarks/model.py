@@ -43,8 +43,8 @@ from mamba_align_jax.sharding import AXIS
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
 # The pools hold 256 requests of 4096 tokens with their states, and little more.
 CONFIGURATION: dict[str, Any] = dict(
-    block_size=512, kv_page_size=16, max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=140000,
-    async_stepping=True, num_state_blocks=1000, num_kv_pages=72000,
+    prefix_cache="all", block_size=512, kv_page_size=64, max_num_batched_tokens=8192, max_num_seqs=256,
+    max_model_len=140000, async_stepping=True, num_state_blocks=1000, num_kv_pages=18000,
 )  # fmt: skip
 STEPS = 32  # of which the median is taken
 LONGEST = 15  # kernels that a row lists

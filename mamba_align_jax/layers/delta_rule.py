@@ -5,7 +5,6 @@ The equations and their sources are in the docstrings of `pallas_kernels.gated_d
 """
 
 import jax
-import jax.numpy as jnp
 
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
@@ -40,7 +39,8 @@ def convolved_delta_rule(
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
     Args:
-        qkv: Projected queries, keys and values side by side, before the convolution. [tokens, channels]
+        qkv: Projected queries, keys and values side by side, before the convolution. In a step without decode and verify
+            rows, other channels may follow, which are ignored. [tokens, channels]
         a: Raw decay projection. [tokens, value_heads], or [tokens, value_heads, key_dim] for a decay per key channel.
         b: Raw beta projection. [tokens, value_heads]
         conv_weight: Taps of the convolution. [width, channels]
@@ -59,15 +59,15 @@ def convolved_delta_rule(
         The outputs [tokens, value_heads, value_dim] and the updated pools.
     """
     value_heads, value_dim, key_dim = state_dims(recurrent, state_layout)
-    keys = (qkv.shape[1] - value_heads * value_dim) // 2
+    keys = (conv_weight.shape[1] - value_heads * value_dim) // 2
     gates = dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval)
     layer = at.layer
     of_windows = dict(layout=window_layout, implementation=at.implementation)
     of_states = dict(layout=state_layout, implementation=at.implementation)
 
-    def convolve(op, rows: LayerRows, qkv, conv, **checkpoints):
+    def convolve(op, rows: LayerRows, qkv, conv, **options):
         where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-        return op(qkv, conv, layer, conv_weight, None, *where, **checkpoints, **of_windows)
+        return op(qkv, conv, layer, conv_weight, None, *where, **options, **of_windows)
 
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
         qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
@@ -78,8 +78,8 @@ def convolved_delta_rule(
         return out, conv, recurrent
 
     def prefill(rows: LayerRows, qkv, a, b, conv, recurrent):
-        qkv, conv = convolve(causal_conv1d_prefill, rows, qkv, conv, **rows.checkpoints)
-        q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
+        parts = keys, keys, value_heads * value_dim
+        (q, k, v), conv = convolve(causal_conv1d_prefill, rows, qkv, conv, parts=parts, **rows.checkpoints)
         q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
         g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias, **gates)
         assert at.chunks is not None, "a step with prefill rows has chunks"

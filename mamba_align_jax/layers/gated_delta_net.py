@@ -86,7 +86,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
         conv, recurrent = pools
-        qkv, z, b, a = self.in_proj_qkvzba(x)
+        qkv, z, b, a = self.in_proj_qkvzba.with_wide_first(x, is_wide=not at.has_decode_rows)
         out, conv, recurrent = convolved_delta_rule(
             qkv,
             a=a,

@@ -97,7 +97,7 @@ class KimiDeltaAttention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
 
-        qkv, b, f, g = self.in_proj_qkvbfg(x)
+        qkv, b, f, g = self.in_proj_qkvbfg.with_wide_first(x, is_wide=not at.has_decode_rows)
         out, conv, recurrent = convolved_delta_rule(
             qkv,
             a=heads(f if self.f_b_proj is None else self.f_b_proj(f)),

@@ -63,15 +63,31 @@ class Linear(nnx.Module):
         outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
         return outs[0] if self._is_whole else outs
 
+    def with_wide_first(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, ...]:
+        """Takes [tokens, in] to the parts, of which the first may have the columns of the others behind its own.
+
+        Cutting the first part of a long prompt's product off would be a copy. Kernels can do without it.
+
+        Args:
+            x: The inputs.
+            is_wide: Whether what reads the first part ignores the columns behind its own.
+        """
+        if not is_wide or self.axis is not None:
+            return self(x)
+        (whole,) = self._product(self._rows(x))
+        ends = list(itertools.accumulate(self.parts))
+        return whole, *jnp.split(whole, ends[:-1], axis=1)[1:]
+
     def gated(self, x: jax.Array) -> jax.Array:
         """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts."""
         (out,) = self._product(self._rows(x), is_gated=True)
         return out
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """Computes the product of [tokens, in] as float32 sums [shares, tokens, out], whose total over the shares it is.
+        """Computes the product of [tokens, in] as sums [shares, tokens, out], whose total over the shares it is.
 
-        If the inputs are split over devices, there is one share, the same bits on all of them.
+        The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs
+        are split over devices, there is one share, the same bits on all of them.
         """
         rows, weight = self._rows(x), self.weight[...]
         if self.axis is None and self.bias is None:

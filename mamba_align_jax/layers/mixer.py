@@ -48,7 +48,7 @@ class Mixer(Protocol):
             *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
 
         Returns:
-            The outputs [tokens, hidden], or float32 sums [shares, tokens, hidden] whose total over the shares they are (see
+            The outputs [tokens, hidden], or sums [shares, tokens, hidden] whose total over the shares they are (see
             `Linear.sums`), finite for padding tokens too, followed by the updated pools.
         """
         ...

@@ -27,7 +27,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
+        """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`."""
         return self.down_proj.sums(self.gate_up_proj.gated(x))
 
     def split(self, cut: Cut) -> None:

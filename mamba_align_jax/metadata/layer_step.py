@@ -74,6 +74,11 @@ class LayerStep:
     implementation: Implementation | None = field(default=None, metadata=dict(static=True))
 
     @property
+    def has_decode_rows(self) -> bool:
+        """Whether the step may have decode and verify rows. Static."""
+        return self.rows.decode.num_rows > 0
+
+    @property
     def token_pages(self) -> TokenPages:
         """`pages`, which attention layers need.
 

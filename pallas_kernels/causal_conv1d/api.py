@@ -19,10 +19,13 @@ Pool = Float[Array, "layers blocks window channels"]
 PoolDS = Float[Array, "layers blocks channels window"]
 
 
-def _check(name: str, x: jax.Array, pool: jax.Array, width: int, activation: Activation, layout: WindowLayout) -> None:
+def _check(
+    name: str, x: jax.Array, pool: jax.Array, weight: jax.Array, activation: Activation, layout: WindowLayout
+) -> None:
     check_layout(name, layout, WindowLayout)
+    width, wanted = weight.shape
     window, channels = pool.shape[2:] if layout == "SD" else pool.shape[:1:-1]
-    require(channels == x.shape[1], f"{name}: pool must have {x.shape[1]} channels as {layout}, got {list(pool.shape)}")
+    require(channels == wanted, f"{name}: pool must have {wanted} channels as {layout}, got {list(pool.shape)}")
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
     require(2 <= width <= 5, f"{name}: weight must have 2 to 5 taps, got {width}")
     require(window >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {window}")
@@ -88,7 +91,7 @@ def causal_conv1d_update(
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    _check("causal_conv1d_update", x, pool, weight.shape[0], activation, layout)
+    _check("causal_conv1d_update", x, pool, weight, activation, layout)
     operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
@@ -98,8 +101,8 @@ def causal_conv1d_update(
 @renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_prefill(
-    x: Float[Array, "tokens channels"],
-    pool: Pool | PoolDS,
+    x: Float[Array, "tokens _"],
+    pool: Float[Array, "layers blocks _ _"],
     layer: int | Int32[Array, ""],
     weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
@@ -111,11 +114,12 @@ def causal_conv1d_prefill(
     checkpoint_block: Int32[Array, "rows checkpoints"] | None = None,
     *,
     activation: Activation = "silu",
+    parts: tuple[int, ...] | None = None,
     layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
+) -> tuple[Float[Array, "tokens channels"] | tuple[Float[Array, "tokens _"], ...], Float[Array, "layers blocks _ _"]]:
     """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
 
     The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer
@@ -123,9 +127,10 @@ def causal_conv1d_prefill(
     however its tokens were split over calls. "xla" can be differentiated.
 
     Args:
-        x: Inputs of all rows, packed.
-        pool: Windows of all layers and blocks, the oldest input first. It is updated in place if the enclosing jit
-            donates it, and copied otherwise.
+        x: Inputs of all rows, packed. Channels after those of `weight` are ignored, so that a part of a wider product
+            need not be copied out of it.
+        pool: Windows of all layers and blocks in `layout`, the oldest input first. It is updated in place if the enclosing
+            jit donates it, and copied otherwise.
         layer: The layer whose blocks are read and written.
         weight: Taps; the last one is for the current token.
         bias: Bias that is added before the activation, or None.
@@ -139,6 +144,7 @@ def causal_conv1d_prefill(
         checkpoint_block: The block that receives each checkpoint. NULL_BLOCK means no checkpoint, whatever its offset.
             It may be the row's own read block.
         activation: The activation function, "silu" or None.
+        parts: Sizes of the outputs, into which the channels are cut. None returns one array, which is no tuple.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
@@ -146,20 +152,27 @@ def causal_conv1d_prefill(
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
+        The outputs in x's dtype, one array or a tuple of one for each of `parts`, which are 0 for tokens after the last
+        row; and the updated pool.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract, or if only one of the checkpoint arguments is given.
+        ValueError: if a shape or dtype breaks the contract, if `parts` are not all channels, or if only one of the
+            checkpoint arguments is given.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    _check("causal_conv1d_prefill", x, pool, weight.shape[0], activation, layout)
-    check_checkpoints("causal_conv1d_prefill", checkpoint_offset, checkpoint_block)
-    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
+    name, channels = "causal_conv1d_prefill", weight.shape[1]
+    _check(name, x, pool, weight, activation, layout)
+    check_checkpoints(name, checkpoint_offset, checkpoint_block)
+    require(x.shape[1] >= channels, f"{name}: x must have at least weight's {channels} channels, got {x.shape[1]}")
+    sizes = (channels,) if parts is None else tuple(parts)
+    require(sum(sizes) == channels and min(sizes) > 0, f"{name}: the sum of parts must be {channels}, got {parts}")
     if x.shape[0] == 0 or read_block.shape[0] == 0:
-        return jnp.zeros_like(x), pool
-    return _prefill(
-        (*operands, checkpoint_offset, checkpoint_block), activation, layout, implementation, config, interpret
-    )
+        outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
+    else:
+        operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
+        operands += checkpoint_offset, checkpoint_block
+        outs, pool = _prefill(operands, activation, sizes, layout, implementation, config, interpret)
+    return (outs[0] if parts is None else outs), pool
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
@@ -174,9 +187,9 @@ def _update(operands, activation, layout, implementation, config, interpret):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
-def _prefill(operands, activation, layout, implementation, config, interpret):
-    options = dict(activation=activation, layout=layout)
+@functools.partial(jax.jit, static_argnames=("activation", "parts", "layout", "implementation", "config", "interpret"))
+def _prefill(operands, activation, parts, layout, implementation, config, interpret):
+    options = dict(activation=activation, parts=parts, layout=layout)
     return dispatch(
         "causal_conv1d_prefill",
         implementation,

@@ -8,7 +8,7 @@ apart, but all rows of a channel share a sector of the cache, so only the first 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -132,10 +132,20 @@ def causal_conv1d_update(
 
 
 def _prefill_kernel(
-    refs: Refs, *, tile: int, block: int, activation: str | None, layout: WindowLayout, interpret: bool
+    refs: Refs,
+    *,
+    tile: int,
+    block: int,
+    activation: str | None,
+    parts: Sequence[int],
+    layout: WindowLayout,
+    interpret: bool,
 ) -> None:
-    """Runs one row's beginning, or one block of tokens, for a tile of channels. Updates `pool` and writes `y`."""
-    (tokens, channels), rows, width = refs.x.shape, refs.read_block.shape[0], refs.weight.shape[0]
+    """Runs one row's beginning, or one block of tokens, for a tile of channels.
+
+    Updates `pool` and writes the outputs `part0`, `part1`, ..
+    """
+    tokens, rows, (width, channels) = refs.x.shape[0], refs.read_block.shape[0], refs.weight.shape
     activate = functools.partial(pt.silu, interpret=interpret) if activation == "silu" else None
     channel, inside = pt.lanes(pt.program_id(0), tile, channels)
     # The first programs have a row each. They do everything that needs the row's initial window: they run the row's
@@ -201,7 +211,13 @@ def _prefill_kernel(
             y = _output(inputs[t : t + width], taps, bias, activate)
             of_row = is_row & (token < end) & (t < width - 1)
             live = inside & (of_row | ~is_row & (past_first | (token >= total)) & (token < tokens))
-            pt.store(refs.y.at[token, channel], jnp.where(token < total, y, 0.0).astype(refs.y.dtype), mask=live)
+            y = jnp.where(token < total, y, 0.0).astype(refs.x.dtype)
+            begin = 0
+            for number, size in enumerate(parts):
+                place = channel - begin
+                in_part = live if len(parts) == 1 else live & (place >= 0) & (place < size)
+                pt.store(getattr(refs, f"part{number}").at[token, place], y, mask=in_part)
+                begin += size
 
 
 def causal_conv1d_prefill(
@@ -218,18 +234,19 @@ def causal_conv1d_prefill(
     checkpoint_block: jax.Array | None = None,
     *,
     activation: str | None,
+    parts: tuple[int, ...],
     layout: WindowLayout,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launches the prefill kernel. See api.py."""
     config = config or default_prefill_config(layout)
     block = max(config.block, weight.shape[0] - 1)
-    options = dict(activation=activation, layout=layout, interpret=interpret)
+    options = dict(activation=activation, parts=parts, layout=layout, interpret=interpret)
     results = pt.call(
         functools.partial(_prefill_kernel, tile=config.tile, block=block, **options),
         name="causal_conv1d_prefill",
-        grid=(-(-x.shape[1] // config.tile), read_block.shape[0] + -(-x.shape[0] // block)),
+        grid=(-(-weight.shape[1] // config.tile), read_block.shape[0] + -(-x.shape[0] // block)),
         inputs=dict(
             x=x,
             layer=layer,
@@ -242,9 +259,12 @@ def causal_conv1d_prefill(
             checkpoint_offset=checkpoint_offset,
             checkpoint_block=checkpoint_block,
         ),
-        outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        outputs={
+            f"part{number}": jax.ShapeDtypeStruct((x.shape[0], size), x.dtype) for number, size in enumerate(parts)
+        },
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return results["y"], results["pool"]
+    pool = results.pop("pool")
+    return tuple(results.values()), pool

@@ -1,5 +1,7 @@
 """causal_conv1d in plain jax.numpy."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -98,9 +100,11 @@ def causal_conv1d_prefill(
     checkpoint_block: jax.Array | None = None,
     *,
     activation: str | None,
+    parts: tuple[int, ...],
     layout: WindowLayout,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Convolves rows of any length. See api.py."""
+    x = x[:, : weight.shape[1]]
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     history = _history(pool, layer, read_block, window_row, width, layout)
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
@@ -109,4 +113,5 @@ def causal_conv1d_prefill(
         at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
         kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
         pool = _keep(pool, layer, block[:, n], kept, layout)
-    return y, pool
+    ends = itertools.accumulate(parts)
+    return tuple(y[:, end - size : end] for end, size in zip(ends, parts, strict=True)), pool

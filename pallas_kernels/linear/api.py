@@ -79,12 +79,15 @@ def linear_sums(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "shares tokens outputs"]:
-    """Multiplies every token by weights, and returns float32 sums whose total over the shares is x weight^T.
+    """Multiplies every token by weights, and returns sums whose total over the shares is x weight^T.
 
     A product with few outputs keeps a GPU busy only if several programs divide the inputs of each output among them. What
     reads the product, such as `add_rms_norm`, adds their sums on the way, and no kernel is launched for it. How many shares
     there are depends on shapes and `config` only, and how the product is divided among them on the implementation: "xla"
     puts all of it into the first share.
+
+    The sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to x's dtype, because writing and reading
+    float32 ones would take longer than the rest of the addition.
 
     See `linear` for the arguments, numerics and errors.
     """

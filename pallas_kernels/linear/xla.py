@@ -20,16 +20,19 @@ def linear(
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
-    # The products of many tokens are rounded at once: cuBLAS does it, and float32 ones would take long to write.
-    rounded = x.shape[0] > MAX_TOKENS and jnp.dtype(out_dtype) == x.dtype
-    total = _product(x, weight, x.dtype if rounded else jnp.float32)
+    total = _product(x, weight, _dtype(x) if jnp.dtype(out_dtype) == x.dtype else jnp.float32)
     return finish(total.astype(jnp.float32), bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
 
 
 def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int) -> jax.Array:
     """See api.py."""
-    total = _product(x, weight, jnp.float32)[None]
+    total = _product(x, weight, _dtype(x))[None]
     return total if shares == 1 else jnp.pad(total, ((0, shares - 1), (0, 0), (0, 0)))
+
+
+def _dtype(x: jax.Array) -> jnp.dtype:
+    """The dtype of a product: those of many tokens are rounded by cuBLAS, and float32 ones would take long to write."""
+    return x.dtype if x.shape[0] > MAX_TOKENS else jnp.dtype(jnp.float32)
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -39,10 +39,11 @@ class _Tile(NamedTuple):
     find: Callable[[], tuple[jax.Array, jax.Array]]
 
 
-def _own_tile(refs, rows: int, experts: int) -> _Tile:
+def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
     """The tile that begins with the program's pair.
 
-    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have none.
+    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have none. With a single token,
+    whose experts differ as a rule, each pair is a tile, and no program has to look at the others.
     """
     begin, num_pairs = pt.program_id(1), refs.chosen.shape[0]
     expert = refs.chosen[begin]
@@ -50,6 +51,11 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
     def same(pair):
         """Whether each pair has the program's expert, as int32."""
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
+
+    in_range = (expert >= 0) & (expert < experts)
+    if is_single:
+        lane, _ = pt.lanes(0, rows, rows)
+        return _Tile(expert, in_range, lambda: (jnp.where(lane == 0, begin, num_pairs), lane == 0))
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
     first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
@@ -71,8 +77,7 @@ def _own_tile(refs, rows: int, experts: int) -> _Tile:
         _, found = jax.lax.fori_loop(jax.lax.div(begin, jnp.int32(_BLOCK)), blocks, search, carry)
         return jnp.where(found > 0, found - 1, num_pairs), found > 0
 
-    exists = (expert >= 0) & (expert < experts) & (jax.lax.rem(first, jnp.int32(rows)) == 0)
-    return _Tile(expert, exists, find)
+    return _Tile(expert, in_range & (jax.lax.rem(first, jnp.int32(rows)) == 0), find)
 
 
 def _sorted_tile(refs, rows: int) -> _Tile:
@@ -93,6 +98,7 @@ def _kernel(
     *,
     rows: int,
     product: Product,
+    is_single: bool,
     pairs_per_input: int,
     parts: int,
     activate: Callable[..., jax.Array],
@@ -102,7 +108,7 @@ def _kernel(
     experts, outputs, inputs = refs.weights.shape
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
-    tile = _own_tile(refs, rows, experts) if refs.order is None else _sorted_tile(refs, rows)
+    tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -162,10 +168,11 @@ def mixture_of_experts(
         cut = tiles(flat, experts, config.rows)
         where, slots = cut._asdict(), cut.start.shape[0]
     parts, activate = ACTIVATIONS[activation]
+    shared = dict(is_single=chosen.shape[0] == 1, interpret=interpret)
 
     def multiply(name, x, weights, outputs, product, **options):
         return pt.call(
-            functools.partial(_kernel, rows=config.rows, product=product, interpret=interpret, **options),
+            functools.partial(_kernel, rows=config.rows, product=product, **shared, **options),
             name=f"mixture_of_experts_{name}",
             # The programs of one tile are neighbours, because they share its inputs.
             grid=(-(-outputs // product.columns), slots),

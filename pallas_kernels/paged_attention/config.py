@@ -9,8 +9,8 @@ class Config:
 
     The keys of a row are cut into splits of `split` positions, at multiples of it. Share s of a row is its splits s,
     s + shares, s + 2 shares and so on. A program attends a tile of queries to one share after another, and a second kernel
-    merges the shares of each token. Every field but `programs` can change bits, so only `programs` follows the number of
-    rows.
+    merges the shares of each token. Every field but `num_stages` and `programs` can change bits, so only these two follow
+    the number of rows.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
@@ -53,6 +53,15 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         block = 64 if row_bytes <= 1024 else 32
         num_stages = 3 if row_bytes <= 1024 and not is_prompt else 2
     return Config(queries, block, split, shares, num_warps, num_stages)
+
+
+def default_stages(config: Config, num_tiles: int) -> int:
+    """The pipelining depth for `num_tiles` tiles, at most the configuration's.
+
+    The programs of a few tiles need depth to keep the memory busy. With many tiles, the programs that share a core do so,
+    and less depth lets more of them share it: from 64 tiles on, two stages were up to 6 % faster than three on an H200.
+    """
+    return min(config.num_stages, 2) if num_tiles >= 64 else config.num_stages
 
 
 def default_programs(config: Config, num_tiles: int, *, is_prompt: bool) -> int:

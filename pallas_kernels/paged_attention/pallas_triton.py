@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.paged_attention._tiles import keys_of_tokens, tiles
-from pallas_kernels.paged_attention.config import Config, default_config, default_programs
+from pallas_kernels.paged_attention.config import Config, default_config, default_programs, default_stages
 from pallas_kernels.rows import token_rows
 
 _LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
@@ -254,7 +254,9 @@ def paged_attention(
     tile = _tile(heads // kv_heads, used, max_query_tokens)
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
-    programs = used.programs or default_programs(used, grid[0] * grid[1], is_prompt=is_prompt)
+    num_tiles = grid[0] * grid[1]
+    programs = used.programs or default_programs(used, num_tiles, is_prompt=is_prompt)
+    num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     of_shares = (used.shares, num_tokens, heads)
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -281,7 +283,7 @@ def paged_attention(
         ),
         updates={},
         num_warps=used.num_warps,
-        num_stages=used.num_stages,
+        num_stages=num_stages,
         interpret=interpret,
     )
     out = attended.pop("out")

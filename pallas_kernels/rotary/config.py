@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-_ELEMENTS = 2048  # of a tile; by reasoning
+_ELEMENTS = 2048  # of a tile
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class Config:
 def default_config(dim: int) -> Config:
     """Returns the configuration for heads of `dim` dims.
 
-    It does not depend on the number of tokens, because it can change the order of a norm's sum.
+    It does not depend on the number of tokens, because it can change the order of a norm's sum. It is among the fastest of
+    `benchmarks.rotary --tune` for 1 to 8192 tokens with heads of 128 and 256 on an H200 with JAX 0.11.2.
     """
+    if dim >= 256:
+        return Config(heads=1, num_warps=2)
     return Config(heads=max(1, _ELEMENTS >> max(dim - 1, 0).bit_length()), num_warps=4)

@@ -298,6 +298,24 @@ def test_a_prefill_chunk_may_follow_a_verify_step(rng, implementation):
     np.testing.assert_array_equal(chunk, whole[2:])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_prefill_ignores_other_channels_and_cuts_its_outputs(rng, implementation):
+    lengths = [5, 0, 19]
+    x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, bias=True)
+    x, pool, weight, bias = exact(implementation, x, pool, weight, bias)
+    wide = jnp.concatenate([x, jnp.full((x.shape[0], 7), jnp.nan, x.dtype)], axis=1)
+    rows = pack(lengths), jnp.array([3, 0, 4]), jnp.array([0, 0, 0]), jnp.array([6, 0, 8])
+    run = lambda x, **options: causal_conv1d_prefill(
+        x, pool, LAYER, weight, bias, *rows, **options, **how_prefill(implementation)
+    )
+    y, after = run(x)
+    parts = 3, 1, CHANNELS - 4
+    outs, after_parts = run(wide, parts=parts)
+    assert tuple(out.shape[1] for out in outs) == parts
+    np.testing.assert_array_equal(jnp.concatenate(outs, axis=1), y)
+    assert_untouched(after, after_parts, written=())
+
+
 def test_empty_arrays_return_at_once(rng):
     x, pool, weight, _ = make(rng, [2], 4, jnp.float32)
     none = jnp.zeros((0,), jnp.int32)
@@ -318,12 +336,17 @@ def test_errors_name_the_bad_argument(rng):
             op(x, pool, 0, jnp.ones((6, CHANNELS)), None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="at least 4 window rows, got 3"):
             op(x, pool, 0, jnp.ones((5, CHANNELS)), None, pack([2]), row, row, row)
-        with pytest.raises(ValueError, match="pool must be Float"):
+        with pytest.raises(ValueError, match=r"pool must (be Float|have 8 channels as SD)"):
             op(x[:, :8], pool, 0, weight[:, :8], None, pack([2]), row, row, row)
         with pytest.raises(ValueError, match="layout must be 'SD' or 'DS', got 'ds'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, layout="ds")
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
+    for parts in ((8, 8), (CHANNELS, 0)):
+        with pytest.raises(ValueError, match=rf"the sum of parts must be {CHANNELS}, got \({parts[0]}, {parts[1]}\)"):
+            causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, parts=parts)
+    with pytest.raises(ValueError, match=f"x must have at least weight's {CHANNELS} channels, got 8"):
+        causal_conv1d_prefill(x[:, :8], pool, 0, weight, None, pack([2]), row, row, row)
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
         causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
 

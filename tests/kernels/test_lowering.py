@@ -90,7 +90,10 @@ def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="trit
     pool = array(case.dtype, layers, blocks, *case.block_shape)
     x, weight = array(case.dtype, tokens, case.channels), array(case.dtype, case.width, case.channels)
     run = lambda pool, x, weight, layer, *indices: causal_conv1d_prefill(
-        x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
+        *(x, pool, layer, weight, None, *indices),
+        parts=(case.channels // 4, case.channels - case.channels // 4),
+        layout=case.layout,
+        implementation=implementation,
     )
     indices = rows(n + 1), rows(n), rows(n), rows(n), *[array(jnp.int32, n, 2)] * 2
     return lower(device, run, pool, x, weight, array(jnp.int32), *indices)

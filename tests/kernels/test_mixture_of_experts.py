@@ -109,7 +109,9 @@ def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng
     slots = cut["start"].shape[0] if is_sorted else chosen.size
 
     def kernel(refs):
-        tile = pallas_triton._sorted_tile(refs, rows) if is_sorted else pallas_triton._own_tile(refs, rows, experts)
+        tile = (
+            pallas_triton._sorted_tile(refs, rows) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
+        )
         pt.store(refs.expert_of.at[pt.program_id(1)], jnp.where(tile.any_exists, tile.expert, NO_TILE))
 
     launch = dict(name="tiles", grid=(1, slots), updates={}, num_warps=1, interpret=True)
@@ -121,7 +123,7 @@ def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_any_routing(rng, tokens, implementation):
     """All tokens choose one expert, some experts twice, and others partly none."""
     weights, x = make(rng, 4), draw_tokens(rng, tokens)
