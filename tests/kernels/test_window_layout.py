@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kernels import test_causal_conv1d as plain
 from kernels.common import IMPLEMENTATIONS, how, pack
+from kernels.test_lowering import on
 
 from pallas_kernels import causal_conv1d_prefill, causal_conv1d_update
 
@@ -91,7 +92,8 @@ def test_cuda_gets_the_triton_kernel(rng, op):
     x, pool, weight, _ = plain.make(rng, [2], 4, jnp.float32)
     row = jnp.array([3])
     run = jax.jit(lambda pool: op(x, pool, 0, weight, None, pack([2]), row, row * 0, row, layout="DS"))
-    lowered = run.trace(pool.swapaxes(2, 3)).lower(lowering_platforms=("cuda",))
+    with on("NVIDIA H200"):
+        lowered = run.trace(pool.swapaxes(2, 3)).lower(lowering_platforms=("cuda",))
     assert "__gpu$xla.gpu.triton" in lowered.as_text()
 
 
