@@ -78,12 +78,16 @@ def move(first: Engine, second: Engine, prompt: list[int], repeats: int) -> Row:
         jax.block_until_ready(second.runner.device_state)
         return result
 
-    prompt_s, (wanted,) = _seconds(lambda: first.generate(prompt, params), first.reset_prefix_cache, 1)
+    prompt_s, _ = _seconds(lambda: first.generate(prompt, params), first.reset_prefix_cache, 1)
     nothing = lambda: None
+    # With the prefix cached, both engines run the same programs on the rest of the prompt, so their tokens are the same.
+    (wanted,) = first.generate(prompt, params)
     export_s, data = _seconds(lambda: first.export_prefix(prompt), nothing, repeats)
     import_s, length = _seconds(lambda: waited(second.import_prefix(data)), forget, repeats)
     (got,) = second.generate(prompt, params)
-    assert (got.token_ids, got.num_cached_tokens) == (wanted.token_ids, length), "the prefix did not move whole"
+    found, hoped = ((output.token_ids, output.num_cached_tokens) for output in (got, wanted))
+    assert found == hoped, f"the prefix did not move whole: {found} after {hoped}"
+    assert length == got.num_cached_tokens, (length, got.num_cached_tokens)
     assert length > 0, "no prefix was cached"
     with tempfile.TemporaryDirectory() as directory:
         save_s, _ = _seconds(lambda: first.save_cache(directory), nothing, repeats)
