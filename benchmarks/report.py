@@ -220,6 +220,19 @@ def routing_table(rows: list[Row]) -> str:
     return pivot(rows, ("case",), lambda row: row["routing"], show)
 
 
+def server_table(rows: list[Row]) -> str:
+    """Tabulates the same load through the engine and through the server: medians, and what the server adds."""
+
+    def line(row: Row) -> tuple[str, ...]:
+        pairs = (
+            f"{row[f'engine_{name}']:.2f} / {row[f'server_{name}']:.2f} ms" for name in ("ttft_ms_p50", "tpot_ms_p50")
+        )
+        return row["case"], *pairs, f"{row['overhead_tpot_share']:+.1%}", f"{row['overhead_e2e_ms_p50']:.1f} ms"
+
+    header = "case", "TTFT, engine / server", "TPOT, engine / server", "TPOT, difference", "whole answer, difference"
+    return markdown(header, map(line, rows))
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -237,6 +250,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
     "routing": ("routing", routing_table),
+    "server": ("overhead_tpot_share", server_table),
 }
 
 

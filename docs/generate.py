@@ -14,7 +14,7 @@ from docs.figures import models, serving, step
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "own_step.md", ROOT / "docs" / "results.md", ROOT / "docs" / "scaling.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("own_step", "results", "scaling", "serving")))
 _PART = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

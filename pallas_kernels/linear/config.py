@@ -45,7 +45,7 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
     num_warps, num_stages, shares = 4, 4, 1
     if is_gated:
         outputs, inputs = 64 if tokens == 16 else 128, 128 // itemsize
-        num_warps, num_stages = (8, 6) if tokens == 32 else (4, 5 if tokens == 16 else 4)
+        num_warps, num_stages = (8, 6) if tokens == 32 else (4, 5)
         # A share of a split model, or a small model, has fewer outputs than all cores need.
         while outputs > 16 and num_outputs // 2 // outputs < _PROGRAMS // (2 if tokens == 16 else 4):
             outputs //= 2
@@ -56,7 +56,9 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
         while shares < 4 and num_inputs > 2 * shares * inputs:
             shares *= 2
     elif tokens == 64:
-        outputs, inputs, num_stages = 64, 128 // itemsize, 5
+        outputs, inputs, num_stages = 64, 128 // itemsize, 6
+    elif num_outputs >= 64 * 8 * _PROGRAMS:
+        outputs, inputs = 64, 256 // itemsize
     else:
-        outputs, inputs = 64 if num_outputs >= 64 * 8 * _PROGRAMS else 32, 256 // itemsize
+        outputs, inputs, num_warps = 32, 256 // itemsize, 2 if tokens == 16 else 4
     return Config(tokens, outputs, inputs, shares, num_warps, num_stages)
