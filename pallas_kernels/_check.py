@@ -5,7 +5,7 @@ import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -134,6 +134,21 @@ def check_layout(name: str, layout: str, layouts: Any) -> None:
     """Raises ValueError, in the name of op `name`, unless `layout` is one of `layouts`, a Literal of two names."""
     first, second = typing.get_args(layouts)
     require(layout in (first, second), f"{name}: layout must be {first!r} or {second!r}, got {layout!r}")
+
+
+def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
+    """Returns the sizes of the parts into which op `name` cuts `total` channels; None is one part.
+
+    Raises:
+        ValueError: `parts` is not None and not a sequence of positive whole numbers whose sum is `total`.
+    """
+    if parts is None:
+        return (total,)
+    wanted = f"{name}: parts must be positive whole numbers whose sum is {total}, got {parts!r}"
+    require(isinstance(parts, Sequence) and not isinstance(parts, str | bytes), wanted)
+    are_sizes = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in parts)
+    require(are_sizes and sum(parts) == total, wanted)
+    return tuple(map(int, parts))
 
 
 def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:

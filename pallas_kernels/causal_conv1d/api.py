@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_checkpoints, check_layout, checked, require
+from pallas_kernels._check import check_checkpoints, check_layout, checked, require, sizes_of
 from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
@@ -164,8 +164,7 @@ def causal_conv1d_prefill(
     _check(name, x, pool, weight, activation, layout)
     check_checkpoints(name, checkpoint_offset, checkpoint_block)
     require(x.shape[1] >= channels, f"{name}: x must have at least weight's {channels} channels, got {x.shape[1]}")
-    sizes = (channels,) if parts is None else tuple(parts)
-    require(sum(sizes) == channels and min(sizes) > 0, f"{name}: the sum of parts must be {channels}, got {parts}")
+    sizes = sizes_of(name, parts, channels)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
     else:

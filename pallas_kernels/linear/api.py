@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import checked, require, sizes_of
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
@@ -61,8 +61,7 @@ def linear(
     require(x.dtype == weight.dtype, f"linear: weight must have x's dtype {x.dtype}, got {weight.dtype}")
     require(not is_gated or outputs % 2 == 0, f"linear: gated weights must have an even number of rows, got {outputs}")
     width = outputs // 2 if is_gated else outputs
-    parts = (width,) if parts is None else tuple(parts)
-    require(sum(parts) == width, f"linear: the sum of parts must be {width}, got {parts}")
+    parts = sizes_of("linear", parts, width)
     dtype = jnp.dtype(out_dtype or x.dtype)
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, size), dtype) for size in parts)

@@ -1,5 +1,7 @@
 """causal_conv1d: outputs and windows against the oracle, and the bitwise promises."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -342,8 +344,9 @@ def test_errors_name_the_bad_argument(rng):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, layout="ds")
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
-    for parts in ((8, 8), (CHANNELS, 0)):
-        with pytest.raises(ValueError, match=rf"the sum of parts must be {CHANNELS}, got \({parts[0]}, {parts[1]}\)"):
+    for parts in ((8, 8), (CHANNELS, 0), (CHANNELS - 0.5, 0.5), (CHANNELS - 1, True), CHANNELS, "parts", ()):
+        wanted = f"parts must be positive whole numbers whose sum is {CHANNELS}, got {parts!r}"
+        with pytest.raises(ValueError, match=re.escape(wanted)):
             causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, parts=parts)
     with pytest.raises(ValueError, match=f"x must have at least weight's {CHANNELS} channels, got 8"):
         causal_conv1d_prefill(x[:, :8], pool, 0, weight, None, pack([2]), row, row, row)
