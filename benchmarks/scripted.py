@@ -48,6 +48,10 @@ class ScriptedModel(nnx.Module):
         """That of the model."""
         return self.model.kv_spec()
 
+    def without_interior(self) -> list[str]:
+        """Those of the model."""
+        return self.model.without_interior()
+
     def mixers(self) -> dict[str, list[Mixer]]:
         """Those of the model."""
         return self.model.mixers()

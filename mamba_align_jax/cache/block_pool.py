@@ -141,11 +141,13 @@ class BlockPool:
         """Removes one holder from each block. Blocks that become cached will be evicted in the given order.
 
         Raises:
-            ValueError: A block is not held. Nothing has changed.
+            ValueError: A block is not held, or is given more often than it has holders. Nothing has changed.
         """
         is_list = isinstance(blocks, Sequence) and {*map(type, blocks)} <= {int}
         if not is_list or not self._holders.keys() >= set(blocks):
             raise ValueError(f"release: blocks must be held, got {blocks!r}")
+        if len(set(blocks)) < len(blocks) and any(self._holders[block] < blocks.count(block) for block in blocks):
+            raise ValueError(f"release: blocks must have as many holders as they are given, got {blocks!r}")
         for block in blocks:
             self._holders[block] -= 1
             if self._holders[block] > 0:

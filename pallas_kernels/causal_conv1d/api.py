@@ -24,8 +24,9 @@ def _check(
 ) -> None:
     check_layout(name, layout, WindowLayout)
     width, wanted = weight.shape
-    window, channels = pool.shape[2:] if layout == "SD" else pool.shape[:1:-1]
-    require(channels == wanted, f"{name}: pool must have {wanted} channels as {layout}, got {list(pool.shape)}")
+    is_pool = pool.ndim == 4 and pool.shape[3 if layout == "SD" else 2] == wanted
+    require(is_pool, f"{name}: pool must have {wanted} channels as {layout}, got {list(pool.shape)}")
+    window = pool.shape[2 if layout == "SD" else 3]
     require(x.dtype == pool.dtype, f"{name}: x must have the pool's dtype {pool.dtype}, got {x.dtype}")
     require(2 <= width <= 5, f"{name}: weight must have 2 to 5 taps, got {width}")
     require(window >= width - 1, f"{name}: pool must hold at least {width - 1} window rows, got {window}")
@@ -101,8 +102,8 @@ def causal_conv1d_update(
 @renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_prefill(
-    x: Float[Array, "tokens _"],
-    pool: Float[Array, "layers blocks _ _"],
+    x: Float[Array, "tokens wide"],
+    pool: Float[Array, "layers blocks *state"],
     layer: int | Int32[Array, ""],
     weight: Float[Array, "width channels"],
     bias: Float[Array, " channels"] | None,
@@ -119,7 +120,9 @@ def causal_conv1d_prefill(
     implementation: Implementation | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens channels"] | tuple[Float[Array, "tokens _"], ...], Float[Array, "layers blocks _ _"]]:
+) -> tuple[
+    Float[Array, "tokens channels"] | tuple[Float[Array, "tokens _"], ...], Float[Array, "layers blocks *state"]
+]:
     """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
 
     The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer

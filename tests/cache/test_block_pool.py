@@ -159,6 +159,8 @@ def test_a_spare_replaces_the_first_block_when_that_is_evicted():
     assert pool.publish(first, b"k")
     assert not pool.publish(second, b"k")
     assert pool.find(b"k") == first
+    with pytest.raises(ValueError, match=r"as many holders as they are given, got \["):
+        pool.release([first, third, first])
     pool.release([first, third])
     assert set(pool.allocate(2)) == {first, third}
     assert pool.find(b"k") == second, "the key stays when its first block is evicted"

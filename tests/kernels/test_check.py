@@ -15,7 +15,7 @@ SHAPES = dict(
     tokens=TOKENS, rows=ROWS, rows_plus_1=ROWS + 1, layers=LAYERS, blocks=BLOCKS, window=WINDOW, width=WINDOW + 1,
     channels=3 * HEADS * DIM, heads=HEADS, groups=1, key_heads=HEADS, value_heads=HEADS, kv_heads=1, head_dim=DIM,
     state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2, shares=1,
-    checkpoints=1,
+    checkpoints=1, wide=3 * HEADS * DIM,
 )  # fmt: skip
 NUMBERS = dict(query_start_loc=[0, 2, 5], read_block=[1, 2], write_block=[3, 4], num_computed_tokens=[0, 0])
 OPS = {

@@ -21,31 +21,44 @@ def ask(fleet, messages, max_tokens):
     return answer["choices"][0]["message"]["content"], answer["usage"]
 
 
-def converse(fleet, opening):
-    """Has a conversation of three turns. Returns the usage of each."""
-    messages, found = [], []
-    for turn in range(3):
-        messages.append(dict(role="user", content=f"{opening} " * 4 + f"This is question {turn}."))
-        text, usage = ask(fleet, messages, 12)
-        messages.append(dict(role="assistant", content=text))
-        found.append(usage)
-    return found
+class Conversation:
+    """Some turns of a user and the model."""
+
+    def __init__(self, fleet, opening):
+        self.fleet, self.opening, self.messages, self.usages = fleet, opening, [], []
+
+    def go_on(self, turns):
+        """Has further turns. Returns the usage of every turn so far."""
+        for _ in range(turns):
+            question = f"{self.opening} " * 4 + f"This is question {len(self.usages)}."
+            self.messages.append(dict(role="user", content=question))
+            text, usage = ask(self.fleet, self.messages, 12)
+            self.messages.append(dict(role="assistant", content=text))
+            self.usages.append(usage)
+        return self.usages
 
 
 def converse_all(fleet, name):
-    """Has several conversations at once, which share nothing. Returns the usages of each."""
+    """Has several conversations of three turns, which share no beginning. Returns the usages of each.
+
+    Their first turns come one after the other, because a router that knows no prefix of a call sends it where it has sent
+    less: at the same time, it would see the same for all of them.
+    """
+    conversations = [Conversation(fleet, f"{number}{name} {chat}") for number, chat in enumerate(CHATS)]
+    for conversation in conversations:
+        conversation.go_on(1)
     with ThreadPoolExecutor(len(CHATS)) as pool:
-        return list(pool.map(lambda chat: converse(fleet, f"{chat} {name}"), CHATS))
+        return list(pool.map(lambda conversation: conversation.go_on(2), conversations))
 
 
 def hits_stay(fleet):
     """Each turn after the first starts from the states of the last one, whichever replica has them."""
     # The replica that has the first conversation compiles most programs, and the other one reads them from the cache.
-    converse(fleet, "Is anyone there?")
+    Conversation(fleet, "Is anyone there?").go_on(3)
     before = fleet.replicas()
     calls = cached = 0
     for number in range(ROUNDS):
-        conversations = converse_all(fleet, f"First {number}")
+        conversations = converse_all(fleet, f"{number} first")
         for usages in conversations:
             for last, usage in itertools.pairwise(usages):
                 kept = usage["prompt_tokens_details"]["cached_tokens"]
@@ -126,7 +139,7 @@ def a_death_loses_nothing(fleet):
         streams, broken = streaming.result()
     (new,) = back
     for number in range(ROUNDS):
-        converse_all(fleet, f"Third {number}")
+        converse_all(fleet, f"{number} third")
         served = metric(fleet.replicas()[new], "vllm:request_success_total")
         if served > 0:
             break
