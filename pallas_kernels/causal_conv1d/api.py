@@ -1,7 +1,7 @@
 """The public functions of causal_conv1d: their contracts, checks and dispatch."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +120,7 @@ def causal_conv1d_prefill(
     implementation: Implementation | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> tuple[
-    Float[Array, "tokens channels"] | tuple[Float[Array, "tokens _"], ...], Float[Array, "layers blocks *state"]
-]:
+) -> tuple[Any, Float[Array, "layers blocks *state"]]:
     """Convolves rows of any length causally, and keeps each row's last width-1 inputs as its window.
 
     The equation is that of `causal_conv1d_update`. The new window is in window rows 0 .. width-2; if the row has fewer

@@ -12,7 +12,7 @@ from fleets import MODEL, metric, opened, read, wait_for
 
 CHATS = ("What is a module?", "Tell me about lists.", "How do files work?", "Why are there classes?")
 BLOCK = 64
-ROUNDS = 5  # of conversations, at most: a router may send all of one round to one replica by chance
+ROUNDS = 6  # of conversations, at most: a router may send all of one round to one replica by chance
 
 
 def ask(fleet, messages, max_tokens):
@@ -38,17 +38,19 @@ class Conversation:
         return self.usages
 
 
-def converse_all(fleet, name):
+def converse_all(fleet, name, number):
     """Has several conversations of three turns, which share no beginning. Returns the usages of each.
 
-    Their first turns come one after the other, because a router that knows no prefix of a call sends it where it has sent
-    less: at the same time, it would see the same for all of them.
+    A router that knows no prefix of a call may send it where fewer calls run, or where it has sent less before. So the
+    conversations of a round with an even number begin together, and the others one after the other.
     """
-    conversations = [Conversation(fleet, f"{number}{name} {chat}") for number, chat in enumerate(CHATS)]
-    for conversation in conversations:
-        conversation.go_on(1)
+    conversations = [Conversation(fleet, f"{place}{number} {name}: {chat}") for place, chat in enumerate(CHATS)]
+    if number % 2:
+        for conversation in conversations:
+            conversation.go_on(1)
     with ThreadPoolExecutor(len(CHATS)) as pool:
-        return list(pool.map(lambda conversation: conversation.go_on(2), conversations))
+        rest = 2 if number % 2 else 3
+        return list(pool.map(lambda conversation: conversation.go_on(rest), conversations))
 
 
 def hits_stay(fleet):
@@ -58,7 +60,7 @@ def hits_stay(fleet):
     before = fleet.replicas()
     calls = cached = 0
     for number in range(ROUNDS):
-        conversations = converse_all(fleet, f"{number} first")
+        conversations = converse_all(fleet, "First", number)
         for usages in conversations:
             for last, usage in itertools.pairwise(usages):
                 kept = usage["prompt_tokens_details"]["cached_tokens"]
@@ -139,7 +141,7 @@ def a_death_loses_nothing(fleet):
         streams, broken = streaming.result()
     (new,) = back
     for number in range(ROUNDS):
-        converse_all(fleet, f"{number} third")
+        converse_all(fleet, "Third", number)
         served = metric(fleet.replicas()[new], "vllm:request_success_total")
         if served > 0:
             break
