@@ -179,6 +179,19 @@ def device_table(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
+def process_table(rows: list[Row]) -> str:
+    """Tabulates engines over one process and over several, on the same devices."""
+    header = "case", "devices", "the engine's step", "its 90th percentile", "prompt tokens per s", "tokens equal"
+    lines = (
+        (
+            row["case"], str(row["devices"]), f"{row['engine_us']:.0f} us", f"{row['engine_us_p90']:.0f} us",
+            f"{row['prompt_tokens_per_s']:.0f}", f"{row['agreement']:.1%}",
+        )
+        for row in rows
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
 def sequence_table(rows: list[Row]) -> str:
     """Tabulates the greedy float32 sequences that several devices generate, and how many differ from one device's."""
     names = "case", "devices", "sequences", "tokens_each", "sequences_that_differ", "of_these_wrong"
@@ -233,6 +246,13 @@ def server_table(rows: list[Row]) -> str:
     return markdown(header, map(line, rows))
 
 
+def tuning_table(rows: list[Row]) -> str:
+    """Tabulates the fastest setting of each op and case."""
+    fastest = {(row["op"], row["case"]): row for row in sorted(rows, key=lambda row: row["us"], reverse=True)}
+    lines = ((op, case, row["candidate"], f"{row['us']:.1f} us") for (op, case), row in sorted(fastest.items()))
+    return markdown(("op", "case", "fastest setting", "time"), lines)
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -243,7 +263,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "serving": ("hit_rate_of_attainable", serving_table),
     "idle": ("idle_share", idle_table),
     "precision": ("top1_agreement", precision_table),
-    "devices": ("engine_us", device_table),
+    "devices": ("weight_bytes_per_device", device_table),
+    "processes": ("processes", process_table),
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
     "models": ("floor_us", model_table),
@@ -251,6 +272,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "linear": ("of_copy", linear_table),
     "routing": ("routing", routing_table),
     "server": ("overhead_tpot_share", server_table),
+    "tuning": ("op", tuning_table),
 }
 
 

@@ -401,7 +401,7 @@ def test_tables_hold_the_newest_row_of_each_case(tmp_path):
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_every_results_file_has_a_table(file):
     lines = table(file).splitlines()
-    assert len(lines) > 4
+    assert len(lines) > 2
     assert all(line.startswith("|") for line in lines if line)
 
 
