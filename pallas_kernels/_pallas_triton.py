@@ -5,9 +5,9 @@ interpreted, in the same way on every supported JAX. BlockSpec tiling is not use
 extends beyond an array writes past its end.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,20 @@ def lanes(tile: jax.Array | int, size: int, extent: int) -> Lanes:
     """Returns the indices [size] of tile number `tile` of an axis, and a mask of those that are less than `extent`."""
     index = tile * size + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
     return index, index < extent
+
+
+def part_shapes(num_rows: int, sizes: Sequence[int], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the outputs `part0`, `part1`, .. of a kernel that cuts its columns into parts of `sizes`."""
+    return {f"part{number}": jax.ShapeDtypeStruct((num_rows, size), dtype) for number, size in enumerate(sizes)}
+
+
+def parts(refs: Refs, sizes: Sequence[int], column: jax.Array) -> Iterator[tuple[Any, jax.Array, jax.Array]]:
+    """Yields the reference of each part of `part_shapes`, the places of `column` in it, and which of them it has."""
+    begin = 0
+    for number, size in enumerate(sizes):
+        place = column - begin
+        yield getattr(refs, f"part{number}"), place, (place >= 0) & (place < size)
+        begin += size
 
 
 def segments(extent: int, size: int) -> Lanes:

@@ -1,10 +1,17 @@
 """Packed rows: finds the row that each token belongs to."""
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
+
+
+def cut_columns(x: jax.Array, sizes: Sequence[int]) -> tuple[jax.Array, ...]:
+    """Cuts [rows, columns] into one array [rows, size] for each of `sizes`, whose sum is the number of columns."""
+    return tuple(jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=1))
 
 
 class TokenRows(NamedTuple):

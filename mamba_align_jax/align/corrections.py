@@ -10,7 +10,7 @@ import numpy as np
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.config import AlignConfig
-from mamba_align_jax.align.state import AlignState
+from mamba_align_jax.align.state import AlignState, check_entries
 
 
 @jax.tree_util.register_dataclass
@@ -51,20 +51,7 @@ class Corrections:
         bucket = values.integer("Corrections: bucket", bucket, 0)
         slots = values.integers("Corrections: slots", slots)
         computed = values.integers("Corrections: num_computed_tokens", num_computed_tokens)
-        if len(slots) != len(computed) or len(slots) > bucket:
-            raise ValueError(
-                f"Corrections: slots and num_computed_tokens must have the same length, at most {bucket}, "
-                f"got {len(slots)} and {len(computed)}"
-            )
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"Corrections: slots must be distinct, got {list(slots)}")
-        for name, given, limit in (
-            ("slot", slots, spec.max_num_seqs),
-            ("num_computed_tokens", computed, spec.max_model_len + 1),
-        ):
-            for entry, value in enumerate(given):
-                if value >= limit:
-                    raise ValueError(f"Corrections: {name} of entry {entry} must be in [0, {limit}), got {value}")
+        check_entries("Corrections", bucket, slots, computed, spec.max_num_seqs, spec.max_model_len + 1)
         padded = np.full((2, bucket), -1, np.int32)
         padded[:, : len(slots)] = slots, computed
         slot, counts = map(put, padded)

@@ -39,6 +39,35 @@ class AlignState:
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
 
 
+def check_entries(
+    owner: str, bucket: int, slots: Sequence[int], num_computed_tokens: Sequence[int], num_slots: int, limit: int
+) -> None:
+    """Checks entries that each give a slot a number of tokens.
+
+    Args:
+        owner: What has the entries. The text of an error begins with it.
+        bucket: The most entries.
+        slots: The slots, below `num_slots` and all distinct.
+        num_computed_tokens: The numbers of tokens, below `limit`.
+        num_slots: The number of slots.
+        limit: The number of tokens that is one too many.
+
+    Raises:
+        ValueError: An entry is wrong. The text names it.
+    """
+    if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
+        raise ValueError(
+            f"{owner}: slots and num_computed_tokens must have the same length, at most {bucket}, "
+            f"got {len(slots)} and {len(num_computed_tokens)}"
+        )
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"{owner}: slots must be distinct, got {list(slots)}")
+    for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
+        for name, value, end in (("slot", slot, num_slots), ("num_computed_tokens", computed, limit)):
+            if not 0 <= value < end:
+                raise ValueError(f"{owner}: {name} of entry {entry} must be in [0, {end}), got {value}")
+
+
 @renamed_fields(state_idx="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +113,7 @@ class Additions:
         bucket = values.integer("Additions: bucket", bucket, 0)
         slots = values.integers("Additions: slots", slots, -values.INT32_MAX)
         num_computed_tokens = values.integers("Additions: num_computed_tokens", num_computed_tokens, -values.INT32_MAX)
-        if len(slots) != len(num_computed_tokens) or len(slots) > bucket:
-            raise ValueError(
-                f"Additions: slots and num_computed_tokens must have the same length, at most {bucket}, "
-                f"got {len(slots)} and {len(num_computed_tokens)}"
-            )
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"Additions: slots must be distinct, got {list(slots)}")
-        for entry, (slot, computed) in enumerate(zip(slots, num_computed_tokens, strict=True)):
-            if not 0 <= slot < spec.max_num_seqs:
-                raise ValueError(f"Additions: slot of entry {entry} must be in [0, {spec.max_num_seqs}), got {slot}")
-            if not 0 <= computed < spec.max_model_len:
-                raise ValueError(
-                    f"Additions: num_computed_tokens of entry {entry} must be in [0, {spec.max_model_len}), got {computed}"
-                )
+        check_entries("Additions", bucket, slots, num_computed_tokens, spec.max_num_seqs, spec.max_model_len)
         padded = np.full((3, bucket), -1, np.int32)
         computed = np.asarray(num_computed_tokens, np.int32)
         padded[:, : len(slots)] = slots, computed, column_of(computed, spec.state_block_size)

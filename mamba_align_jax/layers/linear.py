@@ -1,6 +1,5 @@
 """The dense product of all layers, which is exact in float32 models, and the taps of their convolutions."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from flax import nnx
 from jax.lax import Precision
 
 import pallas_kernels as ops
+from pallas_kernels.rows import cut_columns
 
 
 def precision(dtype: str) -> Precision:
@@ -58,8 +58,7 @@ class Linear(nnx.Module):
         if self.axis is None:
             outs = self._product(rows, parts=self.parts)
         else:
-            ends = list(itertools.accumulate(self.parts))
-            outs = jnp.split(self.sums(rows)[0].astype(rows.dtype), ends[:-1], axis=1)
+            outs = cut_columns(self.sums(rows)[0].astype(rows.dtype), self.parts)
         outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
         return outs[0] if self._is_whole else outs
 
@@ -75,8 +74,7 @@ class Linear(nnx.Module):
         if not is_wide or self.axis is not None:
             return self(x)
         (whole,) = self._product(self._rows(x))
-        ends = list(itertools.accumulate(self.parts))
-        return whole, *jnp.split(whole, ends[:-1], axis=1)[1:]
+        return whole, *cut_columns(whole, self.parts)[1:]
 
     def gated(self, x: jax.Array) -> jax.Array:
         """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts."""

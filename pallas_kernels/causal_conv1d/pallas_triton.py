@@ -212,12 +212,8 @@ def _prefill_kernel(
             of_row = is_row & (token < end) & (t < width - 1)
             live = inside & (of_row | ~is_row & (past_first | (token >= total)) & (token < tokens))
             y = jnp.where(token < total, y, 0.0).astype(refs.x.dtype)
-            begin = 0
-            for number, size in enumerate(parts):
-                place = channel - begin
-                in_part = live if len(parts) == 1 else live & (place >= 0) & (place < size)
-                pt.store(getattr(refs, f"part{number}").at[token, place], y, mask=in_part)
-                begin += size
+            for ref, place, inside_part in pt.parts(refs, parts, channel):
+                pt.store(ref.at[token, place], y, mask=live & inside_part)
 
 
 def causal_conv1d_prefill(
@@ -259,9 +255,7 @@ def causal_conv1d_prefill(
             checkpoint_offset=checkpoint_offset,
             checkpoint_block=checkpoint_block,
         ),
-        outputs={
-            f"part{number}": jax.ShapeDtypeStruct((x.shape[0], size), x.dtype) for number, size in enumerate(parts)
-        },
+        outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=interpret,

@@ -1,13 +1,11 @@
 """causal_conv1d in plain jax.numpy."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
 from pallas_kernels.blocks import NULL_BLOCK, WindowLayout, per_row, places_to_keep, write_blocks
-from pallas_kernels.rows import token_rows
+from pallas_kernels.rows import cut_columns, token_rows
 
 
 def _history(
@@ -113,5 +111,4 @@ def causal_conv1d_prefill(
         at = offset[:, n, None] - (width - 1) + jnp.arange(width - 1, dtype=jnp.int32)
         kept = jnp.pad(_windows(x, history, query_start_loc[:-1], at), ((0, 0), (0, window - (width - 1)), (0, 0)))
         pool = _keep(pool, layer, block[:, n], kept, layout)
-    ends = itertools.accumulate(parts)
-    return tuple(y[:, end - size : end] for end, size in zip(ends, parts, strict=True)), pool
+    return cut_columns(y, parts), pool

@@ -60,12 +60,8 @@ def _kernel(refs, *, config: Config, parts: Sequence[int], is_gated: bool, inter
         biases = [pt.load(refs.bias.at[row], mask=output_exists, other=0.0).astype(jnp.float32) for row in rows]
         sums = [total + bias[None, :] for total, bias in zip(sums, biases, strict=True)]
     out = pt.silu(sums[0], interpret) * sums[1] if is_gated else sums[0]
-    begin = 0
-    for number, size in enumerate(parts):
-        ref, place = getattr(refs, f"part{number}"), output - begin
-        inside = exists & ((place >= 0) & (place < size))[None, :]
-        pt.store(ref.at[token[:, None], place[None, :]], out.astype(ref.dtype), mask=inside)
-        begin += size
+    for ref, place, inside in pt.parts(refs, parts, output):
+        pt.store(ref.at[token[:, None], place[None, :]], out.astype(ref.dtype), mask=exists & inside[None, :])
 
 
 def _launch(
@@ -116,9 +112,7 @@ def linear(
         sums = _sums(x, weight, config, is_gated=is_gated, interpret=interpret)
         total = functools.reduce(operator.add, [sums[share] for share in range(config.shares)])
         return xla.finish(total, bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
-    outputs = {
-        f"part{number}": jax.ShapeDtypeStruct((x.shape[0], size), out_dtype) for number, size in enumerate(parts)
-    }
+    outputs = pt.part_shapes(x.shape[0], parts, out_dtype)
     results = _launch(x, weight, bias, outputs, config=config, is_gated=is_gated, interpret=interpret)
     return tuple(results.values())
 

@@ -1,13 +1,12 @@
 """linear in plain jax.numpy."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
 from pallas_kernels import _math
 from pallas_kernels.linear.config import MAX_TOKENS
+from pallas_kernels.rows import cut_columns
 
 
 def linear(
@@ -61,6 +60,4 @@ def finish(
     if is_gated:
         gate, up = jnp.split(total, 2, axis=1)
         total = _math.silu(gate) * up
-    total = total.astype(out_dtype)
-    ends = list(itertools.accumulate(parts))
-    return tuple(total[:, end - size : end] for end, size in zip(ends, parts, strict=True))
+    return cut_columns(total.astype(out_dtype), parts)

@@ -28,7 +28,7 @@ def test_a_step_is_triton_kernels_over_donated_pools(decode, per_channel):
     pools = array(BLOCKS, channels, WIDTH - 1), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)
     step = jax.jit(functools.partial(delta_rule_step, decode=decode), donate_argnums=(5, 6))
     tokens = array(tokens, channels), array(tokens, *gate), array(tokens, HEADS)
-    # The convolution, the recurrence (one kernel, or several for prompts) and a copy of each pool.
+    # There are at least a kernel for the convolution, one for the recurrence, and one that copies each pool.
     assert_kernels_over_pools(lambda: step.trace(*tokens, weights, rows, *pools), 4)
 
 
@@ -42,7 +42,7 @@ def test_a_step_of_tpu_inference_is_triton_kernels_over_donated_pools(drafts):
     arguments += [array(BLOCKS, WIDTH - 1, channels), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)]
     arguments += [array(channels, 1, WIDTH), array(channels), array(HEADS), array(HEADS)]
     arguments += [ints(ROWS + 1), ints(ROWS), ints(3), ints(ROWS), ints(ROWS), ints(ROWS)]
-    # The convolution, the recurrence of decode and verify rows, and three kernels for prompts.
+    # There are a kernel for the convolution, one for the recurrence of decode and verify rows, and three for prompts.
     assert_kernels_over_pools(lambda: conv1d_gdn.trace(*arguments, **sizes), 5)
 
 
