@@ -34,7 +34,8 @@ class EngineConfig:
             keeps nothing between requests.
         policy: "copy_free" or "pre_copy": see `AlignConfig`.
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
-        kv_page_size: Number of tokens of a KV page. An H200 reads pages of 64 tokens up to 6 % faster than pages of 16.
+        kv_page_size: Number of tokens of a KV page. Attention of 256 decode rows was 2 % faster on an H200 with pages of 64
+            tokens than with pages of 16.
         checkpoint_interval: A state of each request stays cached every so many tokens; a multiple of `block_size`. None
             keeps only the states that are likely to be used again: see docs/scheduling.md.
         num_state_blocks: Number of state blocks, NULL_BLOCK included; None sizes both pools from `memory_fraction`.
