@@ -183,7 +183,7 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     Shared experts are not counted.
     """
     counts: list[int] = []
-    call = Experts.__call__
+    call = Experts.sums
 
     def counting(self: Experts, x: jax.Array, chosen: jax.Array, *rest: Any) -> jax.Array:
         of_expert = chosen.reshape(-1) == jnp.arange(config.num_experts, dtype=jnp.int32)[:, None]
@@ -200,7 +200,7 @@ def chosen_experts(engine: Engine, config: Config) -> float:
         static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
         donate_argnames="device_state",
     )
-    with _replaced(Experts, "__call__", counting), _replaced(runner, "run_step", step):
+    with _replaced(Experts, "sums", counting), _replaced(runner, "run_step", step):
         engine.step()
         jax.block_until_ready(engine.runner.device_state)
         jax.effects_barrier()

@@ -11,9 +11,10 @@ from flax import nnx
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import renamed_names
 from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import AXIS, Part
-from pallas_kernels import Activation, Implementation, choose_experts, mixture_of_experts
+from pallas_kernels import Activation, Implementation, choose_experts, mixture_of_experts, mixture_of_experts_sums
 
 
 def shared_experts(shared_size: int, size: int) -> int:
@@ -77,7 +78,19 @@ class Experts(nnx.Module):
         weights: jax.Array,
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the weighted sum of each token's experts. Split experts are summed over the devices.
+        """Computes the weighted sum of each token's experts, float32 [tokens, hidden]: the total of `sums`."""
+        return total(self.sums(x, chosen, weights, implementation), jnp.float32)
+
+    def sums(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Computes sums whose total over the shares is the weighted sum of each token's experts.
+
+        If the experts are split over devices, there is one share, the same bits on all of them.
 
         Args:
             x: Inputs. [tokens, hidden]
@@ -86,19 +99,15 @@ class Experts(nnx.Module):
             implementation: Implementation of the op; None chooses by platform.
 
         Returns:
-            float32 [tokens, hidden]
+            float32 [shares, tokens, hidden]
         """
+        arguments = x, self.up[...], self.down[...], chosen, weights
+        if self.axis is None:
+            return mixture_of_experts_sums(*arguments, activation=self.activation, implementation=implementation)
         out = mixture_of_experts(
-            x,
-            self.up[...],
-            self.down[...],
-            chosen,
-            weights,
-            activation=self.activation,
-            out_dtype="float32",
-            implementation=implementation,
+            *arguments, activation=self.activation, out_dtype="float32", implementation=implementation
         )
-        return out if self.axis is None else jax.lax.psum(out, self.axis)
+        return jax.lax.psum(out, self.axis)[None]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -115,7 +124,7 @@ class MixtureOfExperts(nnx.Module):
             implementation: Implementation of the ops; None chooses by platform.
 
         Returns:
-            float32 [tokens, hidden]
+            What `Residual.add` takes: [tokens, hidden], or sums [shares, tokens, hidden].
         """
         raise NotImplementedError
 
@@ -167,7 +176,7 @@ class SharedExpertMoE(MixtureOfExperts):
             valid=valid,
             implementation=implementation,
         )
-        return self.experts(x, chosen, weights, implementation)
+        return self.experts.sums(x, chosen, weights, implementation)
 
 
 class SigmoidGate(nnx.Module):
@@ -244,7 +253,7 @@ class SharedExpertsMoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts(x, *self.gate(x, valid, implementation), implementation)
+        return self.experts.sums(x, *self.gate(x, valid, implementation), implementation)
 
 
 __getattr__ = renamed_names(

@@ -86,7 +86,7 @@ class MoE(MixtureOfExperts):
     ) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
         routing = choose_experts(self.router(x), self.top_k, valid=valid, implementation=implementation)
-        return self.experts(x, *routing, implementation)
+        return self.experts.sums(x, *routing, implementation)
 
 
 class Layer(nnx.Module):
@@ -143,7 +143,8 @@ class Layer(nnx.Module):
         normed, x = x.add(out, self.residual_multiplier).normed(self.post_attention_layernorm)
         out = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
-            out = total(out, jnp.float32) + carry.feed_forward(self.block_sparse_moe, normed, step)
+            of_experts = carry.feed_forward(self.block_sparse_moe, normed, step)
+            out = total(out, jnp.float32) + total(of_experts, jnp.float32)
         return x.add(out, self.residual_multiplier), carry
 
 

@@ -93,7 +93,7 @@ class MoE(MixtureOfExperts):
         routing = choose_experts(
             self.router(x), self.top_k, renormalise=False, valid=valid, implementation=implementation
         )
-        return self.experts(x, *routing, implementation)
+        return self.experts.sums(x, *routing, implementation)
 
 
 class Layer(nnx.Module):

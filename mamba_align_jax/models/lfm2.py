@@ -107,7 +107,7 @@ class MoE(MixtureOfExperts):
         if self.renormalise:
             # Other models add nothing that matters to the sum.
             weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-6)
-        return self.experts(x, chosen, weights * self.scale, implementation)
+        return self.experts.sums(x, chosen, weights * self.scale, implementation)
 
 
 class Layer(nnx.Module):

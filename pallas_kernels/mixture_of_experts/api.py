@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts._router import Scores
-from pallas_kernels.mixture_of_experts.config import Config
+from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, default_config
 
 
 @checked
@@ -152,39 +152,73 @@ def mixture_of_experts(
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
     """
+    _check("mixture_of_experts", x, up, down, activation)
+    dtype = out_dtype or str(x.dtype)
+    if 0 in chosen.shape or 0 in up.shape:
+        return jnp.zeros(x.shape, dtype)
+    options = dict(activation=activation, out_dtype=dtype)
+    return _mix(
+        "mixture_of_experts", (x, up, down, chosen, weights), tuple(options.items()), implementation, config, interpret
+    )
+
+
+@checked
+def mixture_of_experts_sums(
+    x: Float[Array, "tokens hidden"],
+    up: Float[Array, "experts up_size hidden"],
+    down: Float[Array, "experts hidden size"],
+    chosen: Int32[Array, "tokens top_k"],
+    weights: Float32[Array, "tokens top_k"],
+    *,
+    activation: Activation = "swiglu",
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float32[Array, "shares tokens hidden"]:
+    """Computes sums whose total over the shares is the weighted sum of each token's experts.
+
+    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. Calls
+    of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, and others have one share, because they
+    would take longer to write and read more of them. How many there are depends on shapes and `config` only, and what is in
+    each of them on the implementation: "xla" puts everything into the first share.
+
+    Where each expert has a share, "triton" does not round an expert's output before it is weighted. Otherwise arguments,
+    numerics and errors are those of `mixture_of_experts`.
+    """
+    _check("mixture_of_experts_sums", x, up, down, activation)
+    if 0 in chosen.shape or 0 in up.shape:
+        return jnp.zeros((1, *x.shape), jnp.float32)
+    used = config or default_config(chosen.size, down.shape[0], x.dtype.itemsize)
+    operands, how = (x, up, down, chosen, weights), (implementation, config, interpret)
+    # Tiles of sorted pairs leave out those that have no expert.
+    if x.shape[0] <= MAX_SUMMED_TOKENS and chosen.size <= used.searched_pairs:
+        return _mix("mixture_of_experts_sums", operands, (("activation", activation),), *how)
+    return _mix("mixture_of_experts", operands, (("activation", activation), ("out_dtype", "float32")), *how)[None]
+
+
+def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: str) -> None:
     require(
         activation in ACTIVATIONS,
-        f"mixture_of_experts: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}",
+        f"{name}: activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}",
     )
     parts = ACTIVATIONS[activation].parts
     require(
         up.shape[1] == parts * down.shape[2],
-        f"mixture_of_experts: up must have {parts} x {down.shape[2]} outputs for {activation!r}, got {up.shape[1]}",
+        f"{name}: up must have {parts} x {down.shape[2]} outputs for {activation!r}, got {up.shape[1]}",
     )
     require(
         up.dtype == x.dtype and down.dtype == x.dtype,
-        f"mixture_of_experts: up and down must have the dtype of x, {x.dtype}, got {up.dtype} and {down.dtype}",
-    )
-    if 0 in chosen.shape or 0 in up.shape:
-        return jnp.zeros(x.shape, out_dtype or x.dtype)
-    return _mix(
-        (x, up, down, chosen, weights), activation, out_dtype or str(x.dtype), implementation, config, interpret
+        f"{name}: up and down must have the dtype of x, {x.dtype}, got {up.dtype} and {down.dtype}",
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "out_dtype", "implementation", "config", "interpret"))
-def _mix(operands, activation, out_dtype, implementation, config, interpret):
+@functools.partial(jax.jit, static_argnames=("op", "options", "implementation", "config", "interpret"))
+def _mix(op, operands, options, implementation, config, interpret):
     return dispatch(
-        "mixture_of_experts",
+        op,
         implementation,
         operands,
-        xla=functools.partial(xla.mixture_of_experts, activation=activation, out_dtype=out_dtype),
-        triton=functools.partial(
-            pallas_triton.mixture_of_experts,
-            activation=activation,
-            out_dtype=out_dtype,
-            config=config,
-            interpret=interpret,
-        ),
+        xla=functools.partial(getattr(xla, op), **dict(options)),
+        triton=functools.partial(getattr(pallas_triton, op), config=config, interpret=interpret, **dict(options)),
         unsupported=pallas_triton.unsupported(operands[0]),
     )

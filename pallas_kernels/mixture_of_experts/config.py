@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The sums of more tokens would take longer to write and read, one for each expert, than a launch that adds them.
+MAX_SUMMED_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class Product:

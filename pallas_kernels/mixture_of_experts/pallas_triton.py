@@ -104,13 +104,31 @@ def _kernel(
     activate: Callable[..., jax.Array],
     interpret: bool,
 ):
-    """Multiplies a tile of pairs by `product.columns` outputs of each part of its expert's weights."""
+    """Multiplies a tile of pairs by `product.columns` outputs of each part of its expert's weights.
+
+    `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
+    the result of a pair without an expert is 0.
+    """
     experts, outputs, inputs = refs.weights.shape
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
     tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
+
+    def place(pair):
+        """The first two indices of a pair's outputs."""
+        choices = jnp.int32(refs.out.shape[0])
+        return jax.lax.rem(pair, choices), jax.lax.div(pair, choices)
+
+    if refs.factors is not None:
+        # No tile has a pair without an expert, but the program with its number has nothing else to do.
+        own = place(pt.program_id(1))
+
+        @pt.when((tile.expert < 0) | (tile.expert >= experts))
+        def _():
+            zeros = jnp.zeros((product.columns,), refs.out.dtype)
+            pt.store(refs.out.at[(*own, column)], zeros, mask=column < outputs)
 
     @pt.when(tile.any_exists)
     def _():
@@ -142,8 +160,64 @@ def _kernel(
         sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-inputs // depth)), advance, sums)
         mask = exists[:, None] if is_column is None else exists[:, None] & is_column[None, :]
         mask = jnp.broadcast_to(mask, (rows, product.columns))
-        out = activate(*sums).astype(refs.out.dtype)
-        pt.store(refs.out.at[pair[:, None], column[None, :]], out, mask=mask)
+        out = activate(*sums)
+        if refs.factors is not None:
+            out = out * pt.load(refs.factors.at[pair], mask=exists, other=0.0)[:, None]
+        choice, row = place(pair)
+        pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], out.astype(refs.out.dtype), mask=mask)
+
+
+def _launch(
+    x: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    chosen: jax.Array,
+    factors: jax.Array | None,
+    *,
+    activation: str,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """Runs both products. Pairs must not be more than `config.searched_pairs` if factors are given.
+
+    Returns:
+        The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
+        [tokens, top_k], they are multiplied by them and float32 [top_k, tokens, hidden].
+    """
+    (experts, hidden, size), (tokens, top_k), pairs = down.shape, chosen.shape, chosen.size
+    config = config or default_config(pairs, experts, x.dtype.itemsize)
+    flat = chosen.reshape(-1)
+    if pairs <= config.searched_pairs:
+        where, slots = dict(chosen=flat, order=None), pairs
+    else:
+        cut = tiles(flat, experts, config.rows)
+        where, slots = cut._asdict(), cut.start.shape[0]
+
+    def multiply(name, x, weights, product, out, factors=None, **options):
+        return pt.call(
+            functools.partial(
+                _kernel, rows=config.rows, product=product, is_single=tokens == 1, interpret=interpret, **options
+            ),
+            name=f"mixture_of_experts_{name}",
+            # The programs of one tile are neighbours, because they share its inputs.
+            grid=(-(-out.shape[2] // product.columns), slots),
+            inputs=dict(x=x, weights=weights, factors=factors) | where,
+            outputs=dict(out=out),
+            updates={},
+            num_warps=product.num_warps,
+            num_stages=product.num_stages,
+            interpret=interpret,
+        )["out"]
+
+    parts, activate = ACTIVATIONS[activation]
+    middle = jax.ShapeDtypeStruct((1, pairs, size), x.dtype)
+    middle = multiply("up", x, up, config.up, middle, pairs_per_input=top_k, parts=parts, activate=activate)[0]
+    if factors is None:
+        out = jax.ShapeDtypeStruct((1, pairs, hidden), x.dtype)
+    else:
+        out, factors = jax.ShapeDtypeStruct((top_k, tokens, hidden), jnp.float32), factors.reshape(-1)
+    options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_)
+    return multiply("down", middle, down, config.down, out, factors, **options)
 
 
 def mixture_of_experts(
@@ -159,31 +233,20 @@ def mixture_of_experts(
     interpret: bool = False,
 ):
     """See api.py."""
-    (experts, hidden, size), pairs = down.shape, chosen.size
-    config = config or default_config(pairs, experts, x.dtype.itemsize)
-    flat = chosen.reshape(-1)
-    if pairs <= config.searched_pairs:
-        where, slots = dict(chosen=flat, order=None), pairs
-    else:
-        cut = tiles(flat, experts, config.rows)
-        where, slots = cut._asdict(), cut.start.shape[0]
-    parts, activate = ACTIVATIONS[activation]
-    shared = dict(is_single=chosen.shape[0] == 1, interpret=interpret)
+    out = _launch(x, up, down, chosen, None, activation=activation, config=config, interpret=interpret)
+    return weighted_sum(out[0], chosen, weights, down.shape[0], out_dtype)
 
-    def multiply(name, x, weights, outputs, product, **options):
-        return pt.call(
-            functools.partial(_kernel, rows=config.rows, product=product, **shared, **options),
-            name=f"mixture_of_experts_{name}",
-            # The programs of one tile are neighbours, because they share its inputs.
-            grid=(-(-outputs // product.columns), slots),
-            inputs=dict(x=x, weights=weights) | where,
-            outputs=dict(out=jax.ShapeDtypeStruct((pairs, outputs), x.dtype)),
-            updates={},
-            num_warps=product.num_warps,
-            num_stages=product.num_stages,
-            interpret=interpret,
-        )["out"]
 
-    middle = multiply("up", x, up, size, config.up, pairs_per_input=chosen.shape[1], parts=parts, activate=activate)
-    out = multiply("down", middle, down, hidden, config.down, pairs_per_input=1, parts=1, activate=lambda sum_: sum_)
-    return weighted_sum(out, chosen, weights, experts, out_dtype)
+def mixture_of_experts_sums(
+    x,
+    up,
+    down,
+    chosen,
+    weights,
+    *,
+    activation: str,
+    config: Config | None = None,
+    interpret: bool = False,
+):
+    """See api.py. There is a share for each expert of a token."""
+    return _launch(x, up, down, chosen, weights, activation=activation, config=config, interpret=interpret)

@@ -58,3 +58,9 @@ def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dty
     pair = jnp.where(lane < cut.length[:, None], pair, pairs)
     outputs = jnp.zeros((pairs, hidden), x.dtype).at[pair].set(out, mode="drop", unique_indices=False)
     return weighted_sum(outputs, chosen, weights, experts, out_dtype)
+
+
+def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
+    """See api.py. The first share is the whole sum."""
+    total = mixture_of_experts(x, up, down, chosen, weights, activation=activation, out_dtype="float32")
+    return jnp.pad(total[None], ((0, chosen.shape[1] - 1), (0, 0), (0, 0)))

@@ -23,6 +23,7 @@ from pallas_kernels import (
     linear,
     linear_sums,
     mixture_of_experts,
+    mixture_of_experts_sums,
     paged_attention,
     rotate_and_store,
     selective_scan,
@@ -225,11 +226,11 @@ def lower_choose_experts(device, case, implementation="triton"):
     return lower(device, run, logits, bias, array(jnp.bool_, case.tokens), donated=())
 
 
-def lower_mixture_of_experts(device, case, blocks=None, implementation="triton"):
+def lower_mixture_of_experts(device, case, blocks=None, implementation="triton", op=mixture_of_experts):
     """`blocks` stands for the number of experts."""
     experts, pairs = blocks or case.experts, (case.tokens, case.top_k)
     up, down = array(case.dtype, experts, case.up_size, case.hidden), array(case.dtype, experts, case.hidden, case.size)
-    run = functools.partial(mixture_of_experts, activation=case.activation, implementation=implementation)
+    run = functools.partial(op, activation=case.activation, implementation=implementation)
     x = array(case.dtype, case.tokens, case.hidden)
     return lower(device, run, x, up, down, array(jnp.int32, *pairs), array(jnp.float32, *pairs), donated=())
 
@@ -255,6 +256,11 @@ OPS = {
     ),
     "mixture_of_experts": (
         lower_mixture_of_experts,
+        mixture_of_experts_cases.CASES,
+        mixture_of_experts_cases.CASES[0],
+    ),
+    "mixture_of_experts_sums": (
+        functools.partial(lower_mixture_of_experts, op=mixture_of_experts_sums),
         mixture_of_experts_cases.CASES,
         mixture_of_experts_cases.CASES[0],
     ),

@@ -7,9 +7,9 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, how
 from oracles import ops as oracle
 
-from pallas_kernels import choose_experts, mixture_of_experts
+from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
-from pallas_kernels.mixture_of_experts.config import Config, Product
+from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, Product
 
 HIDDEN, SIZE = 72, 40
 NO_TILE = -2
@@ -156,6 +156,62 @@ def test_token_does_not_depend_on_other_tokens(rng, tokens, implementation, opti
     np.testing.assert_array_equal(run(x, alone, factors)[tokens // 2], together[tokens // 2])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "activation", "dtype"),
+    [
+        (1, 64, 2, "swiglu", jnp.float32),
+        (37, 6, 3, "swiglu", jnp.bfloat16),
+        (9, 4, 1, "relu2", jnp.float16),
+        (MAX_SUMMED_TOKENS + 1, 4, 2, "swiglu", jnp.float32),
+    ],
+)
+def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activation, dtype, implementation):
+    """Some tokens have no experts and are NaN, some lack one expert, and one names an expert that does not exist."""
+    weights = make(rng, experts, dtype, activation)
+    chosen, factors = choose(rng, tokens, experts, top_k), rng.uniform(0, 1, (tokens, top_k)).astype(np.float32)
+    chosen[1::5], factors[1::5] = -1, np.nan
+    chosen[2::7, 0], chosen[3:4, -1] = -1, experts
+    x = np.array(draw_tokens(rng, tokens))
+    x[1::5] = np.nan
+    x = jnp.asarray(x, dtype)
+    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+    sums = mixture_of_experts_sums(*arguments, activation=activation, **options_of(implementation))
+    shares = top_k if tokens <= MAX_SUMMED_TOKENS else 1
+    assert (sums.shape, sums.dtype) == ((shares, tokens, HIDDEN), jnp.float32)
+    # A pair without an expert has a share of zeros, whatever its token holds.
+    assert np.isfinite(np.asarray(sums)).all()
+    if implementation != "xla" and shares == top_k:
+        assert not np.asarray(sums).transpose(1, 0, 2)[(chosen < 0) | (chosen >= experts)].any()
+    assert_is_mixture(x, weights, chosen, factors, sums.sum(axis=0).astype(dtype), activation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sums_of_a_token_do_not_depend_on_other_tokens(rng, implementation, optimized_programs):
+    weights, tokens = make(rng, 4), 24
+    x, chosen = draw_tokens(rng, tokens), choose(rng, tokens, 4, 2)
+    factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
+    run = lambda x, chosen, factors: np.asarray(
+        mixture_of_experts_sums(x, weights.up, weights.down, jnp.asarray(chosen), factors, **options_of(implementation))
+    )
+    together, order = run(x, chosen, factors), rng.permutation(tokens)
+    np.testing.assert_array_equal(run(x[order], chosen[order], factors[order]), together[:, order])
+    alone = np.where(np.arange(tokens)[:, None] == 12, chosen, -1)
+    np.testing.assert_array_equal(run(x, alone, factors)[:, 12], together[:, 12])
+
+
+def test_sums_of_sorted_pairs_have_one_share(rng):
+    """Tiles of sorted pairs leave out the pairs without an expert, so nothing would write their shares."""
+    weights, chosen = make(rng, 4), choose(rng, 20, 4, 2)
+    chosen[::3] = -1
+    x, factors = draw_tokens(rng, 20), rng.uniform(0, 1, (20, 2)).astype(np.float32)
+    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
+    config = dataclasses.replace(SMALL, searched_pairs=39)
+    sums = mixture_of_experts_sums(*arguments, config=config, **how("interpret"))
+    assert sums.shape[0] == 1
+    assert_is_mixture(x, weights, chosen, factors, sums[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
@@ -169,6 +225,8 @@ def test_default_configuration(rng, tokens, activation, dtype):
         arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
         out = mixture_of_experts(*arguments, activation=activation, implementation="triton")
         assert_is_mixture(x, weights, chosen, factors, out, activation)
+        sums = mixture_of_experts_sums(*arguments, activation=activation, implementation="triton")
+        assert_is_mixture(x, weights, chosen, factors, sums.sum(axis=0).astype(dtype), activation)
 
 
 @pytest.mark.gpu
@@ -242,7 +300,9 @@ def test_calls_without_tokens(rng):
     weights = make(rng, 2)
     chosen, factors = choose_experts(jnp.zeros((0, 4)), 2)
     assert chosen.shape == factors.shape == (0, 2)
-    assert mixture_of_experts(draw_tokens(rng, 0), weights.up, weights.down, chosen, factors).shape == (0, HIDDEN)
+    arguments = draw_tokens(rng, 0), weights.up, weights.down, chosen, factors
+    assert mixture_of_experts(*arguments).shape == (0, HIDDEN)
+    assert mixture_of_experts_sums(*arguments).shape == (1, 0, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -259,8 +319,9 @@ def test_bad_arguments(rng, change, message):
     weights = make(rng, 2)
     arguments = dict(x=draw_tokens(rng, 3), up=weights.up, down=weights.down)
     arguments |= dict(chosen=jnp.zeros((3, 2), jnp.int32), weights=jnp.ones((3, 2), jnp.float32))
-    with pytest.raises(ValueError, match=message):
-        mixture_of_experts(**arguments | change)
+    for op in (mixture_of_experts, mixture_of_experts_sums):
+        with pytest.raises(ValueError, match=f"^{op.__name__}: .*{message}"):
+            op(**arguments | change)
 
 
 @pytest.mark.parametrize(
