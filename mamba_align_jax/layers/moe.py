@@ -168,8 +168,9 @@ class SharedExpertMoE(MixtureOfExperts):
     ) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
         chosen, weights = choose_experts(
-            self.gate(x),
+            self.gate.sums(x),
             self.top_k,
+            logits_dtype=str(self.gate.weight.dtype),
             renormalise=self.renormalise,
             shared=self.shared,
             shared_gate=True,
@@ -226,9 +227,8 @@ class SigmoidGate(nnx.Module):
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
-        (logits,) = ops.linear(x.astype(jnp.float32), self.weight[...])
         return choose_experts(
-            logits,
+            ops.linear_sums(x.astype(jnp.float32), self.weight[...]),
             self.top_k,
             scores="sigmoid",
             bias=self.e_score_correction_bias[...],

@@ -85,7 +85,13 @@ class MoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        routing = choose_experts(self.router(x), self.top_k, valid=valid, implementation=implementation)
+        routing = choose_experts(
+            self.router.sums(x),
+            self.top_k,
+            logits_dtype=str(self.router.weight.dtype),
+            valid=valid,
+            implementation=implementation,
+        )
         return self.experts.sums(x, *routing, implementation)
 
 

@@ -91,7 +91,12 @@ class MoE(MixtureOfExperts):
     ) -> jax.Array:
         """Runs packed tokens: see `MixtureOfExperts`."""
         routing = choose_experts(
-            self.router(x), self.top_k, renormalise=False, valid=valid, implementation=implementation
+            self.router.sums(x),
+            self.top_k,
+            renormalise=False,
+            logits_dtype=str(self.router.weight.dtype),
+            valid=valid,
+            implementation=implementation,
         )
         return self.experts.sums(x, *routing, implementation)
 

@@ -1,6 +1,8 @@
 """choose_experts in plain jax.numpy and as a Pallas kernel of one program per token."""
 
 import functools
+import operator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import jax
@@ -23,11 +25,17 @@ class Rule(NamedTuple):
     scale: float
     shared: int
     shared_gate: bool
+    logits_dtype: jnp.dtype
+
+    def total(self, shares: Iterable[jax.Array]) -> jax.Array:
+        """Adds the shares of logits in float32 and rounds the total."""
+        total = functools.reduce(operator.add, [share.astype(jnp.float32) for share in shares])
+        return total.astype(self.logits_dtype).astype(jnp.float32)
 
 
 def xla(logits, bias, valid, *, rule: Rule):
     """See api.py."""
-    logits = logits.astype(jnp.float32)
+    logits = rule.total(logits)
     logits, gate = logits[:, : rule.experts], jax.nn.sigmoid(logits[:, rule.experts :])
     scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = (scores if bias is None else scores + bias).reshape(scores.shape[0], rule.groups, -1)
@@ -60,7 +68,8 @@ def _kernel(refs, *, rule: Rule):
     of_group, is_of_group = pt.lanes(0, pt.power_of_two(size), size)
     exists = is_group[:, None] & is_of_group[None, :]
     expert = jnp.where(exists, group[:, None] * size + of_group[None, :], num_experts)
-    logits = pt.load(refs.logits.at[token, expert], mask=exists, other=0.0).astype(jnp.float32)
+    shares = range(refs.logits.shape[0])
+    logits = rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
     if rule.scores == "softmax":
         powers = jnp.where(exists, jnp.exp(logits - _all(jnp.max, jnp.where(exists, logits, -jnp.inf))), 0.0)
         scores = powers / _all(jnp.sum, powers)
@@ -92,7 +101,9 @@ def _kernel(refs, *, rule: Rule):
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     weights = weights * rule.scale
     if rule.shared:
-        gate = jax.nn.sigmoid(refs.logits[token, num_experts].astype(jnp.float32)) if rule.shared_gate else 1.0
+        gate = 1.0
+        if rule.shared_gate:
+            gate = jax.nn.sigmoid(rule.total(refs.logits[share, token, num_experts] for share in shares))
         chosen = jnp.where(place < rule.top_k, chosen, num_experts + place - rule.top_k)
         weights = jnp.where(place < rule.top_k, weights, gate)
     if refs.valid is not None:
@@ -105,7 +116,7 @@ def triton(logits, bias, valid, *, rule: Rule, interpret: bool = False):
     """See api.py."""
     # Memory of booleans is read differently by different versions of the lowering. A step converts the array once.
     valid = None if valid is None else valid.astype(jnp.int32)
-    shape = (logits.shape[0], rule.top_k + rule.shared)
+    shape = (logits.shape[1], rule.top_k + rule.shared)
     found = pt.call(
         functools.partial(_kernel, rule=rule),
         name="choose_experts",

@@ -25,7 +25,7 @@ from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, 
 
 @checked
 def choose_experts(
-    logits: Float[Array, "tokens outputs"],
+    logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
     top_k: int,
     *,
     scores: Scores = "softmax",
@@ -36,6 +36,7 @@ def choose_experts(
     top_groups: int = 1,
     renormalise: bool = True,
     scale: float = 1.0,
+    logits_dtype: str | None = None,
     valid: Bool[Array, " tokens"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
@@ -46,7 +47,8 @@ def choose_experts(
     in order. All arithmetic is float32.
 
     Args:
-        logits: The router's outputs, one for each expert that is not shared.
+        logits: The router's outputs, one for each expert that is not shared; or sums whose total over the shares they are:
+            see `linear_sums`.
         top_k: The number of experts per token, shared ones not included.
         scores: The function that takes a token's logits to scores: "softmax" over all experts, or "sigmoid" of each.
         bias: Added to the scores for the choice only. None is 0.
@@ -58,6 +60,7 @@ def choose_experts(
             sum of score + bias.
         renormalise: Whether the weights of a token's experts are scaled to the sum 1.
         scale: Factor of the weights, after that.
+        logits_dtype: The dtype to which the total of the shares is rounded. None does not round it.
         valid: False for padding tokens, which get no experts. None means that there are none.
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
@@ -68,7 +71,8 @@ def choose_experts(
     Raises:
         ValueError: if a shape, a dtype or a number breaks the contract.
     """
-    experts = logits.shape[1] - shared_gate
+    experts = logits.shape[-1] - shared_gate
+    require(logits.ndim == 2 or logits.shape[0] >= 1, "choose_experts: logits must have at least one share, got none")
     if bias is not None and bias.shape[0] != experts:
         raise ValueError(
             f"choose_experts: bias must have an element for each of {experts} experts, got {bias.shape[0]}"
@@ -90,8 +94,12 @@ def choose_experts(
         top_groups == groups or experts // groups >= 2,
         f"choose_experts: a group must have at least 2 experts, got {experts} experts in {groups} groups",
     )
-    rule = _router.Rule(experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate)
-    if logits.shape[0] == 0:
+    dtype = jnp.dtype(logits_dtype or jnp.float32)
+    rule = _router.Rule(
+        experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate, dtype
+    )
+    logits = logits if logits.ndim == 3 else logits[None]
+    if logits.shape[1] == 0:
         return jnp.zeros((0, top_k + shared), jnp.int32), jnp.zeros((0, top_k + shared), jnp.float32)
     return _choose(logits, bias, valid, rule, implementation, interpret)
 

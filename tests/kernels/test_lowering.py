@@ -219,10 +219,9 @@ def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="t
 
 
 def lower_choose_experts(device, case, implementation="triton"):
-    logits, bias = array(case.dtype, case.tokens, case.experts), array(jnp.float32, case.experts)
-    run = lambda logits, bias, valid: choose_experts(
-        logits, case.top_k, scores="sigmoid", bias=bias, valid=valid, implementation=implementation
-    )
+    logits, bias = array(jnp.float32, 4, case.tokens, case.experts), array(jnp.float32, case.experts)
+    options = dict(scores="sigmoid", logits_dtype=case.dtype, implementation=implementation)
+    run = lambda logits, bias, valid: choose_experts(logits, case.top_k, bias=bias, valid=valid, **options)
     return lower(device, run, logits, bias, array(jnp.bool_, case.tokens), donated=())
 
 

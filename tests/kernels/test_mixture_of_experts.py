@@ -279,6 +279,21 @@ def test_choose_experts_is_the_equation(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shares_of_logits_are_added_and_rounded(rng, dtype, implementation, optimized_programs):
+    """The result has the bits of a call with their total, also if that has been rounded."""
+    shares = jnp.asarray(rng.normal(size=(3, 20, 13)), jnp.float32).at[:, 7].set(jnp.nan)
+    options = dict(shared=2, shared_gate=True, valid=jnp.arange(20) != 7) | how(implementation)
+    total = ((shares[0] + shares[1]) + shares[2]).astype(dtype)
+    wanted = choose_experts(total, 3, **options)
+    found = choose_experts(shares, 3, logits_dtype=str(total.dtype), **options)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    # XLA may leave out a rounding whose result is widened at once.
+    tolerance = float(jnp.finfo(dtype).eps) if implementation == "xla" else 0
+    np.testing.assert_allclose(found[1], wanted[1], rtol=8 * tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_equal_scores_choose_the_first_experts(implementation, groups):
     chosen, _ = choose_experts(jnp.zeros((2, 16)), 3, groups=groups, top_groups=min(groups, 2), **how(implementation))
@@ -335,6 +350,8 @@ def test_bad_arguments(rng, change, message):
         (dict(valid=jnp.ones(3, bool)), "valid must be Bool"),
         (dict(bias=jnp.zeros(11)), "bias must have an element for each of 12 experts, got 11"),
         (dict(shared=-1), "shared must be at least 0, and at least 1 with shared_gate, got -1"),
+        (dict(logits=jnp.zeros((0, 2, 12))), "logits must have at least one share, got none"),
+        (dict(logits=jnp.zeros(12)), r"logits must be Float\[tokens outputs\] or Float\[shares tokens outputs\], got"),
         (dict(shared_gate=True), "shared must be at least 0, and at least 1 with shared_gate, got 0"),
     ],
 )

@@ -1,5 +1,8 @@
 """The mixture of experts agrees with a loop over tokens under any routing, and padding tokens change no result."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +10,12 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.test_lowering import on
 from oracles.ops import mixture_of_experts as oracle
 
 from mamba_align_jax.layers import moe
-from mamba_align_jax.layers.residual import total
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual, total
 from mamba_align_jax.models import granitemoehybrid, jamba, nemotron_h
 from pallas_kernels.mixture_of_experts import xla
 
@@ -82,6 +87,33 @@ def test_padding_tokens_choose_no_experts(name, rng, monkeypatch):
     np.testing.assert_array_equal(np.asarray(seen[1]).max(axis=1) >= 0, valid)
     np.testing.assert_array_equal(seen[0][:30], seen[1][:30])
     np.testing.assert_allclose(some[:30], whole[:30], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "others"), [(1, set()), (64, set()), (65, {"dot_general", "multiply", "reduce", "select"})]
+)
+def test_decode_steps_launch_nothing_but_kernels(tokens, others):
+    """Between two norms, few tokens take a kernel each for router, choice, and the experts' two products."""
+    hidden, dtype = 2048, "bfloat16"
+
+    def layer():
+        norm = functools.partial(RMSNorm, hidden, 1e-6)
+        return norm(), moe.SharedExpertMoE(hidden, 256, 8, 512, 512, dtype, nnx.Rngs(0)), norm()
+
+    graph, params = nnx.split(nnx.eval_shape(lambda: nnx.List(layer())))
+
+    def run(params, x, waiting):
+        before, experts, after = nnx.merge(graph, params)
+        normed, x = Residual(x, waiting).normed(before)
+        return x.add(experts(normed)).normed(after)[0]
+
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    with on("NVIDIA H200"):
+        traced = jax.jit(run).trace(params, array(dtype, tokens, hidden), array(jnp.float32, 4, tokens, hidden))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    work = set(re.findall(r"stablehlo\.(\w+)", text)) - {"case", "constant", "reshape", "return"}
+    assert work >= {"custom_call", *others}
+    assert others or work == {"custom_call"}
 
 
 def test_weights_gathered_at_once_are_bounded():
