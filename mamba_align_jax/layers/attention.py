@@ -61,6 +61,7 @@ def paged_attention(
     scale: float | None = None,
     *,
     value_dim: int | None = None,
+    gates: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention of a step's packed tokens over their rows' pages.
 
@@ -71,13 +72,19 @@ def paged_attention(
         values: The same for values, [layers, pages, page_size, kv_heads, value_dim]. None in latent attention.
         scale: Factor of the scores; dim ** -0.5 if None.
         value_dim: In latent attention, the number of a key's first dims that are its value.
+        gates: Gates of the results, the last dims of [tokens, heads, gate_dim]: see `pallas_kernels.paged_attention`.
 
     Returns:
         [tokens, heads, value_dim], 0 for padding tokens.
     """
     num_decode_rows, pages = at.rows.decode.num_rows, at.token_pages
+    if gates is not None and values is not None and at.has_decode_rows and at.rows.prefill.num_rows:
+        gates = gates[..., -values.shape[4] :]  # Tokens of two kinds are copied apart.
 
-    def attend_rows(rows: Rows, queries: jax.Array, slots: jax.Array, max_query_tokens: int | None) -> tuple[jax.Array]:
+    def attend_rows(
+        rows: Rows, tokens: tuple[jax.Array, ...], slots: jax.Array, max_query_tokens: int | None
+    ) -> tuple[jax.Array]:
+        queries, *of_queries = tokens
         out = ops.paged_attention(
             queries,
             keys,
@@ -87,6 +94,7 @@ def paged_attention(
             rows.num_computed_tokens,
             pages.page_tables,
             slots=slots,
+            gates=of_queries[0] if of_queries else None,
             max_query_tokens=max_query_tokens,
             value_dim=value_dim,
             scale=scale,
@@ -94,13 +102,13 @@ def paged_attention(
         )
         return (out,)
 
-    def decode(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, queries, pages.slots[:num_decode_rows], rows.write.shape[2])
+    def decode(rows: Rows, *tokens: jax.Array) -> tuple[jax.Array]:
+        return attend_rows(rows, tokens, pages.slots[:num_decode_rows], rows.write.shape[2])
 
-    def prefill(rows: Rows, queries: jax.Array) -> tuple[jax.Array]:
-        return attend_rows(rows, queries, pages.slots[num_decode_rows:], None)
+    def prefill(rows: Rows, *tokens: jax.Array) -> tuple[jax.Array]:
+        return attend_rows(rows, tokens, pages.slots[num_decode_rows:], None)
 
-    return at.rows.apply(decode, prefill, (queries,), ())[0]
+    return at.rows.apply(decode, prefill, (queries,) if gates is None else (queries, gates), ())[0]
 
 
 class Attention(nnx.Module):
@@ -182,17 +190,16 @@ class Attention(nnx.Module):
 
         Returns:
             Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values
-            [tokens, kv_heads, head_dim], and the gates [tokens, heads * head_dim], None without gates.
+            [tokens, kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates.
         """
         heads = lambda y, number: y.reshape(x.shape[0], number, -1)
         flat = lambda y: y.reshape(x.shape[0], -1)
         q, k, v = self.projections(x)
-        q, gate = heads(q, self.heads), None
-        if self.gated:
-            gate = flat(q[..., self.head_dim :])
+        q = heads(q, self.heads)
+        gates = q if self.gated else None
         if self.norm_whole and self.q_norm is not None:
             q, k = heads(self.q_norm(flat(q[..., : self.head_dim])), self.heads), self.k_norm(k)
-        return q, heads(k, self.kv_heads), heads(v, self.kv_heads), gate
+        return q, heads(k, self.kv_heads), heads(v, self.kv_heads), gates
 
     def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, float, float]:
         """Returns the weights of the norms that take each head by itself, None without such norms, epsilon and offset."""
@@ -209,7 +216,8 @@ class Attention(nnx.Module):
             Queries, keys and values, [tokens, heads, head_dim] with their own number of heads, and the gates
             [tokens, heads * head_dim], None without gates.
         """
-        q, k, v, gate = self._inputs(x)
+        q, k, v, gates = self._inputs(x)
+        gate = None if gates is None else gates[..., self.head_dim :].reshape(x.shape[0], -1)
         angles = self._angles(positions)
         q_weight, k_weight, epsilon, offset = self._head_norms()
         q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, epsilon=epsilon, offset=offset)
@@ -234,7 +242,7 @@ class Attention(nnx.Module):
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages
-        q, k, v, gate = self._inputs(x)
+        q, k, v, gates = self._inputs(x)
         angles = self._angles(pages.positions)
         q_weight, k_weight, epsilon, offset = self._head_norms()
         q, keys, values = ops.rotate_and_store(
@@ -253,7 +261,8 @@ class Attention(nnx.Module):
             offset=offset,
             implementation=at.implementation,
         )
-        return self.output(paged_attention(q, at, keys, values, self.scale), gate), keys, values
+        attended = paged_attention(q, at, keys, values, self.scale, gates=gates)
+        return self.output(attended, None), keys, values
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

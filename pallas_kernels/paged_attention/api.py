@@ -6,6 +6,8 @@ with its key head's keys k and values v:
 
     out = sum_{p <= P} softmax_p(scale * (q . k_p)) v_p
 
+With gates, out is multiplied by sigmoid(gate), dim by dim.
+
 Sources: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023), for pages;
 Dao, "FlashAttention-2" (2023), for the softmax in one pass; Dao et al., "Flash-Decoding" (2023), for splits of the keys.
 """
@@ -33,6 +35,7 @@ def paged_attention(
     page_table: Int32[Array, "tables pages_per_row"],
     *,
     slots: Int32[Array, " rows"] | None = None,
+    gates: Float[Array, "tokens heads gate_dim"] | None = None,
     max_query_tokens: int | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -51,8 +54,9 @@ def paged_attention(
     the same bits however the row's tokens were cut into calls. The two kinds of calls agree up to rounding ("xla": to the
     bit).
 
-    Numerics: scores, softmax and sums are float32. Weights are rounded to q's dtype before they are multiplied with values.
-    float32 products are three products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
+    Numerics: scores, softmax, sums and gates are float32, and the result is rounded once. Weights are rounded to q's dtype
+    before they are multiplied with values. float32 products are three products of tf32 in "triton" and Precision.HIGHEST in
+    "xla". There is no derivative.
 
     Args:
         q: Queries of all rows, packed.
@@ -66,6 +70,8 @@ def paged_attention(
         page_table: The pages of each row, in the order of their positions; with `slots`, the pages of each slot.
         slots: The row of `page_table` that each row's pages are in. A row without tokens may have any slot. None if
             `page_table` has a row for each row.
+        gates: Gates of the attended values. A head's last dims, as many as a value has, are its gate. What precedes them,
+            such as a query, is not read. None multiplies nothing.
         max_query_tokens: A bound on the number of tokens of each row, for decode and verify rows. None stands for prompts,
             whose rows may have any length.
         value_dim: The dims of a value, if and only if `values` is None.
@@ -106,9 +112,13 @@ def paged_attention(
     )
     require(scale is None or scale > 0, f"paged_attention: scale must be None or positive, got {scale}")
     dims = values.shape[4] if values is not None else value_dim or 0
+    require(
+        gates is None or gates.shape[2] >= dims,
+        f"paged_attention: gates must have at least {dims} dims per head, got {0 if gates is None else gates.shape[2]}",
+    )
     if 0 in (q.shape[0], num_computed_tokens.shape[0], *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)
-    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table, slots)
+    operands = (q, keys, values, jnp.int32(layer), query_start_loc, num_computed_tokens, page_table, slots, gates)
     options = dict(max_query_tokens=max_query_tokens, value_dim=dims, scale=float(scale or key_dim**-0.5))
     unsupported = pallas_triton.unsupported(
         q, keys, is_latent=values is None, max_query_tokens=max_query_tokens, value_dim=dims, config=config

@@ -90,6 +90,15 @@ def _load(at, mask):
     return pt.load(at) if mask is None else pt.load(at, mask=mask, other=0.0)
 
 
+def _gated(refs, x, token, head, dims: _Dims, mask, value_dim: int):
+    """Multiplies a tile [pairs, dims] of results by the sigmoids of its gates, if there are any."""
+    if refs.gates is None:
+        return x
+    index = refs.gates.shape[2] - value_dim + dims.index
+    gates = pt.load(refs.gates.at[token[:, None], head[:, None], index[None, :]], mask=mask, other=0.0)
+    return x * jax.nn.sigmoid(gates.astype(jnp.float32))
+
+
 def _attend_kernel(
     refs, *, tile: _Tile, config: Config, programs: int, scale: float, value_dim: int, is_prompt: bool, interpret: bool
 ):
@@ -182,8 +191,9 @@ def _attend_kernel(
         is_whole = position_of < split
         for dims, x in zip(value_dims, sums, strict=True):
             at = packed[:, None], head[:, None], dims.index[None, :]
-            result = (x / jnp.where(total > 0, total, 1.0)[:, None]).astype(dtype)
-            pt.store(refs.out.at[at], result, mask=_mask(inside & is_whole & (share == 0), dims))
+            mask = _mask(inside & is_whole & (share == 0), dims)
+            result = _gated(refs, x / jnp.where(total > 0, total, 1.0)[:, None], packed, head, dims, mask, value_dim)
+            pt.store(refs.out.at[at], result.astype(dtype), mask=mask)
             pt.store(refs.sums.at[(share, *at)], x, mask=_mask(inside & ~is_whole, dims))
         pt.store(refs.tops.at[share, packed, head], top, mask=inside & ~is_whole)
         pt.store(refs.totals.at[share, packed, head], total, mask=inside & ~is_whole)
@@ -227,6 +237,7 @@ def _merge_kernel(refs, *, split: int, pairs: int, interpret: bool):
             mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
             sums = pt.load(refs.sums.at[at], mask=mask, other=0.0)
             out = jnp.sum(sums * factors[:, :, None], axis=0) / total[:, None]
+            out = _gated(refs, out, token, head, dims, _mask(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=_mask(written, dims))
 
@@ -240,6 +251,7 @@ def paged_attention(
     num_computed_tokens,
     page_table,
     slots,
+    gates,
     *,
     max_query_tokens: int | None,
     value_dim: int,
@@ -274,7 +286,7 @@ def paged_attention(
         name="paged_attention",
         # The heads of one tile are neighbours, because the keys of all heads are.
         grid=(*grid, programs),
-        inputs=dict(q=q, keys=keys, values=values, layer=layer, page_table=page_table) | cut._asdict(),
+        inputs=dict(q=q, keys=keys, values=values, layer=layer, page_table=page_table, gates=gates) | cut._asdict(),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
             sums=array((*of_shares, value_dim)),
@@ -293,7 +305,7 @@ def paged_attention(
         functools.partial(_merge_kernel, split=used.split, pairs=pairs, interpret=interpret),
         name="paged_attention_merge",
         grid=(-(-num_tokens * heads // pairs),),
-        inputs=dict(num_keys=keys_of_tokens(rows, num_computed_tokens)) | attended,
+        inputs=dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates) | attended,
         outputs={},
         updates=dict(out=out),
         num_warps=4,

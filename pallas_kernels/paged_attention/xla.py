@@ -21,6 +21,7 @@ def paged_attention(
     num_computed_tokens,
     page_table,
     slots,
+    gates,
     *,
     max_query_tokens: int | None,
     value_dim: int,
@@ -69,7 +70,7 @@ def paged_attention(
     longest = jnp.max(jnp.where(cut.length > 0, end, 0))
     _, _, total, out = jax.lax.while_loop(lambda carry: carry[0] * _BLOCK < longest, advance, carry)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
-    out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim).astype(q.dtype)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim)
 
     rows = token_rows(query_start_loc, num_tokens)
     if max_query_tokens is not None:
@@ -78,4 +79,7 @@ def paged_attention(
         count = -(-jnp.diff(query_start_loc) // _TILE)
         tiles_before = (jnp.cumsum(count, dtype=jnp.int32) - count)[rows.row]
     place = tiles_before * _TILE + rows.offset
-    return jnp.where(rows.valid[:, None, None], out.at[place].get(mode="clip"), 0)
+    out = out.at[place].get(mode="clip")
+    if gates is not None:
+        out = out * jax.nn.sigmoid(gates[..., -value_dim:].astype(jnp.float32))
+    return jnp.where(rows.valid[:, None, None], out, 0).astype(q.dtype)

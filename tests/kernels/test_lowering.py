@@ -200,9 +200,12 @@ def lower_paged_attention(device, case, layers=8, blocks=512, implementation="tr
     # The engine's call: the table has the pages of all slots.
     q, table = array(case.dtype, tokens, case.heads, case.key_dim), array(jnp.int32, 2 * n, 64)
     options = dict(max_query_tokens=case.window, value_dim=case.value_dim, implementation=implementation)
-    run = lambda q, *rest: paged_attention(q, *rest[:-1], slots=rest[-1], **options)
+    run = lambda q, gates, *rest: paged_attention(q, *rest[:-1], slots=rest[-1], gates=gates, **options)
     values = None if case.value_dim else pool
-    return lower(device, run, q, pool, values, array(jnp.int32), rows(n + 1), rows(n), table, rows(n), donated=())
+    # A model with gates has heads of [query | gate].
+    gates = None if case.value_dim else array(case.dtype, tokens, case.heads, 2 * case.key_dim)
+    indices = array(jnp.int32), rows(n + 1), rows(n), table, rows(n)
+    return lower(device, run, q, gates, pool, values, *indices, donated=())
 
 
 def lower_rotate_and_store(device, case, layers=8, blocks=512, implementation="triton"):

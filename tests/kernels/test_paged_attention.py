@@ -136,6 +136,28 @@ def test_paged_attention_is_the_equation(rng, dims, dtype, page_size, window, im
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [("4 of 32", jnp.float32), ("6 of 96", jnp.bfloat16), ("latent 24 and 8", jnp.float16)]
+)
+@pytest.mark.parametrize("window", [4, None])
+def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
+    """The gates are a head's last dims. What precedes them is NaN, and so are the gates of padding tokens."""
+    lengths, computed = [1, 4, 0, 3, 2, 1], [0, 29, 50, 270, 31, 127]
+    batch = make(rng, lengths, computed, DIMS[dims], dtype)
+    config = SMALL if window else SMALL_PROMPT
+    run = lambda **given: batch.run(max_query_tokens=window, **given, **options_of(implementation, config))
+    plain = run()
+    gates = rng.normal(size=plain.shape)
+    wide = np.concatenate([np.full((*plain.shape[:2], 5), np.nan), gates], axis=2)
+    wide[sum(lengths) :] = np.nan
+    out, exact = run(gates=jnp.asarray(wide, dtype)), np.asarray(jnp.asarray(gates, dtype), np.float64)
+    wanted = np.asarray(plain, np.float64) / (1 + np.exp(-exact))
+    assert out.dtype == dtype
+    assert_close(out, wanted, dtype, 1, "gated")
+    assert not np.asarray(out[sum(lengths) :], np.float32).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_every_length(rng, implementation):
     """Every length around the edges of pages, blocks, splits and shares, in one verify token and two."""
     ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161]
@@ -340,6 +362,8 @@ def test_calls_without_tokens_or_rows(rng):
         (dict(page_table=jnp.zeros((2, 3), jnp.int32)), "page_table must have 1 rows if slots is None, got 2"),
         (dict(slots=jnp.zeros(2, jnp.int32)), "must be Int32"),
         (dict(layer=1.5), "layer must be"),
+        (dict(gates=jnp.zeros((4, 4, 31))), "gates must have at least 32 dims per head, got 31"),
+        (dict(gates=jnp.zeros((4, 3, 32))), "gates must be Float"),
     ],
 )
 def test_bad_arguments(rng, change, message):
