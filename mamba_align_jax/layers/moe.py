@@ -99,7 +99,7 @@ class Experts(nnx.Module):
             implementation: Implementation of the op; None chooses by platform.
 
         Returns:
-            float32 [shares, tokens, hidden]
+            [shares, tokens, hidden], in float32 or in the dtype of `x`: see `pallas_kernels.mixture_of_experts_sums`.
         """
         arguments = x, self.up[...], self.down[...], chosen, weights
         if self.axis is None:

@@ -21,9 +21,9 @@ def total(outputs: jax.Array, dtype: Any) -> jax.Array:
     """
     if outputs.ndim == 2:
         return outputs.astype(dtype)
-    summed = outputs[0]
+    summed = outputs[0].astype(jnp.float32)
     for share in range(1, outputs.shape[0]):
-        summed = summed + outputs[share]
+        summed = summed + outputs[share].astype(jnp.float32)
     return summed.astype(dtype)
 
 

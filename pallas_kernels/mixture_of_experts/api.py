@@ -182,16 +182,13 @@ def mixture_of_experts_sums(
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> Float32[Array, "shares tokens hidden"]:
+) -> Float[Array, "shares tokens hidden"]:
     """Computes sums whose total over the shares is the weighted sum of each token's experts.
 
     What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. Calls
-    of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, and others have one share, because they
-    would take longer to write and read more of them. How many there are depends on shapes and `config` only, and what is in
-    each of them on the implementation: "xla" puts everything into the first share.
-
-    Where each expert has a share, "triton" does not round an expert's output before it is weighted. Otherwise arguments,
-    numerics and errors are those of `mixture_of_experts`.
+    of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, in order: its weighted output, in x's
+    dtype, which is rounded once. Other calls have one share, a float32 one. How many there are depends on shapes and
+    `config` only. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
     """
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:

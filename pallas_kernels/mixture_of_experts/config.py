@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# The sums of more tokens would take longer to write and read, one for each expert, than a launch that adds them.
+# The launch that adds a token's experts matters to the time of so few tokens.
 MAX_SUMMED_TOKENS = 64
 
 

@@ -182,7 +182,7 @@ def _launch(
 
     Returns:
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
-        [tokens, top_k], they are multiplied by them and float32 [top_k, tokens, hidden].
+        [tokens, top_k], they are multiplied by them before that, and [top_k, tokens, hidden].
     """
     (experts, hidden, size), (tokens, top_k), pairs = down.shape, chosen.shape, chosen.size
     config = config or default_config(pairs, experts, x.dtype.itemsize)
@@ -212,10 +212,8 @@ def _launch(
     parts, activate = ACTIVATIONS[activation]
     middle = jax.ShapeDtypeStruct((1, pairs, size), x.dtype)
     middle = multiply("up", x, up, config.up, middle, pairs_per_input=top_k, parts=parts, activate=activate)[0]
-    if factors is None:
-        out = jax.ShapeDtypeStruct((1, pairs, hidden), x.dtype)
-    else:
-        out, factors = jax.ShapeDtypeStruct((top_k, tokens, hidden), jnp.float32), factors.reshape(-1)
+    choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
+    out = jax.ShapeDtypeStruct((choices, pairs // choices, hidden), x.dtype)
     options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_)
     return multiply("down", middle, down, config.down, out, factors, **options)
 

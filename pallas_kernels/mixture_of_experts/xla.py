@@ -12,26 +12,33 @@ from pallas_kernels.mixture_of_experts._tiles import tiles
 _ELEMENTS = 1 << 26
 
 
-def weighted_sum(outputs, chosen, weights, experts: int, out_dtype: str):
-    """Adds up the outputs of each token's experts in float32.
+def _weighted(outputs, chosen, weights, experts: int):
+    """Multiplies the outputs of each pair by its weight, in float32.
 
     Args:
         outputs: The output of each pair; anything for pairs without an expert. [tokens * top_k, hidden]
         chosen: [tokens, top_k]
         weights: [tokens, top_k]
         experts: The number of experts.
-        out_dtype: Dtype of the result.
 
     Returns:
-        [tokens, hidden]
+        [tokens, top_k, hidden], 0 for pairs without an expert.
     """
     each = outputs.reshape(*chosen.shape, -1).astype(jnp.float32) * weights[..., None]
     exists = (chosen >= 0) & (chosen < experts)
-    return jnp.sum(jnp.where(exists[..., None], each, 0.0), axis=1).astype(out_dtype)
+    return jnp.where(exists[..., None], each, 0.0)
 
 
-def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dtype: str):
-    """See api.py."""
+def weighted_sum(outputs, chosen, weights, experts: int, out_dtype: str):
+    """Adds up the outputs of each token's experts in float32, to [tokens, hidden].
+
+    `out_dtype` is the dtype of the result. The other arguments are those of `_weighted`.
+    """
+    return jnp.sum(_weighted(outputs, chosen, weights, experts), axis=1).astype(out_dtype)
+
+
+def _outputs(x, up, down, chosen, activation: str, dtype):
+    """Computes the outputs [tokens * top_k, hidden] of all pairs in `dtype`."""
     (experts, hidden, _), top_k = down.shape, chosen.shape[1]
     pairs, (parts, activate) = chosen.size, ACTIVATIONS[activation]
     # In a decode step most experts have one pair, so larger tiles would consist of padding.
@@ -49,18 +56,23 @@ def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dty
         expert, start, _ = tile
         token = cut.order.at[start + lane].get(mode="clip") // top_k
         middle = activate(*jnp.split(product(x[token], up[expert]), parts, axis=1)).astype(x.dtype)
-        return product(middle, down[expert]).astype(x.dtype)
+        return product(middle, down[expert]).astype(dtype)
 
     batch = max(1, _ELEMENTS // (up[0].size + down[0].size))
     each = cut.expert, cut.start, cut.length
     out = jax.vmap(run)(each) if cut.start.size <= batch else jax.lax.map(run, each, batch_size=batch)
     pair = cut.order.at[cut.start[:, None] + lane].get(mode="clip")
     pair = jnp.where(lane < cut.length[:, None], pair, pairs)
-    outputs = jnp.zeros((pairs, hidden), x.dtype).at[pair].set(out, mode="drop", unique_indices=False)
-    return weighted_sum(outputs, chosen, weights, experts, out_dtype)
+    return jnp.zeros((pairs, hidden), dtype).at[pair].set(out, mode="drop", unique_indices=False)
+
+
+def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dtype: str):
+    """See api.py."""
+    outputs = _outputs(x, up, down, chosen, activation, x.dtype)
+    return weighted_sum(outputs, chosen, weights, down.shape[0], out_dtype)
 
 
 def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
-    """See api.py. The first share is the whole sum."""
-    total = mixture_of_experts(x, up, down, chosen, weights, activation=activation, out_dtype="float32")
-    return jnp.pad(total[None], ((0, chosen.shape[1] - 1), (0, 0), (0, 0)))
+    """See api.py. There is a share for each expert of a token."""
+    outputs = _outputs(x, up, down, chosen, activation, jnp.float32)
+    return _weighted(outputs, chosen, weights, down.shape[0]).astype(x.dtype).transpose(1, 0, 2)

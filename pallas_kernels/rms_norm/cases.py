@@ -12,12 +12,13 @@ class Case:
     channels: int
     shares: int
     dtype: str = "bfloat16"
+    addend_dtype: str = "float32"
 
 
 CASES = (
     *(Case(f"add_rms_norm {tokens}", tokens, 2560, 4) for tokens in (1, 16, 64)),
     # The experts of a token of Qwen3.5-35B-A3B.
-    *(Case(f"add_rms_norm experts {tokens}", tokens, 2048, 9) for tokens in (1, 64)),
+    *(Case(f"add_rms_norm experts {tokens}", tokens, 2048, 9, addend_dtype="bfloat16") for tokens in (1, 64)),
     Case("add_rms_norm 2048", 2048, 2560, 1),
     Case("add_rms_norm odd 5", 5, 1000, 3, dtype="float32"),
 )

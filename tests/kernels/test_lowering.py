@@ -188,7 +188,7 @@ def lower_linear(device, case, implementation="triton", outputs=None):
 def lower_add_rms_norm(device, case, implementation="triton"):
     x, addend = (
         array(case.dtype, case.tokens, case.channels),
-        array(jnp.float32, case.shares, case.tokens, case.channels),
+        array(case.addend_dtype, case.shares, case.tokens, case.channels),
     )
     run = lambda *arguments: add_rms_norm(*arguments, epsilon=1e-6, implementation=implementation)
     return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
