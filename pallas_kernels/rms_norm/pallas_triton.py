@@ -52,7 +52,7 @@ def add_rms_norm(
         inputs=dict(x=x, addend=addend, weight=weight),
         outputs=dict(total=jax.ShapeDtypeStruct(x.shape, x.dtype), normed=jax.ShapeDtypeStruct(x.shape, out_dtype)),
         updates={},
-        num_warps=(config or default_config(x.shape[1])).num_warps,
+        num_warps=(config or default_config(x.shape[1], addend.shape[0])).num_warps,
         interpret=interpret,
     )
     return results["total"], results["normed"]
