@@ -1,0 +1,31 @@
+"""Launch configurations of the kernel of deferred states."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeferredConfig:
+    """How the kernel cuts a head's state [value_dim, key_dim], and how it multiplies. Sizes are powers of two.
+
+    Attributes:
+        block_value: The number of value dims per program, at least 16.
+        num_warps: The number of warps per program.
+        pieces: The number of bfloat16 pieces into which float32 values are split for products. The relative error is
+            2^-8 with one piece, 2^-16 with two and 2^-24 with three.
+        values_first: Whether the product with the state is computed as [values, vectors] and not as [vectors, values].
+            With four warps and 64 values, [values, vectors] uses the tensor cores' wider instruction.
+    """
+
+    block_value: int
+    num_warps: int
+    pieces: int
+    values_first: bool = False
+
+
+def default_config(itemsize: int) -> DeferredConfig:
+    """Returns the configuration for states of `itemsize` bytes.
+
+    It depends on nothing else, because a state's bits must not depend on the number of rows or of tokens. It is a guess
+    that no GPU has run.
+    """
+    return DeferredConfig(block_value=32, num_warps=2, pieces=3 if itemsize == 4 else 2)

@@ -1,0 +1,273 @@
+"""Deferred states as a Pallas kernel. A program has some value dims of one head of one row, and all keys of them.
+
+The vectors of a row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to the
+state, and one to the keys of the group. What is left for each token are two sums over the group's corrections.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._pallas_triton import Refs
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
+
+_TILE = 16  # the shortest axis that a product on tensor cores may have
+
+
+class _Group(NamedTuple):
+    """A group's entries of accepted tokens and of this call's, without corrections. Everything else is 0.
+
+    Attributes:
+        k: Raw keys, [places, keys].
+        g: Log decays, [places].
+        new: Which places belong to tokens of this call, [places].
+        at: The indices of the places in the ring, [places].
+    """
+
+    k: jax.Array
+    g: jax.Array
+    new: jax.Array
+    at: jax.Array
+
+
+def _iota(shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _operand(x: jax.Array, count: int = 3) -> Operand:
+    """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    return pieces(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
+
+
+def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns row `index` of a tile."""
+    return jnp.sum(jnp.where(_iota(tile.shape) == index, tile, 0.0), axis=0)
+
+
+def _kernel(
+    refs: Refs,
+    *,
+    max_query_tokens: int,
+    config: DeferredConfig,
+    gate: dict[str, Any],
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool,
+) -> None:
+    """Handles one row, value head and block of value dims.
+
+    Args:
+        refs: Reads the arguments of `gated_delta_rule_deferred`, updates `pool`, `ring_k`, `ring_u` and `ring_g`, and
+            writes `out`.
+        max_query_tokens: The largest number of tokens of a row.
+        config: The launch configuration.
+        gate: Options of `gates`.
+        scale: Factor of the queries.
+        use_qk_l2norm: Whether queries and keys are normalised.
+        interpret: Whether the kernel runs as plain JAX.
+    """
+    value_heads, value_dim, key_dim = refs.pool.shape[2:]
+    tokens, rows = refs.qkv.shape[0], refs.slot.shape[0]
+    key_heads, places = refs.ring_k.shape[2:4]
+    length, repeats, key_channels = places // 2, value_heads // key_heads, key_heads * key_dim
+    value_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
+    key_head = head // repeats
+    # Everything that addresses depend on is loaded here, before any branch.
+    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
+    layer, slot, base, position = refs.layer[...], refs.slot[row], refs.base[row], refs.position[row]
+    read, fold_to = refs.read_block[row], refs.fold_block[row]
+    A_log, dt_bias = refs.A_log[head], refs.dt_bias[head]
+
+    count = end - start
+    first_group = base // length * length
+    boundary = first_group + length
+    index = _iota((max(pt.power_of_two(length), _TILE),))
+    # Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to
+    # eight, so that decode and verify rows run the same instructions.
+    half = max(pt.power_of_two(max_query_tokens), _TILE // 2)
+    vector = _iota((2 * half,))
+    is_key, offset = vector < half, vector % half
+    key, key_inside = pt.lanes(0, max(pt.power_of_two(key_dim), _TILE), key_dim)
+    value, value_inside = pt.lanes(value_block, config.block_value, value_dim)
+    product = functools.partial(dot, interpret=interpret)
+
+    def state_at(block: jax.Array):
+        """Returns the program's part of a block's state, and which of its elements exist."""
+        mask = value_inside[:, None] & key_inside[None, :] & (block != NULL_BLOCK)
+        return refs.pool.at[layer, block, head, value[:, None], key[None, :]], mask
+
+    def load_group(first: jax.Array, low: jax.Array) -> _Group:
+        """Loads what the group that starts at position `first` has from position `low` on."""
+        of = first + index
+        inside = (index < length) & (of >= low)
+        old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
+        at, token = first % places + index, start + of - position
+        mask, keys = key_inside[None, :], key[None, :]
+        ring = pt.load(refs.ring_k.at[layer, slot, key_head, at[:, None], keys], mask=old[:, None] & mask, other=0.0)
+        channel = key_channels + key_head * key_dim + keys
+        call = pt.load(refs.qkv.at[token[:, None], channel], mask=new[:, None] & mask, other=0.0)
+        a = pt.load(refs.a.at[token, head], mask=new, other=0.0)
+        g, _ = gates(a, a, A_log, dt_bias, **gate)
+        g = jnp.where(new, g, pt.load(refs.ring_g.at[layer, slot, head, at], mask=old, other=0.0))
+        return _Group(jnp.where(new[:, None], call, ring), g, new, at)
+
+    def load_corrections(first: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+        """Loads the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
+        of = first + index
+        mask = ((index < length) & (of >= low) & (of < high))[:, None] & value_inside[None, :]
+        at = refs.ring_u.at[layer, slot, head, (first % places + index)[:, None], value[None, :]]
+        return pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+    def fold(state: jax.Array, u: jax.Array) -> jax.Array:
+        """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
+        group = load_group(first_group, base)
+        later = index[None, :] > index[:, None]
+        weight = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
+        weighted, k = _operand(weight[:, None] * u, config.pieces), _operand(group.k)
+        added = product(weighted, k, contract=(0, 0))
+        state = (jnp.exp(jnp.sum(group.g)) * state.astype(jnp.float32) + added).astype(state.dtype)
+        at, mask = state_at(fold_to)
+        pt.store(at, state, mask=mask & (position >= boundary))
+        return state
+
+    def store_entries(group: _Group) -> None:
+        """Stores keys and log decays of this call's tokens, each of them by one program."""
+        first_program = value_block == 0
+        pt.store(refs.ring_g.at[layer, slot, head, group.at], group.g, mask=group.new & first_program)
+        mask = (group.new & first_program & (head % repeats == 0))[:, None] & key_inside[None, :]
+        pt.store(refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]], group.k, mask=mask)
+
+    def stage(n: jax.Array, u: jax.Array) -> jax.Array:
+        """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1).
+
+        `u` has the corrections of the first group before this stage. Returns those of this stage's group.
+        """
+        folds = n == 1
+        first = first_group + n * length
+        low = jnp.where(folds, first, base)
+        at, mask = state_at(read)
+        state = pt.load(at, mask=mask, other=0.0)
+        inside = (offset < count) & (position + offset >= low) & (position + offset < first + length)
+        token, place = start + offset, position + offset - first
+        channel = jnp.where(is_key, key_channels, 0)[:, None] + key_head * key_dim + key[None, :]
+        x = pt.load(refs.qkv.at[token[:, None], channel], mask=inside[:, None] & key_inside[None, :], other=0.0)
+        channel = 2 * key_channels + head * value_dim + value[None, :]
+        mask = (inside & is_key)[:, None] & value_inside[None, :]
+        v = pt.load(refs.qkv.at[token[:, None], channel], mask=mask, other=0.0).astype(jnp.float32)
+        b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
+        group, loaded = load_group(first, low), load_corrections(first, low, jnp.where(folds, position, low))
+        store_entries(group)
+
+        state = jax.lax.cond(folds, fold, lambda state, _: state, state, u)
+        u = jnp.where(folds, loaded, u)
+
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + L2_EPSILON) if use_qk_l2norm else 1.0
+        factor = factor * jnp.where(is_key, 1.0, scale)
+        _, beta = gates(b, b, A_log, dt_bias, **gate)
+        # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
+        until = index[None, :] <= place[:, None]
+        later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
+        between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
+        of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
+
+        x, s = _operand(x), _operand(state, config.pieces)
+        from_state = product(s, x, contract=(1, 1)).T if config.values_first else product(x, s, contract=(1, 1))
+        from_state = of_state[:, None] * from_state
+        # A key sees the places before its own, and a query sees its token's place too.
+        seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
+        weight = jnp.where(seen, product(x, _operand(group.k), contract=(1, 1)) * jnp.exp(between), 0.0)
+        weight = weight * factor[:, None]
+        # Both kinds of vector are now sums of the same form: the correction of a token, and its output.
+        of_key = jnp.where(is_key, beta * factor, 0.0)[:, None]
+        own = jnp.where(is_key[:, None], of_key * (v - from_state), from_state)
+        weight = jnp.where(is_key[:, None], -of_key * weight, weight)
+
+        def finish(u: jax.Array, n: jax.Array) -> jax.Array:
+            return _row(own, n) + jnp.sum(_row(weight, n)[:, None] * u, axis=0)
+
+        def advance(n: jax.Array, u: jax.Array) -> jax.Array:
+            here = position + n
+            new = finish(u, n).astype(refs.ring_u.dtype)
+            pt.store(refs.ring_u.at[layer, slot, head, here % places, value], new, mask=value_inside)
+            u = jnp.where((index == here - first)[:, None], new.astype(jnp.float32)[None, :], u)
+            out = finish(u, half + n).astype(refs.out.dtype)
+            pt.store(refs.out.at[start + n, head, value], out, mask=value_inside)
+            return u
+
+        before = jnp.clip(first - position, 0, count)  # tokens of the group before this one
+        return jax.lax.fori_loop(before, jnp.clip(first + length - position, 0, count), advance, u)
+
+    @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    def _():
+        u = load_corrections(first_group, base, jnp.minimum(position, boundary))
+        stages = jnp.where(jnp.maximum(position, position + count - 1) >= boundary, 2, 1)
+        jax.lax.fori_loop(jnp.where(position >= boundary, 1, 0), stages, stage, u)
+
+    def clear(n: jax.Array, _: None) -> None:
+        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        zeros = jnp.zeros(value.shape, refs.out.dtype)
+        pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=value_inside)
+
+    jax.lax.fori_loop(0, jnp.maximum(tokens - total - row + rows - 1, 0) // rows, clear, None)
+
+
+def gated_delta_rule_deferred(
+    qkv: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    pool: jax.Array,
+    ring_k: jax.Array,
+    ring_u: jax.Array,
+    ring_g: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    read_block: jax.Array,
+    fold_block: jax.Array,
+    *,
+    config: DeferredConfig | None = None,
+    interpret: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel. See api.py."""
+    value_heads, value_dim = pool.shape[2:4]
+    config = config or default_config(pool.dtype.itemsize)
+    body: Callable[[Refs], None] = functools.partial(_kernel, config=config, interpret=interpret, **options)
+    results = pt.call(
+        body,
+        name="gated_delta_rule_deferred",
+        grid=(-(-value_dim // config.block_value), value_heads, slot.shape[0]),
+        inputs=dict(
+            qkv=qkv,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            layer=layer,
+            query_start_loc=query_start_loc,
+            slot=slot,
+            base=base,
+            position=position,
+            read_block=read_block,
+            fold_block=fold_block,
+        ),
+        outputs={"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)},
+        updates=dict(pool=pool, ring_k=ring_k, ring_u=ring_u, ring_g=ring_g),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))
