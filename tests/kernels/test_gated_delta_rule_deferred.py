@@ -376,7 +376,7 @@ def refused(**changes):
         (dict(ring_k=jnp.zeros((1, 3, 2, 30, 16))), "ring_u must be"),
         (dict(ring_g=jnp.zeros((1, 3, 2, 32), jnp.bfloat16)), "ring_g must be"),
         (dict(ring_k=jnp.zeros((1, 3, 3, 32, 16))), "the key heads of ring_k must divide the 2 value heads, got 3"),
-        (dict(base=jnp.zeros(3, jnp.int32)), "position must be"),
+        (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
         (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
         (dict(layer=1), r"layer must be in \[0, 1\)"),
         (dict(lower_bound=1.0), "lower_bound must be negative or None, got 1.0"),
