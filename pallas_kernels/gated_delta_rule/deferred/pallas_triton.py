@@ -80,7 +80,7 @@ def _kernel(
     key_heads, places = refs.ring_k.shape[2:4]
     length, repeats, key_channels = places // 2, value_heads // key_heads, key_heads * key_dim
     value_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
-    key_head = head // repeats
+    key_head = jax.lax.div(head, jnp.int32(repeats))
     # Everything that addresses depend on is loaded here, before any branch.
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, slot, base, position = refs.layer[...], refs.slot[row], refs.base[row], refs.position[row]
@@ -88,17 +88,20 @@ def _kernel(
     A_log, dt_bias = refs.A_log[head], refs.dt_bias[head]
 
     count = end - start
-    first_group = base // length * length
+    first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
     index = _iota((max(pt.power_of_two(length), _TILE),))
     # Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to
     # eight, so that decode and verify rows run the same instructions.
     half = max(pt.power_of_two(max_query_tokens), _TILE // 2)
     vector = _iota((2 * half,))
-    is_key, offset = vector < half, vector % half
+    is_key, offset = vector < half, vector & (half - 1)
     key, key_inside = pt.lanes(0, max(pt.power_of_two(key_dim), _TILE), key_dim)
     value, value_inside = pt.lanes(value_block, config.block_value, value_dim)
     product = functools.partial(dot, interpret=interpret)
+
+    def place_of(position: jax.Array) -> jax.Array:
+        return jax.lax.rem(position, jnp.int32(places))
 
     def state_at(block: jax.Array):
         """Returns the program's part of a block's state, and which of its elements exist."""
@@ -110,7 +113,7 @@ def _kernel(
         of = first + index
         inside = (index < length) & (of >= low)
         old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
-        at, token = first % places + index, start + of - position
+        at, token = place_of(first) + index, start + of - position
         mask, keys = key_inside[None, :], key[None, :]
         ring = pt.load(refs.ring_k.at[layer, slot, key_head, at[:, None], keys], mask=old[:, None] & mask, other=0.0)
         channel = key_channels + key_head * key_dim + keys
@@ -124,7 +127,7 @@ def _kernel(
         """Loads the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
         of = first + index
         mask = ((index < length) & (of >= low) & (of < high))[:, None] & value_inside[None, :]
-        at = refs.ring_u.at[layer, slot, head, (first % places + index)[:, None], value[None, :]]
+        at = refs.ring_u.at[layer, slot, head, (place_of(first) + index)[:, None], value[None, :]]
         return pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
     def fold(state: jax.Array, u: jax.Array) -> jax.Array:
@@ -143,7 +146,7 @@ def _kernel(
         """Stores keys and log decays of this call's tokens, each of them by one program."""
         first_program = value_block == 0
         pt.store(refs.ring_g.at[layer, slot, head, group.at], group.g, mask=group.new & first_program)
-        mask = (group.new & first_program & (head % repeats == 0))[:, None] & key_inside[None, :]
+        mask = (group.new & first_program & (head == key_head * repeats))[:, None] & key_inside[None, :]
         pt.store(refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]], group.k, mask=mask)
 
     def stage(n: jax.Array, u: jax.Array) -> jax.Array:
@@ -198,7 +201,7 @@ def _kernel(
         def advance(n: jax.Array, u: jax.Array) -> jax.Array:
             here = position + n
             new = finish(u, n).astype(refs.ring_u.dtype)
-            pt.store(refs.ring_u.at[layer, slot, head, here % places, value], new, mask=value_inside)
+            pt.store(refs.ring_u.at[layer, slot, head, place_of(here), value], new, mask=value_inside)
             u = jnp.where((index == here - first)[:, None], new.astype(jnp.float32)[None, :], u)
             out = finish(u, half + n).astype(refs.out.dtype)
             pt.store(refs.out.at[start + n, head, value], out, mask=value_inside)
@@ -210,15 +213,16 @@ def _kernel(
     @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
         u = load_corrections(first_group, base, jnp.minimum(position, boundary))
-        stages = jnp.where(jnp.maximum(position, position + count - 1) >= boundary, 2, 1)
-        jax.lax.fori_loop(jnp.where(position >= boundary, 1, 0), stages, stage, u)
+        last = jnp.maximum(position, position + count - 1)
+        stages = (position >= boundary).astype(jnp.int32), (last >= boundary).astype(jnp.int32)
+        jax.lax.fori_loop(stages[0], stages[1] + 1, stage, u)
 
     def clear(n: jax.Array, _: None) -> None:
         """Writes zeros to this row's n-th share of the tokens after the last row."""
         zeros = jnp.zeros(value.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=value_inside)
 
-    jax.lax.fori_loop(0, jnp.maximum(tokens - total - row + rows - 1, 0) // rows, clear, None)
+    jax.lax.fori_loop(0, jax.lax.div(jnp.maximum(tokens - total - row + rows - 1, 0), jnp.int32(rows)), clear, None)
 
 
 def gated_delta_rule_deferred(
