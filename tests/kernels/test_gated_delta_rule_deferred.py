@@ -313,7 +313,11 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
     tokens = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     rows = ints(0, 3, 5), ints(0, 1), ints(14, 14), ints(14, 14), ints(1, 2), ints(3, 4)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
-    configs = [DeferredConfig(16, 1, 3), DeferredConfig(32, 2, 3), DeferredConfig(16, 4, 3, values_first=True)]
+    configs = [
+        DeferredConfig(16, 128, 1, 3),
+        DeferredConfig(32, 16, 2, 3),
+        DeferredConfig(16, 32, 4, 3, values_first=True),
+    ]
     results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
     for out in results[1:]:
         assert_close(exact(out), exact(results[0]), jnp.bfloat16, dims.key_dim, "outputs")

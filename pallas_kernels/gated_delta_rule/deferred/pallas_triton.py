@@ -25,13 +25,13 @@ class _Group(NamedTuple):
     """A group's entries of accepted tokens and of this call's, without corrections. Everything else is 0.
 
     Attributes:
-        k: Raw keys, [places, keys].
+        k: Raw keys, a tile [places, keys] for each tile of keys.
         g: Log decays, [places].
         new: Which places belong to tokens of this call, [places].
         at: The indices of the places in the ring, [places].
     """
 
-    k: jax.Array
+    k: list[jax.Array]
     g: jax.Array
     new: jax.Array
     at: jax.Array
@@ -96,17 +96,19 @@ def _kernel(
     half = max(pt.power_of_two(max_query_tokens), _TILE // 2)
     vector = _iota((2 * half,))
     is_key, offset = vector < half, vector & (half - 1)
-    key, key_inside = pt.lanes(0, max(pt.power_of_two(key_dim), _TILE), key_dim)
+    size = min(config.tile_key, max(pt.power_of_two(key_dim), _TILE))
+    keys = [pt.lanes(n, size, key_dim) for n in range(-(-key_dim // size))]
     value, value_inside = pt.lanes(value_block, config.block_value, value_dim)
     product = functools.partial(dot, interpret=interpret)
 
     def place_of(position: jax.Array) -> jax.Array:
         return jax.lax.rem(position, jnp.int32(places))
 
-    def state_at(block: jax.Array):
-        """Returns the program's part of a block's state, and which of its elements exist."""
-        mask = value_inside[:, None] & key_inside[None, :] & (block != NULL_BLOCK)
-        return refs.pool.at[layer, block, head, value[:, None], key[None, :]], mask
+    def states_at(block: jax.Array):
+        """Yields the program's part of a block's state, tile by tile, and which of its elements exist."""
+        for key, inside in keys:
+            mask = value_inside[:, None] & inside[None, :] & (block != NULL_BLOCK)
+            yield refs.pool.at[layer, block, head, value[:, None], key[None, :]], mask
 
     def load_group(first: jax.Array, low: jax.Array) -> _Group:
         """Loads what the group that starts at position `first` has from position `low` on."""
@@ -114,14 +116,17 @@ def _kernel(
         inside = (index < length) & (of >= low)
         old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
         at, token = place_of(first) + index, start + of - position
-        mask, keys = key_inside[None, :], key[None, :]
-        ring = pt.load(refs.ring_k.at[layer, slot, key_head, at[:, None], keys], mask=old[:, None] & mask, other=0.0)
-        channel = key_channels + key_head * key_dim + keys
-        call = pt.load(refs.qkv.at[token[:, None], channel], mask=new[:, None] & mask, other=0.0)
+        k = []
+        for key, exists in keys:
+            ring_at = refs.ring_k.at[layer, slot, key_head, at[:, None], key[None, :]]
+            call_at = refs.qkv.at[token[:, None], key_channels + key_head * key_dim + key[None, :]]
+            ring = pt.load(ring_at, mask=old[:, None] & exists[None, :], other=0.0)
+            call = pt.load(call_at, mask=new[:, None] & exists[None, :], other=0.0)
+            k.append(jnp.where(new[:, None], call, ring))
         a = pt.load(refs.a.at[token, head], mask=new, other=0.0)
         g, _ = gates(a, a, A_log, dt_bias, **gate)
         g = jnp.where(new, g, pt.load(refs.ring_g.at[layer, slot, head, at], mask=old, other=0.0))
-        return _Group(jnp.where(new[:, None], call, ring), g, new, at)
+        return _Group(k, g, new, at)
 
     def load_corrections(first: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
         """Loads the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
@@ -130,24 +135,38 @@ def _kernel(
         at = refs.ring_u.at[layer, slot, head, (place_of(first) + index)[:, None], value[None, :]]
         return pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-    def fold(state: jax.Array, u: jax.Array) -> jax.Array:
+    def fold(states: list[jax.Array], u: jax.Array) -> list[jax.Array]:
         """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
         group = load_group(first_group, base)
         later = index[None, :] > index[:, None]
         weight = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
-        weighted, k = _operand(weight[:, None] * u, config.pieces), _operand(group.k)
-        added = product(weighted, k, contract=(0, 0))
-        state = (jnp.exp(jnp.sum(group.g)) * state.astype(jnp.float32) + added).astype(state.dtype)
-        at, mask = state_at(fold_to)
-        pt.store(at, state, mask=mask & (position >= boundary))
-        return state
+        weighted, decay = _operand(weight[:, None] * u, config.pieces), jnp.exp(jnp.sum(group.g))
+        folded = []
+        for state, k, (at, mask) in zip(states, group.k, states_at(fold_to), strict=True):
+            added = product(weighted, _operand(k), contract=(0, 0))
+            folded.append((decay * state.astype(jnp.float32) + added).astype(state.dtype))
+            pt.store(at, folded[-1], mask=mask & (position >= boundary))
+        return folded
+
+    def multiply(x: list[jax.Array], states: list[jax.Array]) -> jax.Array:
+        """Multiplies the vectors x with the state. Returns [vectors, values]."""
+        total = None
+        for vectors, state in zip(x, states, strict=True):
+            vectors, state = _operand(vectors), _operand(state, config.pieces)
+            left, right = (state, vectors) if config.values_first else (vectors, state)
+            part = product(left, right, contract=(1, 1))
+            total = part if total is None else total + part
+        assert total is not None
+        return total.T if config.values_first else total
 
     def store_entries(group: _Group) -> None:
         """Stores keys and log decays of this call's tokens, each of them by one program."""
         first_program = value_block == 0
         pt.store(refs.ring_g.at[layer, slot, head, group.at], group.g, mask=group.new & first_program)
-        mask = (group.new & first_program & (head == key_head * repeats))[:, None] & key_inside[None, :]
-        pt.store(refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]], group.k, mask=mask)
+        stores = group.new & first_program & (head == key_head * repeats)
+        for (key, inside), k in zip(keys, group.k, strict=True):
+            at = refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]]
+            pt.store(at, k, mask=stores[:, None] & inside[None, :])
 
     def stage(n: jax.Array, u: jax.Array) -> jax.Array:
         """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1).
@@ -157,12 +176,14 @@ def _kernel(
         folds = n == 1
         first = first_group + n * length
         low = jnp.where(folds, first, base)
-        at, mask = state_at(read)
-        state = pt.load(at, mask=mask, other=0.0)
+        states = [pt.load(at, mask=mask, other=0.0) for at, mask in states_at(read)]
         inside = (offset < count) & (position + offset >= low) & (position + offset < first + length)
         token, place = start + offset, position + offset - first
-        channel = jnp.where(is_key, key_channels, 0)[:, None] + key_head * key_dim + key[None, :]
-        x = pt.load(refs.qkv.at[token[:, None], channel], mask=inside[:, None] & key_inside[None, :], other=0.0)
+        channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
+        x = [
+            pt.load(refs.qkv.at[token[:, None], channel + key[None, :]], mask=inside[:, None] & exists[None, :], other=0.0)
+            for key, exists in keys
+        ]
         channel = 2 * key_channels + head * value_dim + value[None, :]
         mask = (inside & is_key)[:, None] & value_inside[None, :]
         v = pt.load(refs.qkv.at[token[:, None], channel], mask=mask, other=0.0).astype(jnp.float32)
@@ -170,12 +191,14 @@ def _kernel(
         group, loaded = load_group(first, low), load_corrections(first, low, jnp.where(folds, position, low))
         store_entries(group)
 
-        state = jax.lax.cond(folds, fold, lambda state, _: state, state, u)
+        # Both branches multiply. If one returned a folded state, the compiler would hold it in several layouts.
+        from_state = jax.lax.cond(folds, lambda: multiply(x, fold(states, u)), lambda: multiply(x, states))
         u = jnp.where(folds, loaded, u)
 
-        wide = x.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + L2_EPSILON) if use_qk_l2norm else 1.0
-        factor = factor * jnp.where(is_key, 1.0, scale)
+        factor = jnp.where(is_key, 1.0, scale)
+        if use_qk_l2norm:
+            squares = [jnp.sum(part * part, axis=1) for part in (part.astype(jnp.float32) for part in x)]
+            factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
         _, beta = gates(b, b, A_log, dt_bias, **gate)
         # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
         until = index[None, :] <= place[:, None]
@@ -183,13 +206,11 @@ def _kernel(
         between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
         of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
 
-        x, s = _operand(x), _operand(state, config.pieces)
-        from_state = product(s, x, contract=(1, 1)).T if config.values_first else product(x, s, contract=(1, 1))
         from_state = of_state[:, None] * from_state
         # A key sees the places before its own, and a query sees its token's place too.
         seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
-        weight = jnp.where(seen, product(x, _operand(group.k), contract=(1, 1)) * jnp.exp(between), 0.0)
-        weight = weight * factor[:, None]
+        products = [product(_operand(a), _operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
+        weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
         # Both kinds of vector are now sums of the same form: the correction of a token, and its output.
         of_key = jnp.where(is_key, beta * factor, 0.0)[:, None]
         own = jnp.where(is_key[:, None], of_key * (v - from_state), from_state)
