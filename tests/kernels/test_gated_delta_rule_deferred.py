@@ -314,9 +314,9 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
     rows = ints(0, 3, 5), ints(0, 1), ints(14, 14), ints(14, 14), ints(1, 2), ints(3, 4)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
     configs = [
-        DeferredConfig(16, 128, 1, 3),
-        DeferredConfig(32, 16, 2, 3),
-        DeferredConfig(16, 32, 4, 3, values_first=True),
+        DeferredConfig(16, 16, 128, 1, 3),
+        DeferredConfig(32, 16, 16, 2, 3),
+        DeferredConfig(32, 32, 32, 4, 3, values_first=True),
     ]
     results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
     for out in results[1:]:

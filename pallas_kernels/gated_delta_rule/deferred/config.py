@@ -8,8 +8,10 @@ class DeferredConfig:
     """How the kernel cuts a head's state [value_dim, key_dim], and how it multiplies. Sizes are powers of two.
 
     Attributes:
-        block_value: The number of value dims per program, at least 16.
-        tile_key: The number of keys per tile of a state, at least 16. A program has all tiles of its values.
+        block_value: The number of value dims per program. It changes no bit.
+        tile_value: The number of value dims per tile of a state, at least 16. A program has block_value / tile_value
+            tiles of values, which it runs one after the other.
+        tile_key: The number of keys per tile of a state, at least 16. A program has all keys of its values.
         num_warps: The number of warps per program.
         pieces: The number of bfloat16 pieces into which float32 values are split for products. The relative error is
             2^-8 with one piece, 2^-16 with two and 2^-24 with three.
@@ -18,6 +20,7 @@ class DeferredConfig:
     """
 
     block_value: int
+    tile_value: int
     tile_key: int
     num_warps: int
     pieces: int
@@ -30,4 +33,4 @@ def default_config(itemsize: int) -> DeferredConfig:
     It depends on nothing else, because a state's bits must not depend on the number of rows or of tokens. It is a guess
     that no GPU has run.
     """
-    return DeferredConfig(block_value=32, tile_key=32, num_warps=2, pieces=3 if itemsize == 4 else 2)
+    return DeferredConfig(block_value=32, tile_value=32, tile_key=32, num_warps=2, pieces=3 if itemsize == 4 else 2)

@@ -1,7 +1,8 @@
-"""Deferred states as a Pallas kernel. A program has some value dims of one head of one row, and all keys of them.
+"""Deferred states as a Pallas kernel. A program has some value dims of one head of one row, in tiles, and all keys of them.
 
-The vectors of a row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to the
-state, and one to the keys of the group. What is left for each token are two sums over the group's corrections.
+The vectors of a row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to a tile
+of the state, and one to the keys of the group. What is left for each token is one sum over the group's corrections. What
+does not depend on values is computed once for all tiles of a program.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, dot, pieces
-from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
@@ -98,17 +99,21 @@ def _kernel(
     is_key, offset = vector < half, vector & (half - 1)
     size = min(config.tile_key, max(pt.power_of_two(key_dim), _TILE))
     keys = [pt.lanes(n, size, key_dim) for n in range(-(-key_dim // size))]
-    value, value_inside = pt.lanes(value_block, config.block_value, value_dim)
+    tiles = config.block_value // config.tile_value
     product = functools.partial(dot, interpret=interpret)
+    narrow = 2 if refs.out.dtype.itemsize == 2 else 3  # pieces of what only outputs depend on
 
     def place_of(position: jax.Array) -> jax.Array:
         return jax.lax.rem(position, jnp.int32(places))
 
-    def states_at(block: jax.Array):
-        """Yields the program's part of a block's state, tile by tile, and which of its elements exist."""
+    def values(tile: jax.Array) -> Lanes:
+        return pt.lanes(value_block * tiles + tile, config.tile_value, value_dim)
+
+    def states_at(block: jax.Array, value: Lanes):
+        """Yields a block's state for some values, by tiles of keys, and which of its elements exist."""
         for key, inside in keys:
-            mask = value_inside[:, None] & inside[None, :] & (block != NULL_BLOCK)
-            yield refs.pool.at[layer, block, head, value[:, None], key[None, :]], mask
+            mask = value[1][:, None] & inside[None, :] & (block != NULL_BLOCK)
+            yield refs.pool.at[layer, block, head, value[0][:, None], key[None, :]], mask
 
     def load_group(first: jax.Array, low: jax.Array) -> _Group:
         """Loads what the group that starts at position `first` has from position `low` on."""
@@ -128,21 +133,22 @@ def _kernel(
         g = jnp.where(new, g, pt.load(refs.ring_g.at[layer, slot, head, at], mask=old, other=0.0))
         return _Group(k, g, new, at)
 
-    def load_corrections(first: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-        """Loads the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
+    def corrections_at(first: jax.Array, low: jax.Array, high: jax.Array, value: Lanes):
+        """Returns the corrections [places, values] of the positions low .. high - 1 of the group that starts at `first`."""
         of = first + index
-        mask = ((index < length) & (of >= low) & (of < high))[:, None] & value_inside[None, :]
-        at = refs.ring_u.at[layer, slot, head, (place_of(first) + index)[:, None], value[None, :]]
-        return pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        inside = ((index < length) & (of >= low) & (of < high))[:, None] & value[1][None, :]
+        return refs.ring_u.at[layer, slot, head, (place_of(first) + index)[:, None], value[0][None, :]], inside
 
-    def fold(states: list[jax.Array], u: jax.Array) -> list[jax.Array]:
+    def fold(states: list[jax.Array], value: Lanes) -> list[jax.Array]:
         """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
         group = load_group(first_group, base)
+        at, mask = corrections_at(first_group, base, position + count, value)
         later = index[None, :] > index[:, None]
         weight = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
-        weighted, decay = _operand(weight[:, None] * u, config.pieces), jnp.exp(jnp.sum(group.g))
+        weighted = weight[:, None] * pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        weighted, decay = _operand(weighted, config.pieces), jnp.exp(jnp.sum(group.g))
         folded = []
-        for state, k, (at, mask) in zip(states, group.k, states_at(fold_to), strict=True):
+        for state, k, (at, mask) in zip(states, group.k, states_at(fold_to, value), strict=True):
             added = product(weighted, _operand(k), contract=(0, 0))
             folded.append((decay * state.astype(jnp.float32) + added).astype(state.dtype))
             pt.store(at, folded[-1], mask=mask & (position >= boundary))
@@ -168,32 +174,36 @@ def _kernel(
             at = refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]]
             pt.store(at, k, mask=stores[:, None] & inside[None, :])
 
-    def stage(n: jax.Array, u: jax.Array) -> jax.Array:
-        """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1).
-
-        `u` has the corrections of the first group before this stage. Returns those of this stage's group.
-        """
+    def stage(n: jax.Array, _: None) -> None:
+        """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1)."""
+        if not interpret:
+            pt.barrier()  # A fold reads the corrections that the stage before it has written.
         folds = n == 1
         first = first_group + n * length
         low = jnp.where(folds, first, base)
-        states = [pt.load(at, mask=mask, other=0.0) for at, mask in states_at(read)]
         inside = (offset < count) & (position + offset >= low) & (position + offset < first + length)
         token, place = start + offset, position + offset - first
+
+        def load_values(tile):
+            """Loads a tile's part of the state, and its values [vectors, values] and corrections of earlier calls."""
+            value = values(jnp.minimum(tile, tiles - 1))
+            exists = value[1] & (tile < tiles)
+            value = value[0], exists
+            states = [pt.load(at, mask=mask, other=0.0) for at, mask in states_at(read, value)]
+            channel = 2 * key_channels + head * value_dim + value[0][None, :]
+            v = pt.load(refs.qkv.at[token[:, None], channel], mask=(inside & is_key)[:, None] & exists[None, :], other=0.0)
+            at, mask = corrections_at(first, low, position, value)
+            return states, v, pt.load(at, mask=mask, other=0.0)
+
+        ahead = load_values(jnp.int32(0))
         channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
         x = [
             pt.load(refs.qkv.at[token[:, None], channel + key[None, :]], mask=inside[:, None] & exists[None, :], other=0.0)
             for key, exists in keys
         ]
-        channel = 2 * key_channels + head * value_dim + value[None, :]
-        mask = (inside & is_key)[:, None] & value_inside[None, :]
-        v = pt.load(refs.qkv.at[token[:, None], channel], mask=mask, other=0.0).astype(jnp.float32)
         b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
-        group, loaded = load_group(first, low), load_corrections(first, low, jnp.where(folds, position, low))
+        group = load_group(first, low)
         store_entries(group)
-
-        # Both branches multiply. If one returned a folded state, the compiler would hold it in several layouts.
-        from_state = jax.lax.cond(folds, lambda: multiply(x, fold(states, u)), lambda: multiply(x, states))
-        u = jnp.where(folds, loaded, u)
 
         factor = jnp.where(is_key, 1.0, scale)
         if use_qk_l2norm:
@@ -204,46 +214,58 @@ def _kernel(
         until = index[None, :] <= place[:, None]
         later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
         between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
-        of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
-
-        from_state = of_state[:, None] * from_state
+        of_state = (jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor)[:, None]
         # A key sees the places before its own, and a query sees its token's place too.
         seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
         products = [product(_operand(a), _operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
         weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
-        # Both kinds of vector are now sums of the same form: the correction of a token, and its output.
         of_key = jnp.where(is_key, beta * factor, 0.0)[:, None]
-        own = jnp.where(is_key[:, None], of_key * (v - from_state), from_state)
-        weight = jnp.where(is_key[:, None], -of_key * weight, weight)
+        of_u, of_out = -of_key * weight, _operand(weight, narrow)
 
-        def finish(u: jax.Array, n: jax.Array) -> jax.Array:
-            return _row(own, n) + jnp.sum(_row(weight, n)[:, None] * u, axis=0)
+        def run_tile(tile, ahead):
+            states, v, u = ahead
+            value = values(tile)
+            following = load_values(tile + 1) if tiles > 1 else ahead
+            # Both branches multiply. If one returned a folded state, the compiler would hold it in several layouts.
+            from_state = jax.lax.cond(
+                folds, lambda: multiply(x, fold(states, value)), lambda: multiply(x, states)
+            )
+            from_state, u = of_state * from_state, u.astype(jnp.float32)
+            own = of_key * (v.astype(jnp.float32) - from_state)
 
-        def advance(n: jax.Array, u: jax.Array) -> jax.Array:
-            here = position + n
-            new = finish(u, n).astype(refs.ring_u.dtype)
-            pt.store(refs.ring_u.at[layer, slot, head, place_of(here), value], new, mask=value_inside)
-            u = jnp.where((index == here - first)[:, None], new.astype(jnp.float32)[None, :], u)
-            out = finish(u, half + n).astype(refs.out.dtype)
-            pt.store(refs.out.at[start + n, head, value], out, mask=value_inside)
-            return u
+            def correct(n, u):
+                """Adds the correction of token n."""
+                new = _row(own, n) + jnp.sum(_row(of_u, n)[:, None] * u, axis=0)
+                new = new.astype(refs.ring_u.dtype).astype(jnp.float32)
+                return jnp.where((index == position + n - first)[:, None], new[None, :], u)
 
-        before = jnp.clip(first - position, 0, count)  # tokens of the group before this one
-        return jax.lax.fori_loop(before, jnp.clip(first + length - position, 0, count), advance, u)
+            # From the first token in this group to the first one after it.
+            u = jax.lax.fori_loop(
+                jnp.clip(first - position, 0, count), jnp.clip(first + length - position, 0, count), correct, u
+            )
+            at, mask = corrections_at(first, jnp.maximum(low, position), position + count, value)
+            pt.store(at, u.astype(refs.ring_u.dtype), mask=mask)
+            out = from_state + product(of_out, _operand(u, narrow))
+            mask = (inside & ~is_key)[:, None] & value[1][None, :]
+            pt.store(refs.out.at[token[:, None], head, value[0][None, :]], out.astype(refs.out.dtype), mask=mask)
+            return following
+
+        jax.lax.fori_loop(0, tiles, run_tile, ahead)
 
     @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
-        u = load_corrections(first_group, base, jnp.minimum(position, boundary))
         last = jnp.maximum(position, position + count - 1)
         stages = (position >= boundary).astype(jnp.int32), (last >= boundary).astype(jnp.int32)
-        jax.lax.fori_loop(stages[0], stages[1] + 1, stage, u)
+        jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
     def clear(n: jax.Array, _: None) -> None:
         """Writes zeros to this row's n-th share of the tokens after the last row."""
+        value, inside = pt.lanes(value_block, config.block_value, value_dim)
         zeros = jnp.zeros(value.shape, refs.out.dtype)
-        pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=value_inside)
+        pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=inside)
 
-    jax.lax.fori_loop(0, jax.lax.div(jnp.maximum(tokens - total - row + rows - 1, 0), jnp.int32(rows)), clear, None)
+    shares = jnp.maximum(tokens - total - row + rows - 1, 0)
+    jax.lax.fori_loop(0, jax.lax.div(shares, jnp.int32(rows)), clear, None)
 
 
 def gated_delta_rule_deferred(
