@@ -111,8 +111,9 @@ class Bench:
         self.inputs = draw(tokens, case.channels), draw(tokens, heads), draw(tokens, heads)
         self.gates = draw(heads, dtype="float32"), draw(heads, dtype="float32")
         self.loc = locations(case.lengths)
-        ring = max(case.lengths) * (case.key_dim * case.key_heads + case.value_dim * heads) * 4
-        self.bytes = rows * (state_bytes * (1 + self.folds.mean()) + ring * case.group // 2)
+        entry = case.key_heads * case.key_dim * itemsize(case.dtype) + heads * case.value_dim * itemsize(case.ring_dtype)
+        # Of a group, half of the entries exist on average.
+        self.bytes = rows * (state_bytes * (1 + self.folds.mean()) + entry * (case.group / 2 + max(case.lengths)))
 
     def initial(self) -> dict[str, jax.Array]:
         """The pool and the rings before the first turn."""
@@ -141,7 +142,7 @@ class Bench:
             def step(turn, carry):
                 return self.call(turn, carry[1], **options)
 
-            first = jnp.zeros((self.loc[-1].item(), self.case.value_heads, self.case.value_dim), self.case.dtype)
+            first = jnp.zeros((sum(self.case.lengths), self.case.value_heads, self.case.value_dim), self.case.dtype)
             out, arrays = jax.lax.fori_loop(0, TURNS, step, (first, arrays))
             return out, arrays
 
@@ -150,7 +151,7 @@ class Bench:
 
     def errors(self, config: DeferredConfig, **options: Any) -> dict[str, float]:
         """Relative errors of one call's outputs, corrections and folds against float64, on a sample of rows and heads."""
-        turn = int(np.argmax(self.folds.any(axis=1) & self.crossings.any(axis=1)))
+        turn = int(np.argmax(2 * self.folds.any(axis=1) + self.crossings.any(axis=1)))
         options |= dict(implementation="triton", config=config)
         arrays = jax.jit(self.initial)()
         rows = {np.argmax(x) for x in (self.folds[turn], self.crossings[turn], ~(self.folds | self.crossings)[turn])}
