@@ -2,9 +2,9 @@
 
 Every variant is first compared with float64 on a sample of rows and heads: outputs, corrections, and folds. Then `us` is the
 mean duration of a call over the phases of the fold: rows start at random places of their groups, and each call accepts one
-to all of its tokens. `copy_free_us` is the duration of `gated_delta_rule_update` on the same sizes, in the same run. Cases of
-64 rows try every variant; the others try the best of those and the ones with more programs. `--tiny` tries the command on a
-machine without a GPU.
+to all of its tokens. `copy_free_us` is the duration of `gated_delta_rule_update` on the same sizes, in the same run. Cases
+of 64 rows try every variant; the others try the best of those and the ones with more programs. `--tiny` tries the command
+on a machine without a GPU.
 """
 
 import argparse
@@ -111,13 +111,17 @@ class Bench:
         self.inputs = draw(tokens, case.channels), draw(tokens, heads), draw(tokens, heads)
         self.gates = draw(heads, dtype="float32"), draw(heads, dtype="float32")
         self.loc = locations(case.lengths)
-        entry = case.key_heads * case.key_dim * itemsize(case.dtype) + heads * case.value_dim * itemsize(case.ring_dtype)
+        entry = case.key_heads * case.key_dim * itemsize(case.dtype) + heads * case.value_dim * itemsize(
+            case.ring_dtype
+        )
         # Of a group, half of the entries exist on average.
         self.bytes = rows * (state_bytes * (1 + self.folds.mean()) + entry * (case.group / 2 + max(case.lengths)))
 
     def initial(self) -> dict[str, jax.Array]:
         """The pool and the rings before the first turn."""
-        shapes = self.case.pool_shapes(1, 1 + 2 * self.sets * len(self.case.lengths), self.sets * len(self.case.lengths))
+        shapes = self.case.pool_shapes(
+            1, 1 + 2 * self.sets * len(self.case.lengths), self.sets * len(self.case.lengths)
+        )
         made = {name: random_pool(shape, dtype) for name, (shape, dtype) in shapes.items() if name == "pool"}
         for n, (name, (shape, dtype)) in enumerate(list(shapes.items())[1:]):
             made[name] = jax.random.normal(jax.random.key(n), shape, jnp.float32).astype(dtype)
@@ -316,7 +320,9 @@ def main() -> None:
             if rate is not None and "us" in row:
                 row |= {"copy_free_us": today, "gain": today / row["us"], "of_copy": row["bytes"] / row["us"] / rate}
             append(options.json, row | header)
-            print(json.dumps({name: value for name, value in row.items() if name not in ("config", "policy")}), flush=True)
+            print(
+                json.dumps({name: value for name, value in row.items() if name not in ("config", "policy")}), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -191,14 +191,18 @@ def _kernel(
             value = value[0], exists
             states = [pt.load(at, mask=mask, other=0.0) for at, mask in states_at(read, value)]
             channel = 2 * key_channels + head * value_dim + value[0][None, :]
-            v = pt.load(refs.qkv.at[token[:, None], channel], mask=(inside & is_key)[:, None] & exists[None, :], other=0.0)
+            v = pt.load(
+                refs.qkv.at[token[:, None], channel], mask=(inside & is_key)[:, None] & exists[None, :], other=0.0
+            )
             at, mask = corrections_at(first, low, position, value)
             return states, v, pt.load(at, mask=mask, other=0.0)
 
         ahead = load_values(jnp.int32(0))
         channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
         x = [
-            pt.load(refs.qkv.at[token[:, None], channel + key[None, :]], mask=inside[:, None] & exists[None, :], other=0.0)
+            pt.load(
+                refs.qkv.at[token[:, None], channel + key[None, :]], mask=inside[:, None] & exists[None, :], other=0.0
+            )
             for key, exists in keys
         ]
         b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
@@ -227,9 +231,7 @@ def _kernel(
             value = values(tile)
             following = load_values(tile + 1) if tiles > 1 else ahead
             # Both branches multiply. If one returned a folded state, the compiler would hold it in several layouts.
-            from_state = jax.lax.cond(
-                folds, lambda: multiply(x, fold(states, value)), lambda: multiply(x, states)
-            )
+            from_state = jax.lax.cond(folds, lambda: multiply(x, fold(states, value)), lambda: multiply(x, states))
             from_state, u = of_state * from_state, u.astype(jnp.float32)
             own = of_key * (v.astype(jnp.float32) - from_state)
 
