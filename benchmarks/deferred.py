@@ -60,6 +60,7 @@ def variants(case: Case) -> list[DeferredConfig]:
         make(16, 16, 128, 2),
         default_config(itemsize(case.state_dtype)),
     ]
+    found += [dataclasses.replace(config, is_split=True) for config in found]
     if wide:  # less exact, to see what a piece costs
         found.append(DeferredConfig(128, 32, 128, 4, pieces=2))
     return list(dict.fromkeys(found))
@@ -73,7 +74,8 @@ def small_variants(best: Iterable[DeferredConfig]) -> list[DeferredConfig]:
 def short(c: DeferredConfig) -> str:
     """A configuration in few letters."""
     order = "vx" if c.values_first else "xv"
-    return f"b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
+    sizes = f"b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
+    return f"{sizes}_split" if c.is_split else sizes
 
 
 def phases(rows: int, tokens: int, group: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +133,7 @@ class Bench:
 
     def call(self, turn: Any, arrays: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One call of the op."""
-        rows = dict(zip(KEYS, (self.loc, *(x[turn] for x in self.indices)), strict=True))
+        rows: dict[str, Any] = dict(zip(KEYS, (self.loc, *(x[turn] for x in self.indices)), strict=True))
         longest = max(self.case.lengths)
         out, *kept = gated_delta_rule_deferred(
             *self.inputs, *self.gates, **arrays, layer=0, **rows, max_query_tokens=longest, **options
@@ -172,7 +174,7 @@ class Bench:
                 found["out"].append(_exact(out[start : start + len(outs), head]))
                 wanted["u"].append(corrections)
                 found["u"].append(_exact(after["ring_u"][0, self.host["slot"][turn, row], head, place]))
-                if self.folds[turn, row]:
+                if fold is not None and self.folds[turn, row]:
                     wanted["fold"].append(fold)
                     found["fold"].append(_exact(after["pool"][0, self.host["fold_block"][turn, row], head]))
         errors = {}
@@ -226,7 +228,11 @@ def time_calls(program: Callable[[], Any]) -> list[float]:
     """The durations of all calls of a program, in microseconds."""
     program()
     launches = kernel_times(lambda: [jax.block_until_ready(program()) for _ in range(LAUNCHES)])
-    return [us for name, us in launches if name.startswith(KERNEL)]
+    times = [us for name, us in launches if name.startswith(KERNEL)]
+    each, rest = divmod(len(times), TURNS * LAUNCHES)
+    if rest or not each:
+        raise RuntimeError(f"{len(times)} launches must divide into {TURNS * LAUNCHES} calls")
+    return [sum(times[i : i + each]) for i in range(0, len(times), each)]
 
 
 def time_calls_by_the_clock(program: Callable[[], Any]) -> list[float]:

@@ -316,6 +316,7 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
         DeferredConfig(16, 16, 128, 1, 3),
         DeferredConfig(32, 16, 16, 2, 3),
         DeferredConfig(32, 32, 32, 4, 3, values_first=True),
+        DeferredConfig(32, 16, 16, 2, 3, is_split=True),
     ]
     results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
     for out in results[1:]:

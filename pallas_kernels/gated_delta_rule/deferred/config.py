@@ -17,6 +17,7 @@ class DeferredConfig:
             2^-8 with one piece, 2^-16 with two and 2^-24 with three.
         values_first: Whether the product with the state is computed as [values, vectors] and not as [vectors, values].
             With four warps and 64 values, [values, vectors] uses the tensor cores' wider instruction.
+        is_split: Whether what does not depend on values is computed once per head, by a launch of its own.
     """
 
     block_value: int
@@ -25,6 +26,7 @@ class DeferredConfig:
     num_warps: int
     pieces: int
     values_first: bool = False
+    is_split: bool = False
 
 
 def default_config(itemsize: int) -> DeferredConfig:

@@ -2,12 +2,11 @@
 
 The vectors of a row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to a tile
 of the state, and one to the keys of the group. What is left for each token is one sum over the group's corrections. What
-does not depend on values is computed once for all tiles of a program.
+does not depend on values is computed once for all tiles of a program, or by a launch of its own for all programs.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +53,22 @@ def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(_iota(tile.shape) == index, tile, 0.0), axis=0)
 
 
+def _sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
+    """Returns the number of vectors and of places in tiles, for groups of `length` tokens.
+
+    Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to eight, so
+    that decode and verify rows run the same instructions.
+    """
+    return max(2 * pt.power_of_two(max_query_tokens), _TILE), max(pt.power_of_two(length), _TILE)
+
+
+Part = Literal["all", "weights", "values"]
+
+
 def _kernel(
     refs: Refs,
     *,
+    part: Part,
     max_query_tokens: int,
     config: DeferredConfig,
     gate: dict[str, Any],
@@ -68,7 +80,9 @@ def _kernel(
 
     Args:
         refs: Reads the arguments of `gated_delta_rule_deferred`, updates `pool`, `ring_k`, `ring_u` and `ring_g`, and
-            writes `out`.
+            writes `out`. `weight` and `factors` are what the part "weights" leaves for the part "values".
+        part: "weights" computes what no value is needed for and stores keys and log decays, "values" does the rest, and
+            "all" does both.
         max_query_tokens: The largest number of tokens of a row.
         config: The launch configuration.
         gate: Options of `gates`.
@@ -76,10 +90,10 @@ def _kernel(
         use_qk_l2norm: Whether queries and keys are normalised.
         interpret: Whether the kernel runs as plain JAX.
     """
-    value_heads, value_dim, key_dim = refs.pool.shape[2:]
-    tokens, rows = refs.qkv.shape[0], refs.slot.shape[0]
-    key_heads, places = refs.ring_k.shape[2:4]
+    tokens, rows, value_heads = refs.qkv.shape[0], refs.slot.shape[0], refs.A_log.shape[0]
+    key_heads, places, key_dim = refs.ring_k.shape[2:]
     length, repeats, key_channels = places // 2, value_heads // key_heads, key_heads * key_dim
+    value_dim = (refs.qkv.shape[1] - 2 * key_channels) // value_heads
     value_block, head, row = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     key_head = jax.lax.div(head, jnp.int32(repeats))
     # Everything that addresses depend on is loaded here, before any branch.
@@ -91,17 +105,14 @@ def _kernel(
     count = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    index = _iota((max(pt.power_of_two(length), _TILE),))
-    # Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to
-    # eight, so that decode and verify rows run the same instructions.
-    half = max(pt.power_of_two(max_query_tokens), _TILE // 2)
-    vector = _iota((2 * half,))
+    vectors, group_places = _sizes(max_query_tokens, length)
+    index, vector, half = _iota((group_places,)), _iota((vectors,)), vectors // 2
     is_key, offset = vector < half, vector & (half - 1)
     size = min(config.tile_key, max(pt.power_of_two(key_dim), _TILE))
     keys = [pt.lanes(n, size, key_dim) for n in range(-(-key_dim // size))]
     tiles = config.block_value // config.tile_value
     product = functools.partial(dot, interpret=interpret)
-    narrow = 2 if refs.out.dtype.itemsize == 2 else 3  # pieces of what only outputs depend on
+    narrow = 2 if refs.qkv.dtype.itemsize == 2 else 3  # pieces of what only outputs depend on
 
     def place_of(position: jax.Array) -> jax.Array:
         return jax.lax.rem(position, jnp.int32(places))
@@ -174,9 +185,42 @@ def _kernel(
             at = refs.ring_k.at[layer, slot, key_head, group.at[:, None], key[None, :]]
             pt.store(at, k, mask=stores[:, None] & inside[None, :])
 
-    def stage(n: jax.Array, _: None) -> None:
+    def weights(
+        x: list[jax.Array], group: _Group, inside: jax.Array, token: jax.Array, place: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes what the corrections and the state at base count for each vector, and stores the group's new entries.
+
+        Args:
+            x: The vectors, by tiles of keys.
+            group: The entries of the vectors' group.
+            inside: Which vectors exist, [vectors].
+            token: Their tokens.
+            place: The places of their tokens in the group.
+
+        Returns:
+            The factors of the corrections [vectors, places], of the state, and, for keys, of the token's own correction.
+        """
+        store_entries(group)
+        factor = jnp.where(is_key, 1.0, scale)
+        if use_qk_l2norm:
+            squares = [jnp.sum(each * each, axis=1) for each in (each.astype(jnp.float32) for each in x)]
+            factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
+        b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
+        beta = gates(b, b, A_log, dt_bias, **gate)[1]
+        # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
+        until = index[None, :] <= place[:, None]
+        later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
+        between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
+        of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
+        # A key sees the places before its own, and a query sees its token's place too.
+        seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
+        products = [product(_operand(a), _operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
+        weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
+        return weight, of_state, jnp.where(is_key, beta * factor, 0.0)
+
+    def stage(n: jax.Array, nothing: None) -> None:
         """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1)."""
-        if not interpret:
+        if part != "weights" and not interpret:
             pt.barrier()  # A fold reads the corrections that the stage before it has written.
         folds = n == 1
         first = first_group + n * length
@@ -197,7 +241,7 @@ def _kernel(
             at, mask = corrections_at(first, low, position, value)
             return states, v, pt.load(at, mask=mask, other=0.0)
 
-        ahead = load_values(jnp.int32(0))
+        ahead = None if part == "weights" else load_values(jnp.int32(0))
         channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
         x = [
             pt.load(
@@ -205,25 +249,17 @@ def _kernel(
             )
             for key, exists in keys
         ]
-        b = pt.load(refs.b.at[token, head], mask=inside, other=0.0)
-        group = load_group(first, low)
-        store_entries(group)
-
-        factor = jnp.where(is_key, 1.0, scale)
-        if use_qk_l2norm:
-            squares = [jnp.sum(part * part, axis=1) for part in (part.astype(jnp.float32) for part in x)]
-            factor = factor * jax.lax.rsqrt(sum(squares[1:], squares[0]) + L2_EPSILON)
-        _, beta = gates(b, b, A_log, dt_bias, **gate)
-        # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
-        until = index[None, :] <= place[:, None]
-        later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
-        between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
-        of_state = (jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor)[:, None]
-        # A key sees the places before its own, and a query sees its token's place too.
-        seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
-        products = [product(_operand(a), _operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
-        weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
-        of_key = jnp.where(is_key, beta * factor, 0.0)[:, None]
+        if part == "values":
+            weight = pt.load(refs.weight.at[row, head, n, vector[:, None], index[None, :]])
+            of_state, of_key = (pt.load(refs.factors.at[jnp.int32(m), row, head, n, vector]) for m in range(2))
+        else:
+            weight, of_state, of_key = weights(x, load_group(first, low), inside, token, place)
+        if part == "weights":
+            pt.store(refs.weight.at[row, head, n, vector[:, None], index[None, :]], weight)
+            for m, factor in enumerate((of_state, of_key)):
+                pt.store(refs.factors.at[jnp.int32(m), row, head, n, vector], factor)
+            return
+        of_state, of_key = of_state[:, None], of_key[:, None]
         of_u, of_out = -of_key * weight, _operand(weight, narrow)
 
         def run_tile(tile, ahead):
@@ -260,6 +296,9 @@ def _kernel(
         stages = (position >= boundary).astype(jnp.int32), (last >= boundary).astype(jnp.int32)
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
+    if part == "weights":
+        return
+
     def clear(n: jax.Array, _: None) -> None:
         """Writes zeros to this row's n-th share of the tokens after the last row."""
         value, inside = pt.lanes(value_block, config.block_value, value_dim)
@@ -288,6 +327,7 @@ def gated_delta_rule_deferred(
     read_block: jax.Array,
     fold_block: jax.Array,
     *,
+    max_query_tokens: int,
     config: DeferredConfig | None = None,
     interpret: bool = False,
     **options: Any,
@@ -295,28 +335,44 @@ def gated_delta_rule_deferred(
     """Launches the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
     config = config or default_config(pool.dtype.itemsize)
-    body: Callable[[Refs], None] = functools.partial(_kernel, config=config, interpret=interpret, **options)
+    body = functools.partial(_kernel, max_query_tokens=max_query_tokens, config=config, interpret=interpret, **options)
+    rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
+    inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=read_block, fold_block=fold_block) | rows
+    outputs = {"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)}
+    grid = -(-value_dim // config.block_value), value_heads, slot.shape[0]
+    first = dict(ring_k=ring_k, ring_g=ring_g)
+    second = dict(pool=pool, ring_u=ring_u)
+    if not config.is_split:
+        call = functools.partial(pt.call, name="gated_delta_rule_deferred", interpret=interpret)
+        kernel = functools.partial(body, part="all")
+        results = call(
+            kernel, grid=grid, inputs=inputs, outputs=outputs, updates=first | second, num_warps=config.num_warps
+        )
+        return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))
+    vectors, places = _sizes(max_query_tokens, ring_k.shape[3] // 2)
+    shape = slot.shape[0], value_heads, 2, vectors
+    scratch = dict(
+        weight=jax.ShapeDtypeStruct((*shape, places), jnp.float32),
+        factors=jax.ShapeDtypeStruct((2, *shape), jnp.float32),
+    )
+    weights = pt.call(
+        functools.partial(body, part="weights"),
+        name="gated_delta_rule_deferred_weights",
+        grid=(1, *grid[1:]),
+        inputs=inputs,
+        outputs=scratch,
+        updates=first,
+        num_warps=1,
+        interpret=interpret,
+    )
     results = pt.call(
-        body,
-        name="gated_delta_rule_deferred",
-        grid=(-(-value_dim // config.block_value), value_heads, slot.shape[0]),
-        inputs=dict(
-            qkv=qkv,
-            a=a,
-            b=b,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            layer=layer,
-            query_start_loc=query_start_loc,
-            slot=slot,
-            base=base,
-            position=position,
-            read_block=read_block,
-            fold_block=fold_block,
-        ),
-        outputs={"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)},
-        updates=dict(pool=pool, ring_k=ring_k, ring_u=ring_u, ring_g=ring_g),
+        functools.partial(body, part="values"),
+        name="gated_delta_rule_deferred_values",
+        grid=grid,
+        inputs=inputs | weights,
+        outputs=outputs,
+        updates=second,
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))
+    return results["out"], results["pool"], weights["ring_k"], results["ring_u"], weights["ring_g"]
