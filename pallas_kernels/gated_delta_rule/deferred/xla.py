@@ -101,7 +101,6 @@ def gated_delta_rule_deferred(
     def run_row(row, carry):
         out, pool, rings = carry
         start, count = query_start_loc[row], query_start_loc[row + 1] - query_start_loc[row]
-        folds = (position[row] >= (base[row] // group + 1) * group) & (fold_block[row] != NULL_BLOCK)
 
         def turn(n, carry):
             state, base, out, pool, rings = carry
@@ -123,10 +122,14 @@ def gated_delta_rule_deferred(
         # a copy of either might be compiled to other bits.
         state = read_blocks(pool, layer, read_block[row])
         carry = state, base[row], out, pool, rings
-        _, _, *carry = jax.lax.fori_loop(0, jnp.maximum(count, folds.astype(jnp.int32)), turn, carry)
+        _, _, *carry = jax.lax.fori_loop(0, turns[row], turn, carry)
         return tuple(carry)
 
+    folds = (position >= (base // group + 1) * group) & (fold_block != NULL_BLOCK)
+    turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
+    # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
+    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1), 0))
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
     carry = out, pool, (ring_k, ring_u, ring_g)
-    out, pool, rings = jax.lax.fori_loop(0, slot.shape[0], run_row, carry)
+    out, pool, rings = jax.lax.fori_loop(0, last, run_row, carry)
     return out, pool, *rings
