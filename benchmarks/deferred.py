@@ -58,7 +58,7 @@ def variants(case: Case) -> list[DeferredConfig]:
         make(64, 32, 128, 4),
         make(32, 32, 128, 4),
         make(16, 16, 128, 2),
-        default_config(itemsize(case.state_dtype)),
+        default_config(len(case.lengths), itemsize(case.state_dtype)),
     ]
     found += [dataclasses.replace(config, is_split=True) for config in found]
     if wide:  # less exact, to see what a piece costs

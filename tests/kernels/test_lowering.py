@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import pipeline
+from benchmarks import deferred, pipeline
 from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
@@ -335,6 +335,15 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
     for case in dims.values():
         case = dataclasses.replace(case, lengths=lengths, state_dtype=state_dtype)
         assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
+    """What `benchmarks.deferred` times."""
+    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    for config in deferred.variants(case):
+        assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])

@@ -29,10 +29,11 @@ class DeferredConfig:
     is_split: bool = False
 
 
-def default_config(itemsize: int) -> DeferredConfig:
-    """Returns the configuration for states of `itemsize` bytes.
+def default_config(rows: int, itemsize: int) -> DeferredConfig:
+    """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
 
-    It depends on nothing else, because a state's bits must not depend on the number of rows or of tokens. It is a guess
-    that no GPU has run.
+    With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
+    because it determines the order of sums. It is a guess that no GPU has run.
     """
-    return DeferredConfig(block_value=32, tile_value=32, tile_key=32, num_warps=2, pieces=3 if itemsize == 4 else 2)
+    block_value = 32 if rows <= 16 else 128
+    return DeferredConfig(block_value, tile_value=32, tile_key=128, num_warps=4, pieces=3 if itemsize == 4 else 2)

@@ -334,7 +334,7 @@ def gated_delta_rule_deferred(
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
-    config = config or default_config(pool.dtype.itemsize)
+    config = config or default_config(slot.shape[0], pool.dtype.itemsize)
     body = functools.partial(_kernel, max_query_tokens=max_query_tokens, config=config, interpret=interpret, **options)
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
     inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=read_block, fold_block=fold_block) | rows
