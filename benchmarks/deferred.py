@@ -131,10 +131,10 @@ class Bench:
 
     def call(self, turn: Any, arrays: dict[str, jax.Array], **options: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One call of the op."""
-        rows: dict[str, Any] = dict(zip(KEYS, (self.loc, *(x[turn] for x in self.indices)), strict=True))
+        named: dict[str, Any] = arrays | dict(zip(KEYS, (self.loc, *(x[turn] for x in self.indices)), strict=True))
         longest = max(self.case.lengths)
         out, *kept = gated_delta_rule_deferred(
-            *self.inputs, *self.gates, **arrays, layer=0, **rows, max_query_tokens=longest, **options
+            *self.inputs, *self.gates, **named, layer=0, max_query_tokens=longest, **options
         )
         return out, dict(zip(("pool", "ring_k", "ring_u", "ring_g"), kept, strict=True))
 

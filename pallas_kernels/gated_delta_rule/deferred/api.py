@@ -155,8 +155,8 @@ def gated_delta_rule_deferred(
     scale = key_dim**-0.5 if scale is None else scale
     gate = lower_bound, allow_neg_eigval
     options = max_query_tokens, *gate, scale, use_qk_l2norm, implementation, config, interpret
-    out, *kept = _deferred(operands, *options)
-    return out[:tokens], *kept
+    out, pool, ring_k, ring_u, ring_g = _deferred(operands, *options)
+    return out[:tokens], pool, ring_k, ring_u, ring_g
 
 
 _STATIC = ("max_query_tokens", "lower_bound", "allow_neg_eigval", "scale", "use_qk_l2norm")
