@@ -27,6 +27,7 @@ num_programs = pl.num_programs
 when = pl.when
 load = plt.load
 store = plt.store
+barrier = plt.debug_barrier  # waits for all threads of a program; not for interpret mode
 
 
 def power_of_two(extent: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import pipeline
+from benchmarks import deferred, pipeline
 from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
@@ -33,6 +33,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
@@ -134,6 +136,21 @@ def lower_gated_delta_rule_prefill(device, case, layers=30, blocks=512, implemen
         *inputs, pool, layer, *indices, layout=case.layout, implementation=implementation
     )
     return lower(device, run, pool, array(jnp.int32), inputs, indices)
+
+
+INDICES = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block")
+
+
+def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
+    gate, head = array(case.dtype, tokens, case.value_heads), array(jnp.float32, case.value_heads)
+    inputs = array(case.dtype, tokens, case.channels), gate, gate, head, head
+    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
+    run = lambda pools, layer, inputs, *indices: gated_delta_rule_deferred(
+        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
+    )
+    return lower(device, run, pools, array(jnp.int32), inputs, rows(n + 1), *[rows(n)] * 5)
 
 
 def lower_selective_state_update(device, case, layers=30, blocks=512, implementation="triton"):
@@ -256,6 +273,7 @@ OPS = {
         gated_delta_rule_cases.PREFILL_CASES,
         gated_delta_rule_cases.PREFILL_CASES[0],
     ),
+    "gated_delta_rule_deferred": (lower_gated_delta_rule_deferred, deferred_cases.CASES, deferred_cases.CASES[0]),
     "mixture_of_experts": (
         lower_mixture_of_experts,
         mixture_of_experts_cases.CASES,
@@ -325,6 +343,15 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
     for case in dims.values():
         case = dataclasses.replace(case, lengths=lengths, state_dtype=state_dtype)
         assert "__gpu$xla.gpu.triton" in run("NVIDIA H200", case)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
+    """What `benchmarks.deferred` times."""
+    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    for config in deferred.variants(case):
+        assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])

@@ -87,6 +87,29 @@ def gated_delta_rule(q, k, v, g, beta, state, scale, l2norm=True):
     return outs, states
 
 
+def gated_delta_rule_entries(q, k, v, g, beta, state, scale, l2norm=True):
+    """Runs the gated delta rule over one row, with the corrections that a ring of deferred states keeps.
+
+    Args:
+        All arguments are those of `gated_delta_rule`, with a decay per head.
+
+    Returns:
+        Outputs of the shape of v, a list of the states after each token, and corrections of the shape of v: what the token
+        adds to a state is the outer product of its correction and its raw key.
+    """
+    outs, states = gated_delta_rule(q, k, v, g, beta, state, scale, l2norm)
+    repeats = v.shape[1] // k.shape[1]
+    corrections = np.zeros(v.shape)
+    for t in range(len(v)):
+        before = np.asarray(states[t - 1] if t else state, np.float64)
+        for h in range(v.shape[1]):
+            key = k[t, h // repeats].astype(np.float64)
+            factor = 1 / np.sqrt(key @ key + 1e-6) if l2norm else 1.0
+            S = before[h] * np.exp(g[t, h])
+            corrections[t, h] = factor * beta[t, h] * (v[t, h] - S @ (factor * key))
+    return outs, states, corrections
+
+
 def selective_state_update(x, dt, A, B, C, state, D=None, z=None, dt_bias=None, dt_softplus=True):
     """Runs the recurrence of Mamba 1 and 2 over one row. It is the oracle of selective_scan and ssd, too.
 
