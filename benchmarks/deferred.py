@@ -56,8 +56,7 @@ def variants(case: Case) -> list[DeferredConfig]:
         make(128, 64, 32, 4, values_first=True),
         make(32, 32, 128, 4),
     ]
-    found += [dataclasses.replace(config, is_split=True) for config in found]
-    found += [make(64, 32, 128, 4), make(32, 32, 128, 2, is_split=True)]
+    found.append(make(64, 32, 128, 4))
     found.append(default_config(len(case.lengths), itemsize(case.state_dtype)))
     if wide:  # less exact, to see what a piece costs
         found.append(DeferredConfig(128, 32, 128, 4, pieces=2))

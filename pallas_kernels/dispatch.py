@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-Implementation = Literal["xla", "triton"]
+Implementation = Literal["xla", "triton", "mosaic_gpu"]
 _LOG = logging.getLogger(__name__)
 
 
@@ -28,31 +28,41 @@ def dispatch(
     xla: Callable[..., Any],
     triton: Callable[..., Any],
     unsupported: str | None = None,
+    mosaic_gpu: Callable[..., Any] | None = None,
+    no_mosaic_gpu: str | None = "the op has no such kernel",
 ) -> Any:
-    """Runs an op by its "xla" or its "triton" implementation.
+    """Runs an op by its "xla", its "triton" or its "mosaic_gpu" implementation.
 
-    If the Triton kernel cannot run the arguments, a GPU runs the XLA implementation instead, and a warning is logged
-    once.
+    If no kernel can run the arguments, a GPU runs the XLA implementation instead, and a warning is logged once.
 
     Args:
         op: The op's name, for messages.
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
-        operands: The arguments of both implementations: arrays, or None for optional ones that are left out.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA. Otherwise
+            it selects the first of Mosaic GPU, Triton and XLA that can run the arguments.
+        operands: The arguments of all implementations: arrays, or None for optional ones that are left out.
         xla: The XLA implementation. It accepts all arguments.
         triton: The Triton implementation.
         unsupported: The reason why the Triton implementation cannot run these arguments. None if it can.
+        mosaic_gpu: The Mosaic GPU implementation, if the op has one.
+        no_mosaic_gpu: The reason why the Mosaic GPU implementation cannot run these arguments, or cannot run on the default
+            device. None if it can.
 
     Raises:
-        UnsupportedError: if `implementation` is "triton" and `unsupported` gives a reason.
+        UnsupportedError: if `implementation` names a kernel and there is a reason why it cannot run these arguments.
         ValueError: if `implementation` is not a known name.
     """
-    if implementation not in ("xla", "triton", None):
-        raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")
+    if implementation not in ("xla", "triton", "mosaic_gpu", None):
+        raise ValueError(f"implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got {implementation!r}")
+    reasons = dict(triton=unsupported, mosaic_gpu=no_mosaic_gpu)
+    if reasons.get(implementation):
+        reason = reasons[implementation]
+        raise UnsupportedError(f"{op}: implementation={implementation!r} cannot run these arguments: {reason}")
     if implementation == "triton":
-        if unsupported:
-            raise UnsupportedError(f"{op}: implementation='triton' cannot run these arguments: {unsupported}")
         return triton(*operands)
+    if mosaic_gpu is not None and implementation == "mosaic_gpu":
+        return mosaic_gpu(*operands)
+    if implementation is None and mosaic_gpu is not None and no_mosaic_gpu is None:
+        return jax.lax.platform_dependent(*operands, cuda=mosaic_gpu, default=xla)
     if unsupported and implementation is None and jax.default_backend() == "gpu":
         _say_once(f"{op} runs as XLA code, more slowly than the Triton kernel: {unsupported}")
     if implementation == "xla" or unsupported:

@@ -1,19 +1,31 @@
-"""Deferred states of the gated delta rule: against the oracle, and the same bits under every schedule of drafts."""
+"""Deferred states of the gated delta rule, against the oracle."""
 
 import dataclasses
-import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
-from kernels.test_gated_delta_rule import DIMS, unpack
-from oracles.ops import gated_delta_rule_entries, gates
+from kernels.common import assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.deferred_rows import (
+    BLOCKS,
+    DIMS,
+    EVERY,
+    LAYER,
+    LAYERS,
+    MOSAIC_GPU,
+    SLOTS,
+    Kind,
+    Sequences,
+    coarsest,
+    dirty_rings,
+    exact,
+    skip_if_unavailable,
+)
 
+from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
-
-LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +54,6 @@ ROWS = {
 PADDING = Row(0, 0, 0, 9, 10)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """Sizes and dtypes of a test."""
-
-    dims: str = "grouped"
-    dtype: str = "float32"
-    state: str = "float32"
-    ring: str = "float32"
-    length: int = 16
-    l2norm: bool = True
-    lower_bound: float | None = None
-    beta_max: int = 1
-
-
 KINDS = [
     Kind(),
     Kind("grouped", "bfloat16"),
@@ -69,81 +67,29 @@ KINDS = [
     Kind("kimi", "bfloat16"),
     Kind("narrow"),
 ]
+MOSAIC_GPU_KINDS = [
+    Kind("64 x 128", "bfloat16"),
+    Kind("64 x 128", "bfloat16", "bfloat16"),
+    Kind("64 x 128", "bfloat16", "bfloat16", "bfloat16"),
+    Kind("64 x 128", "bfloat16", "float16"),
+    Kind("64 x 128", "bfloat16", length=32),
+    Kind("64 x 128", "bfloat16", l2norm=False),
+    Kind("64 x 128", "bfloat16", lower_bound=-5.0, beta_max=2),
+    Kind("256 x 64", "bfloat16"),
+    Kind("kimi", "bfloat16"),
+]
 
 
-class Sequences:
-    """What the rows of a call have read and will read: random projections of all tokens from each row's base on."""
-
-    def __init__(self, rng, kind, lengths, head_rng=None):
-        self.kind, self.dims = kind, DIMS[kind.dims]
-        dims, dtype = self.dims, kind.dtype
-        self.channels = 2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
-        draw = lambda *shape: np.asarray(jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype))
-        # Keys that are not normalised must be short, or states grow without a bound.
-        shrink = 1 if kind.l2norm else self.dims.key_dim**-0.5
-        self.qkv = [draw(n, self.channels) * np.asarray(shrink, dtype) for n in lengths]
-        self.a, self.b = ([draw(n, dims.value_heads) for n in lengths] for _ in range(2))
-        self.A_log, self.dt_bias = (jnp.asarray(rng.normal(size=dims.value_heads), jnp.float32) for _ in range(2))
-        self.scale = dims.key_dim**-0.5
-
-    def parts(self, row, tokens):
-        """q, k, v, g and beta of some tokens of a row, float64."""
-        bounds = self.kind.lower_bound, self.kind.beta_max
-        a, b = (np.asarray(x[row][tokens], np.float64) for x in (self.a, self.b))
-        q, k, v = unpack(jnp.asarray(self.qkv[row][tokens]), self.dims)
-        return q, k, v, *gates(a, b, self.A_log, self.dt_bias, *bounds)
-
-    def oracle(self, row, tokens, state):
-        """Outputs, states and corrections of some tokens of a row."""
-        return gated_delta_rule_entries(*self.parts(row, tokens), state, self.scale, self.kind.l2norm)
-
-    def call(self, tokens, arrays, rows, implementation, max_query_tokens=4, **options):
-        """Runs the op on packed tokens, each of which is (row, token) or None for padding."""
-
-        def packed(x):
-            padding = np.full_like(x[0][0], np.nan)
-            return jnp.asarray(np.stack([padding if at is None else x[at[0]][at[1]] for at in tokens]))
-
-        kind = self.kind
-        return gated_delta_rule_deferred(
-            *(packed(x) for x in (self.qkv, self.a, self.b)),
-            self.A_log,
-            self.dt_bias,
-            *arrays,
-            LAYER,
-            *rows,
-            max_query_tokens=max_query_tokens,
-            use_qk_l2norm=kind.l2norm,
-            lower_bound=kind.lower_bound,
-            allow_neg_eigval=kind.beta_max == 2,
-            **how(implementation),
-            **options,
-        )
-
-
-def dirty_rings(kind, slots=SLOTS):
-    """NaN in every place of every ring."""
-    dims, places = DIMS[kind.dims], 2 * kind.length
-    full = lambda dtype, *shape: np.array(jnp.full((LAYERS, slots, *shape), jnp.nan, dtype))
-    return [
-        full(kind.dtype, dims.key_heads, places, dims.key_dim),
-        full(kind.ring, dims.value_heads, places, dims.value_dim),
-        full("float32", dims.value_heads, places),
-    ]
-
-
-def exact(x):
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
-
-
-def coarsest(*dtypes):
-    return max((jnp.dtype(dtype) for dtype in dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [(kind, implementation) for kind in KINDS for implementation in ("xla", "interpret")]
+    + [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in KINDS]
+    + [pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_KINDS],
+    ids=str,
+)
 def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
     """Outputs, folds and new entries, and that nothing else changes, with pools and rings of NaN."""
+    skip_if_unavailable(implementation)
     grow = lambda x: x + x // 16 * (kind.length - 16)  # the same places in groups of another length
     cases = [dataclasses.replace(row, base=grow(row.base), position=grow(row.position)) for row in ROWS.values()]
     sequences = Sequences(rng, kind, [row.position - row.base + row.count for row in cases])
@@ -203,137 +149,13 @@ def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
         np.testing.assert_array_equal(now.view(np.uint8), before.view(np.uint8))
 
 
-STARTS = (0, 5, 19)  # where the rows' prompts end
-TOKENS = 44
-WIDEST = 8
-
-
-def schedules(length):
-    """(tokens of a step, accepted tokens) by name: for each a function of a random generator."""
-    widest = (length + 1) // 2
-    return {
-        "one": lambda rng: (1, 1),
-        "all accepted": lambda rng: (widest, widest),
-        "three, all accepted": lambda rng: (min(3, widest), min(3, widest)),
-        "one accepted": lambda rng: (widest, 1),
-        "random": lambda rng: (int(n := rng.integers(1, widest + 1)), int(rng.integers(1, n + 1))),
-    }
-
-
-def serve(kind, implementation, schedule, width=WIDEST, order=(0, 1, 2), padding=0, config=None):
-    """Runs the rows by a schedule, with wrong tokens for rejected drafts and NaN in every place without an entry.
-
-    The rows come in this order, with so many padding rows after them. Returns the bits of each accepted token's output, of
-    each fold, and of each accepted token's entry.
-    """
-    rng, dims, length = np.random.default_rng(1), DIMS[kind.dims], kind.length
-    true = Sequences(np.random.default_rng(0), kind, [TOKENS] * len(STARTS))
-    wrong = Sequences(np.random.default_rng(2), kind, [TOKENS] * len(STARTS))
-    both = Sequences(np.random.default_rng(0), kind, [TOKENS] * len(STARTS))
-    for name in ("qkv", "a", "b"):
-        setattr(both, name, getattr(true, name) + getattr(wrong, name))
-    shape = (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim)
-    pool = dirty_pool(np.random.default_rng(3), shape, kind.state, (2, 3))
-    rings = dirty_rings(kind, slots=len(STARTS))
-    base, position, read = list(STARTS), list(STARTS), [0, 2, 3]
-    found = {}
-    width = min(width, (length + 1) // 2)
-    while any(p < TOKENS for p in position):
-        steps = [schedule(rng) if p < TOKENS else (0, 0) for p in position]
-        counts = [min(n, TOKENS - p) for (n, _), p in zip(steps, position, strict=True)]
-        accepted = [min(n, count) for (_, n), count in zip(steps, counts, strict=True)]
-        # Tokens behind the accepted ones are wrong drafts.
-        tokens = [(r + len(STARTS) * (t >= accepted[r]), position[r] + t) for r in order for t in range(counts[r])]
-        tokens += [None] * (len(STARTS) * width + padding - len(tokens))
-        ends = [(b // length + 1) * length for b in base]
-        # Every second fold goes to the block that it reads.
-        fold = [read[r] if ends[r] // length % 2 and read[r] else 4 + r + 3 * (ends[r] // length % 3) for r in range(3)]
-        lists = range(len(STARTS)), base, position, read, fold
-        rows = pack([counts[r] for r in order], padding)
-        rows = rows, *(jnp.asarray([x[r] for r in order] + [0] * padding, jnp.int32) for x in lists)
-        out, pool, *rings = both.call(
-            tokens, (pool, *map(jnp.asarray, rings)), rows, implementation, max_query_tokens=width, config=config
-        )
-        rings = [np.array(ring) for ring in rings]
-        for r, p in enumerate(position):
-            first = sum(counts[other] for other in order[: order.index(r)])
-            if counts[r] and p >= ends[r]:
-                base[r], read[r] = ends[r], fold[r]
-                found["fold", r, ends[r]] = np.asarray(pool[LAYER, fold[r]]).tobytes()
-            for t in range(accepted[r]):
-                found["output", r, p + t] = np.asarray(out[first + t]).tobytes()
-                entry = [ring[LAYER, r, :, (p + t) % (2 * length)] for ring in rings]
-                found["entry", r, p + t] = b"".join(x.tobytes() for x in entry)
-            position[r] = p + accepted[r]
-            kept = [i % (2 * length) for i in range(base[r], position[r])]
-            for ring in rings:
-                ring[:, r, :, [i for i in range(2 * length) if i not in kept]] = np.nan
-    return found
-
-
-@functools.cache
-def wanted_bits(kind, implementation):
-    return serve(kind, implementation, schedules(kind.length)["one"])
-
-
-BITS = [Kind("grouped", "bfloat16"), Kind("grouped", "bfloat16", "bfloat16"), Kind("narrow", length=4), Kind("kimi")]
-
-
-@pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", BITS, ids=str)
-@pytest.mark.parametrize("schedule", ["all accepted", "three, all accepted", "one accepted", "random"])
-def test_schedules_of_drafts_change_no_bit(kind, schedule, implementation):
-    """Folds, outputs and entries of accepted tokens are those of one token at a time.
-
-    A CPU's programs are optimized, because in others the rows of a product of tiles may be summed in different ways.
-    """
-    found = serve(kind, implementation, schedules(kind.length)[schedule])
-    wanted = wanted_bits(kind, implementation)
-    for key, bits in found.items():
-        assert bits == wanted[key], key
-    # A fold comes with the first step after the group's end, so the last ones may be missing.
-    expected = {("fold", r, n * kind.length) for r, s in enumerate(STARTS) for n in range(s // kind.length + 1, 20)}
-    missing = {key for key in expected if key[2] <= TOKENS - WIDEST} - set(found)
-    assert not missing
-    assert {name for name, *_ in found} == {"fold", "output", "entry"}
-    assert len([key for key in found if key[0] == "output"]) == 3 * TOKENS - sum(STARTS)
-
-
-@pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_a_program_for_single_tokens_gives_the_bits_of_one_for_drafts(implementation):
-    kind = BITS[0]
-    found = serve(kind, implementation, schedules(kind.length)["one"], width=1)
-    assert found == wanted_bits(kind, implementation)
-
-
-@pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_row_depends_on_that_row_alone(implementation):
-    """Neither the order of rows nor padding changes a bit."""
-    kind = BITS[0]
-    schedule = schedules(kind.length)["three, all accepted"]
-    found = serve(kind, implementation, schedule, order=(2, 0, 1), padding=4)
-    assert found == serve(kind, implementation, schedule)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Kind("kimi", "bfloat16"), Kind("kimi", "bfloat16", "bfloat16")], ids=str)
-@pytest.mark.parametrize("is_split", [False, True])
-def test_the_number_of_tiles_of_a_program_changes_no_bit(kind, is_split):
-    schedule = schedules(kind.length)["random"]
-    configs = [DeferredConfig(block, 32, 128, 4, 3, is_split=is_split) for block in (32, 64, 128)]
-    found = [serve(kind, "triton", schedule, config=config) for config in configs]
-    assert found[0] == found[1] == found[2]
-
-
 @pytest.mark.deep
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("slow", [False, True])
 def test_errors_do_not_grow_with_the_number_of_tokens(rng, slow, implementation):
     """After 1200 tokens the state is as near to float64 as after 80, with decays of few and of some hundred tokens."""
-    kind, number, width = Kind("grouped", "bfloat16"), 1216, 3
+    skip_if_unavailable(implementation)
+    kind, number, width = Kind("64 x 128" if implementation == "mosaic_gpu" else "grouped", "bfloat16"), 1216, 3
     sequences, dims = Sequences(rng, kind, [number]), DIMS[kind.dims]
     if slow:
         sequences.A_log = sequences.A_log - 6.0
@@ -367,16 +189,16 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
         DeferredConfig(16, 16, 128, 1, 3),
         DeferredConfig(32, 16, 16, 2, 3),
         DeferredConfig(32, 32, 32, 4, 3, values_first=True),
-        DeferredConfig(32, 16, 16, 2, 3, is_split=True),
     ]
     results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
     for out in results[1:]:
         assert_close(exact(out), exact(results[0]), jnp.bfloat16, dims.key_dim, "outputs")
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("implementation", ["xla", "interpret", MOSAIC_GPU])
 def test_a_call_without_tokens_folds(rng, implementation):
-    kind = Kind()
+    skip_if_unavailable(implementation)
+    kind = Kind("64 x 128", "bfloat16") if implementation == "mosaic_gpu" else Kind()
     sequences, dims = Sequences(rng, kind, [17]), DIMS[kind.dims]
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), kind.state)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
@@ -441,6 +263,21 @@ def refused(**changes):
 def test_bad_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         refused(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(), "qkv must be bfloat16, got float32"),
+        (dict(qkv=jnp.zeros((3, 96), jnp.bfloat16)), "must be multiples of 64, key_dim at most 256, got 16 and 16"),
+    ],
+)
+def test_what_the_mosaic_gpu_kernel_cannot_run_is_refused(changes, message):
+    ring_k = jnp.zeros((1, 3, 2, 32, 16), changes.get("qkv", jnp.zeros(0)).dtype)
+    if jax.__version_info__ < (0, 11, 2):
+        message = "Mosaic GPU kernels need JAX 0.11.2 or newer"
+    with pytest.raises(UnsupportedError, match=message):
+        refused(**changes, ring_k=ring_k, implementation="mosaic_gpu")
 
 
 def test_calls_without_rows_change_nothing():

@@ -354,6 +354,17 @@ def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
+    """Layouts of registers and shared memory are found, and the kernel's memory fits. Only a GPU can compile it further."""
+    case = deferred_cases.Case("any", (tokens,) * 8, state_dtype=state_dtype)
+    text = lower_gated_delta_rule_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
+    assert "mosaic_gpu" in text
+    assert "gated_delta_rule_deferred_weights" in text
+
+
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
 @pytest.mark.parametrize("op", EVERY)
 def test_one_case_of_each_op_lowers_for_other_gpus(op, device):

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule.deferred import pallas_triton, xla
+from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
@@ -72,9 +73,9 @@ def gated_delta_rule_deferred(
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
     used. Every sum over a group has the order of the group's places. So a state at a multiple of L and the output of an
     accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
-    many came with a call, which drafts were rejected, or what other rows are. "triton" multiplies on tensor cores,
-    bfloat16 values as they are and float32 values in as many pieces of bfloat16 as `config` says, by default three for a
-    float32 pool (a relative error of 2^-24).
+    many came with a call, which drafts were rejected, or what other rows are. The kernels multiply on tensor cores,
+    bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of
+    2^-24), two otherwise, or as many as the `config` of "triton" says.
 
     Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; ReplaySSM of the Dao lab
     for a cache of entries instead of states.
@@ -106,8 +107,10 @@ def gated_delta_rule_deferred(
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first. If not, n is 1.
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
+            on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
+            JAX 0.11.2, bfloat16 inputs, key_dim and value_dim that are multiples of 64 (key_dim at most 256), and groups
+            of 16 or 32 tokens.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -118,7 +121,7 @@ def gated_delta_rule_deferred(
     Raises:
         ValueError: if a shape or dtype breaks the contract, or if 2 * max_query_tokens - 2 is not less than L: a row
             would then write places that it reads.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
     """
     name = "gated_delta_rule_deferred"
     value_heads, value_dim, key_dim = pool.shape[2:]
@@ -183,4 +186,15 @@ def _deferred(
         operands,
         xla=functools.partial(xla.gated_delta_rule_deferred, **options),
         triton=functools.partial(pallas_triton.gated_delta_rule_deferred, **options, **launch),
+        mosaic_gpu=functools.partial(
+            mosaic_gpu.gated_delta_rule_deferred, max_query_tokens=max_query_tokens, **options
+        ),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
     )
+
+
+def _no_mosaic_gpu(operands, implementation):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+    qkv, pool, ring_u = operands[0], operands[5], operands[7]
+    device = pm.missing() if implementation else pm.unavailable()
+    return device or mosaic_gpu.unsupported(qkv, pool, ring_u)

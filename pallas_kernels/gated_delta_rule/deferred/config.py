@@ -1,4 +1,4 @@
-"""Launch configurations of the kernel of deferred states."""
+"""Launch configurations of the Triton kernel of deferred states."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ class DeferredConfig:
             2^-8 with one piece, 2^-16 with two and 2^-24 with three.
         values_first: Whether the product with the state is computed as [values, vectors] and not as [vectors, values].
             With four warps and 64 values, [values, vectors] uses the tensor cores' wider instruction.
-        is_split: Whether what does not depend on values is computed once per head, by a launch of its own.
     """
 
     block_value: int
@@ -26,14 +25,13 @@ class DeferredConfig:
     num_warps: int
     pieces: int
     values_first: bool = False
-    is_split: bool = False
 
 
 def default_config(rows: int, itemsize: int) -> DeferredConfig:
     """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
 
     With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
-    because it determines the order of sums. It is a guess that no GPU has run.
+    because it determines the order of sums.
     """
     block_value = 32 if rows <= 16 else 128
     return DeferredConfig(block_value, tile_value=32, tile_key=128, num_warps=4, pieces=3 if itemsize == 4 else 2)

@@ -2,11 +2,11 @@
 
 The vectors of a row's tokens, keys first and then queries, are the rows of one tile. One product takes them all to a tile
 of the state, and one to the keys of the group. What is left for each token is one sum over the group's corrections. What
-does not depend on values is computed once for all tiles of a program, or by a launch of its own for all programs.
+does not depend on values is computed once for all tiles of a program.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from pallas_kernels._dot import Operand, dot, pieces
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
+from pallas_kernels.gated_delta_rule.deferred.weights import sizes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 _TILE = 16  # the shortest axis that a product on tensor cores may have
@@ -53,22 +54,9 @@ def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(_iota(tile.shape) == index, tile, 0.0), axis=0)
 
 
-def _sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
-    """Returns the number of vectors and of places in tiles, for groups of `length` tokens.
-
-    Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to eight, so
-    that decode and verify rows run the same instructions.
-    """
-    return max(2 * pt.power_of_two(max_query_tokens), _TILE), max(pt.power_of_two(length), _TILE)
-
-
-Part = Literal["all", "weights", "values"]
-
-
 def _kernel(
     refs: Refs,
     *,
-    part: Part,
     max_query_tokens: int,
     config: DeferredConfig,
     gate: dict[str, Any],
@@ -80,9 +68,7 @@ def _kernel(
 
     Args:
         refs: Reads the arguments of `gated_delta_rule_deferred`, updates `pool`, `ring_k`, `ring_u` and `ring_g`, and
-            writes `out`. `weight` and `factors` are what the part "weights" leaves for the part "values".
-        part: "weights" computes what no value is needed for and stores keys and log decays, "values" does the rest, and
-            "all" does both.
+            writes `out`.
         max_query_tokens: The largest number of tokens of a row.
         config: The launch configuration.
         gate: Options of `gates`.
@@ -105,7 +91,7 @@ def _kernel(
     count = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    vectors, group_places = _sizes(max_query_tokens, length)
+    vectors, group_places = sizes(max_query_tokens, length)
     index, vector, half = _iota((group_places,)), _iota((vectors,)), vectors // 2
     is_key, offset = vector < half, vector & (half - 1)
     size = min(config.tile_key, max(pt.power_of_two(key_dim), _TILE))
@@ -220,7 +206,7 @@ def _kernel(
 
     def stage(n: jax.Array, nothing: None) -> None:
         """Runs the tokens in the first group (n = 0), or folds that group and runs the tokens in the next one (n = 1)."""
-        if part != "weights" and not interpret:
+        if not interpret:
             pt.barrier()  # A fold reads the corrections that the stage before it has written.
         folds = n == 1
         first = first_group + n * length
@@ -241,7 +227,7 @@ def _kernel(
             at, mask = corrections_at(first, low, position, value)
             return states, v, pt.load(at, mask=mask, other=0.0)
 
-        ahead = None if part == "weights" else load_values(jnp.int32(0))
+        ahead = load_values(jnp.int32(0))
         channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
         x = [
             pt.load(
@@ -249,16 +235,7 @@ def _kernel(
             )
             for key, exists in keys
         ]
-        if part == "values":
-            weight = pt.load(refs.weight.at[row, head, n, vector[:, None], index[None, :]])
-            of_state, of_key = (pt.load(refs.factors.at[jnp.int32(m), row, head, n, vector]) for m in range(2))
-        else:
-            weight, of_state, of_key = weights(x, load_group(first, low), inside, token, place)
-        if part == "weights":
-            pt.store(refs.weight.at[row, head, n, vector[:, None], index[None, :]], weight)
-            for m, factor in enumerate((of_state, of_key)):
-                pt.store(refs.factors.at[jnp.int32(m), row, head, n, vector], factor)
-            return
+        weight, of_state, of_key = weights(x, load_group(first, low), inside, token, place)
         of_state, of_key = of_state[:, None], of_key[:, None]
         of_u, of_out = -of_key * weight, _operand(weight, narrow)
 
@@ -296,9 +273,6 @@ def _kernel(
         stages = (position >= boundary).astype(jnp.int32), (last >= boundary).astype(jnp.int32)
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
-    if part == "weights":
-        return
-
     def clear(n: jax.Array, _: None) -> None:
         """Writes zeros to this row's n-th share of the tokens after the last row."""
         value, inside = pt.lanes(value_block, config.block_value, value_dim)
@@ -335,44 +309,18 @@ def gated_delta_rule_deferred(
     """Launches the kernel. See api.py."""
     value_heads, value_dim = pool.shape[2:4]
     config = config or default_config(slot.shape[0], pool.dtype.itemsize)
-    body = functools.partial(_kernel, max_query_tokens=max_query_tokens, config=config, interpret=interpret, **options)
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
     inputs = dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_block=read_block, fold_block=fold_block) | rows
     outputs = {"out": jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype)}
     grid = -(-value_dim // config.block_value), value_heads, slot.shape[0]
-    first = dict(ring_k=ring_k, ring_g=ring_g)
-    second = dict(pool=pool, ring_u=ring_u)
-    if not config.is_split:
-        call = functools.partial(pt.call, name="gated_delta_rule_deferred", interpret=interpret)
-        kernel = functools.partial(body, part="all")
-        results = call(
-            kernel, grid=grid, inputs=inputs, outputs=outputs, updates=first | second, num_warps=config.num_warps
-        )
-        return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))
-    vectors, places = _sizes(max_query_tokens, ring_k.shape[3] // 2)
-    shape = slot.shape[0], value_heads, 2, vectors
-    scratch = dict(
-        weight=jax.ShapeDtypeStruct((*shape, places), jnp.float32),
-        factors=jax.ShapeDtypeStruct((2, *shape), jnp.float32),
-    )
-    weights = pt.call(
-        functools.partial(body, part="weights"),
-        name="gated_delta_rule_deferred_weights",
-        grid=(1, *grid[1:]),
-        inputs=inputs,
-        outputs=scratch,
-        updates=first,
-        num_warps=1,
-        interpret=interpret,
-    )
     results = pt.call(
-        functools.partial(body, part="values"),
-        name="gated_delta_rule_deferred_values",
+        functools.partial(_kernel, max_query_tokens=max_query_tokens, config=config, interpret=interpret, **options),
+        name="gated_delta_rule_deferred",
         grid=grid,
-        inputs=inputs | weights,
+        inputs=inputs,
         outputs=outputs,
-        updates=second,
+        updates=dict(pool=pool, ring_k=ring_k, ring_u=ring_u, ring_g=ring_g),
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return results["out"], results["pool"], weights["ring_k"], results["ring_u"], weights["ring_g"]
+    return tuple(results[name] for name in ("out", "pool", "ring_k", "ring_u", "ring_g"))

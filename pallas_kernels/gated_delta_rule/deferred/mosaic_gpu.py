@@ -1,0 +1,277 @@
+"""Deferred states on Hopper GPUs. A program has 64 value dims of one head of one row, and all keys of them.
+
+The state is in registers, in pieces of bfloat16, and is the left operand of the product with the row's vectors. A fold has
+the same layout there, so no value changes its place between memory and the product. What no value is needed for comes from
+a launch before this one (weights.py). Many programs share a multiprocessor and hide each other's waiting.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._dot import pieces
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.deferred.weights import Factors, sizes, weights
+
+_VALUES = 64  # value dims of a program: the rows of a product on tensor cores
+_LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
+
+
+def unsupported(qkv: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
+    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    value_dim, key_dim = pool.shape[3:]
+    length = ring_u.shape[3] // 2
+    if qkv.dtype != jnp.bfloat16:
+        return f"qkv must be bfloat16, got {qkv.dtype}"
+    if value_dim % _VALUES or key_dim % 64 or key_dim > 256:
+        return f"value_dim and key_dim must be multiples of 64, key_dim at most 256, got {value_dim} and {key_dim}"
+    return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
+
+
+def _kernel(
+    layer_of,
+    query_start_loc,
+    slots,
+    bases,
+    positions,
+    read_blocks,
+    fold_blocks,
+    qkv,
+    x,
+    weight,
+    factors,
+    fold_k,
+    pool,
+    ring_u,
+    out,
+    state_tile,
+    x_tile,
+    u_tiles,
+    fold_tile,
+    v_tile,
+    weight_tile,
+    factor_tile,
+    new_tile,
+    loaded,
+    fold_loaded,
+    *,
+    max_query_tokens: int,
+    count: int,
+):
+    """Handles one row, value head and half of value dims. The arguments are arrays, shared memory, and two barriers."""
+    row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+    rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
+    value_heads, key_heads = pool.shape[2], x.shape[1]
+    vectors, places = x_tile.shape[0], fold_tile.shape[0]
+    at = Factors.of(vectors, places)
+    tile = pm.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
+    tiles = [pm.slice_of(first, tile) for first in range(0, key_dim, tile)]
+    start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
+    layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
+    read, fold_to = read_blocks[row], fold_blocks[row]
+    tokens = end - start
+    first_group = jax.lax.div(base, jnp.int32(length)) * length
+    boundary = first_group + length
+    dims = pm.slice_of(part * _VALUES, _VALUES)
+    key_head = jax.lax.div(head, jnp.int32(value_heads // key_heads))
+    place, vector = pm.columns((_VALUES, places)), pm.columns((_VALUES, vectors))
+
+    def place_of(position):
+        return jax.lax.rem(position, jnp.int32(2 * length))
+
+    def fetch():
+        """Starts the copies of what the program reads."""
+
+        @pm.when(read != NULL_BLOCK)
+        def _():
+            pm.copy_in(pool.at[layer, read, head, dims], state_tile, loaded)
+
+        @pm.when(read == NULL_BLOCK)
+        def _():
+            state_tile[...] = pm.zeros((_VALUES, key_dim), pool.dtype)
+            pm.commit()
+            pm.arrive(loaded)
+
+        pm.copy_in(x.at[row, key_head], x_tile, loaded)
+        pm.copy_in(weight.at[row, head], weight_tile, loaded)
+        pm.copy_in(factors.at[row, head], factor_tile, loaded)
+        channel = qkv.shape[1] - value_heads * value_dim + head * value_dim + part * _VALUES
+        # Tokens behind the row's end are read and not used.
+        pm.copy_in(qkv.at[pm.slice_of(start, vectors // 2), pm.slice_of(channel, _VALUES)], v_tile, loaded)
+        for n, first in enumerate((first_group, boundary)):
+            entries = pm.slice_of(place_of(first), length)
+            pm.copy_in(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n], loaded)
+
+    def state_at(keys):
+        return pm.load(state_tile.at[:, keys])
+
+    def operands(state):
+        """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
+        if state.dtype == jnp.bfloat16:
+            return [state]
+        return pieces(state.astype(jnp.float32), count)[::-1]
+
+    def times_vectors():
+        """Multiplies the state with the row's vectors. Returns [values, vectors]."""
+        steps = [lambda keys=keys: (operands(state_at(keys)), x_tile.at[:, keys].T) for keys in tiles]
+        return pm.multiply((_VALUES, vectors), steps)
+
+    def corrections(n, first, low, high):
+        """Returns the corrections [values, places] of the positions low .. high - 1 of a group, and 0 elsewhere."""
+        u = pm.load_transposed(u_tiles.at[n]).astype(jnp.float32)
+        return jnp.where((first + place >= low) & (first + place < high), u, 0.0)
+
+    def run_tokens(n, first, u):
+        """Runs the tokens in the group that starts at `first`. Returns the group's corrections."""
+        of_state = factor_tile.at[pm.slice_of(at.of_state + n * vectors, vectors)]
+        of_state = pm.along_columns(pm.load_per_column(of_state), _VALUES)
+        from_state = of_state * times_vectors()
+
+        def of_vector(index):
+            """Returns what the state and the corrections give for a vector, [values]."""
+            own = jnp.sum(jnp.where(vector == index, from_state, 0.0), axis=1)
+            weights = pm.along_columns(pm.load_per_column(weight_tile.at[n, index]), _VALUES)
+            return own + jnp.sum(u * weights, axis=1)
+
+        def place_and_lives(token):
+            here = position + token - first
+            return here, (token < tokens) & (here >= 0) & (here < length)
+
+        for token in range(max_query_tokens):
+            here, lives = place_and_lives(token)
+            v = pm.load_per_row(v_tile.at[token]).astype(jnp.float32)
+            new = (factor_tile[at.of_key + n * vectors + token] * (v - of_vector(token))).astype(ring_u.dtype)
+            u = jnp.where(place == jnp.where(lives, here, -1), pm.along_rows(new.astype(jnp.float32), places), u)
+            answer = of_vector(vectors // 2 + token).astype(out.dtype)
+
+            # What is written takes the places of what has been read.
+            @pm.when(lives)
+            def _(token=token, new=new, answer=answer):
+                new_tile[token] = new
+                v_tile[token] = answer
+
+        pm.commit()
+        for token in range(max_query_tokens):
+            here, lives = place_and_lives(token)
+
+            @pm.when(lives)
+            def _(here=here, token=token):
+                pm.copy_out(new_tile.at[token], ring_u.at[layer, slot, head, place_of(first) + here, dims])
+                pm.copy_out(v_tile.at[token], out.at[start + token, head, dims])
+
+        return u
+
+    def fold(u):
+        """Replaces the state in shared memory by the one at the end of the first group."""
+        weight = factor_tile.at[pm.slice_of(at.fold, places)]
+        weighted = u * pm.along_columns(pm.load_per_column(weight), _VALUES)
+        left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
+        for keys in tiles:
+            added = pm.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
+            state_tile[:, keys] = (decay * state_at(keys).astype(jnp.float32) + added).astype(pool.dtype)
+        pm.commit()
+
+    @pm.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    def _():
+        fetch()
+        folds = jnp.maximum(position, position + tokens - 1) >= boundary
+
+        @pm.when(folds)
+        def _():
+            pm.copy_in(fold_k.at[row, key_head], fold_tile, fold_loaded)
+
+        pm.wait(loaded)
+        old = corrections(0, first_group, base, position)
+        u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), lambda: old)
+
+        @pm.when(folds)
+        def _():
+            pm.wait(fold_loaded)
+            fold(u)
+
+            @pm.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            def _():
+                pm.copy_out(state_tile, pool.at[layer, fold_to, head, dims])
+
+            @pm.when(position + tokens > boundary)
+            def _():
+                run_tokens(1, boundary, corrections(1, boundary, boundary, position))
+
+        pm.wait_for_copies_out(0, wait_read_only=True)
+
+    shares = jax.lax.div(jnp.maximum(qkv.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
+
+    @pm.when(shares > 0)
+    def _():
+        v_tile[0] = pm.zeros_per_row(_VALUES, out.dtype)
+        pm.commit()
+
+        def clear(n, _):
+            """Writes zeros to this row's n-th share of the tokens after the last row."""
+            pm.copy_out(v_tile.at[0], out.at[total + row + n * rows, head, dims])
+
+        jax.lax.fori_loop(0, shares, clear, None)
+        pm.wait_for_copies_out(0, wait_read_only=True)
+
+
+def gated_delta_rule_deferred(
+    qkv: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    pool: jax.Array,
+    ring_k: jax.Array,
+    ring_u: jax.Array,
+    ring_g: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    read_block: jax.Array,
+    fold_block: jax.Array,
+    *,
+    max_query_tokens: int,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Launches both kernels. See api.py."""
+    value_heads, value_dim, key_dim = pool.shape[2:]
+    vectors, places = sizes(max_query_tokens, ring_k.shape[3] // 2)
+    rows = query_start_loc, slot, base, position
+    given = weights(qkv, a, b, A_log, dt_bias, ring_k, ring_g, layer, *rows, fold_block, vectors=vectors, **options)
+    pools = jax.new_ref(pool), jax.new_ref(ring_u)
+    count = 3 if pool.dtype == jnp.float32 else 2
+    out = pm.kernel(
+        functools.partial(_kernel, max_query_tokens=max_query_tokens, count=count),
+        out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
+        grid=(slot.shape[0], value_heads, value_dim // _VALUES),
+        grid_names=("row", "head", "part"),
+        scratch_types=[
+            pm.tiled(_VALUES, key_dim, dtype=pool.dtype),
+            # A step of a product has as many keys as a row of a state's tile.
+            pm.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * pm.SWIZZLE // pool.dtype.itemsize),
+            pm.shared((2, places, _VALUES), ring_u.dtype),
+            pm.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
+            pm.shared((vectors // 2, _VALUES), qkv.dtype),
+            pm.shared((2, vectors, places), jnp.float32),
+            pm.shared((given["factors"].shape[2],), jnp.float32),
+            pm.shared((max_query_tokens, _VALUES), ring_u.dtype),
+            pm.Barrier(num_arrivals=7),
+            pm.Barrier(),
+        ],
+        kernel_name="gated_delta_rule_deferred",
+    )(
+        layer.reshape(1),
+        *rows,
+        read_block,
+        fold_block,
+        qkv,
+        *(given[name] for name in ("x", "weight", "factors", "fold_k")),
+        *pools,
+    )
+    pool, ring_u = (jax.freeze(each) for each in pools)
+    return out, pool, given["ring_k"], ring_u, given["ring_g"]

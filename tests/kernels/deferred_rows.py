@@ -1,0 +1,113 @@
+"""Rows of random tokens for the tests of deferred states, and how the op is called on them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import test_gated_delta_rule
+from kernels.common import IMPLEMENTATIONS, how
+from kernels.test_gated_delta_rule import Dims, unpack
+from oracles.ops import gated_delta_rule_entries, gates
+
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+
+LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
+
+
+DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
+# The Mosaic GPU kernel cannot be interpreted: its products take operands from registers.
+MOSAIC_GPU = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
+EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
+
+
+def skip_if_unavailable(implementation):
+    """Skips a test of Mosaic GPU with a GPU or a JAX for which its kernels are not made."""
+    if implementation == "mosaic_gpu":
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        if capability != "9.0" or jax.__version_info__ < (0, 11, 2):
+            pytest.skip(f"compute capability {capability}, JAX {jax.__version__}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Sizes and dtypes of a test."""
+
+    dims: str = "grouped"
+    dtype: str = "float32"
+    state: str = "float32"
+    ring: str = "float32"
+    length: int = 16
+    l2norm: bool = True
+    lower_bound: float | None = None
+    beta_max: int = 1
+
+
+class Sequences:
+    """What the rows of a call have read and will read: random projections of all tokens from each row's base on."""
+
+    def __init__(self, rng, kind, lengths, head_rng=None):
+        self.kind, self.dims = kind, DIMS[kind.dims]
+        dims, dtype = self.dims, kind.dtype
+        self.channels = 2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
+        draw = lambda *shape: np.asarray(jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype))
+        # Keys that are not normalised must be short, or states grow without a bound.
+        shrink = 1 if kind.l2norm else self.dims.key_dim**-0.5
+        self.qkv = [draw(n, self.channels) * np.asarray(shrink, dtype) for n in lengths]
+        self.a, self.b = ([draw(n, dims.value_heads) for n in lengths] for _ in range(2))
+        self.A_log, self.dt_bias = (jnp.asarray(rng.normal(size=dims.value_heads), jnp.float32) for _ in range(2))
+        self.scale = dims.key_dim**-0.5
+
+    def parts(self, row, tokens):
+        """q, k, v, g and beta of some tokens of a row, float64."""
+        bounds = self.kind.lower_bound, self.kind.beta_max
+        a, b = (np.asarray(x[row][tokens], np.float64) for x in (self.a, self.b))
+        q, k, v = unpack(jnp.asarray(self.qkv[row][tokens]), self.dims)
+        return q, k, v, *gates(a, b, self.A_log, self.dt_bias, *bounds)
+
+    def oracle(self, row, tokens, state):
+        """Outputs, states and corrections of some tokens of a row."""
+        return gated_delta_rule_entries(*self.parts(row, tokens), state, self.scale, self.kind.l2norm)
+
+    def call(self, tokens, arrays, rows, implementation, max_query_tokens=4, **options):
+        """Runs the op on packed tokens, each of which is (row, token) or None for padding."""
+
+        def packed(x):
+            padding = np.full_like(x[0][0], np.nan)
+            return jnp.asarray(np.stack([padding if at is None else x[at[0]][at[1]] for at in tokens]))
+
+        kind = self.kind
+        return gated_delta_rule_deferred(
+            *(packed(x) for x in (self.qkv, self.a, self.b)),
+            self.A_log,
+            self.dt_bias,
+            *arrays,
+            LAYER,
+            *rows,
+            max_query_tokens=max_query_tokens,
+            use_qk_l2norm=kind.l2norm,
+            lower_bound=kind.lower_bound,
+            allow_neg_eigval=kind.beta_max == 2,
+            **how(implementation),
+            **options,
+        )
+
+
+def dirty_rings(kind, slots=SLOTS):
+    """NaN in every place of every ring."""
+    dims, places = DIMS[kind.dims], 2 * kind.length
+    full = lambda dtype, *shape: np.array(jnp.full((LAYERS, slots, *shape), jnp.nan, dtype))
+    return [
+        full(kind.dtype, dims.key_heads, places, dims.key_dim),
+        full(kind.ring, dims.value_heads, places, dims.value_dim),
+        full("float32", dims.value_heads, places),
+    ]
+
+
+def exact(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def coarsest(*dtypes):
+    return max((jnp.dtype(dtype) for dtype in dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))
