@@ -64,7 +64,7 @@ def _kernel(
         use_qk_l2norm: Whether queries and keys are normalised.
         interpret: Whether the kernel runs as plain JAX.
     """
-    rows, value_heads, places = refs.slot.shape[0], refs.A_log.shape[0], refs.fold_k.shape[2]
+    value_heads, places = refs.A_log.shape[0], refs.fold_k.shape[2]
     key_heads, ring_places, key_dim = refs.ring_k.shape[2:]
     length, repeats, key_channels = ring_places // 2, value_heads // key_heads, key_heads * key_dim
     key_head, row = pt.program_id(0), pt.program_id(1)
