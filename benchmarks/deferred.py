@@ -2,20 +2,19 @@
 
 Every variant is first compared with float64 on a sample of rows and heads: outputs, corrections, and folds. Then `us` is the
 mean duration of a call over the phases of the fold: rows start at random places of their groups, and each call accepts one
-to all of its tokens. `copy_free_us` is the duration of `gated_delta_rule_update` on the same sizes, in the same run. Cases
-of 64 rows try every variant; the others try the best of those and the ones with more programs. `--tiny` tries the command
-on a machine without a GPU.
+to all of its tokens. `copy_free_us` is the duration of `gated_delta_rule_update` on the same sizes, in the same run. The
+variants are the Mosaic GPU kernel and the Triton kernel's default configuration, and with `--every` other configurations.
+`--tiny` tries the command on a machine without a GPU.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,39 +39,36 @@ WARM_UP = 100  # calls that are counted before the measured ones, so that rows a
 # Limits of relative errors: outputs are rounded to bfloat16, folds and corrections to their dtypes.
 LIMITS = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 6e-3}
 SAMPLED_HEADS = 2
-KEPT = 3  # variants of 64 rows that other numbers of rows try as well
 KEYS = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block")
 
 
+Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+
+
 def variants(case: Case) -> list[DeferredConfig]:
-    """The configurations that are tried for a case."""
+    """The configurations of the Triton kernel that `--every` tries for a case, the default first."""
     wide = case.state_dtype == "float32"
     make = functools.partial(DeferredConfig, pieces=3 if wide else 2)
     found = [
+        default_config(len(case.lengths), itemsize(case.state_dtype)),
         make(128, 32, 128, 4),
         make(128, 32, 32, 4),
-        make(128, 16, 128, 2),
         make(128, 32, 128, 2),
         make(128, 64, 32, 4, values_first=True),
+        make(64, 32, 128, 4),
         make(32, 32, 128, 4),
     ]
-    found.append(make(64, 32, 128, 4))
-    found.append(default_config(len(case.lengths), itemsize(case.state_dtype)))
     if wide:  # less exact, to see what a piece costs
         found.append(DeferredConfig(128, 32, 128, 4, pieces=2))
     return list(dict.fromkeys(found))
 
 
-def small_variants(best: Iterable[DeferredConfig]) -> list[DeferredConfig]:
-    """The variants with more programs, for few rows. A smaller `block_value` changes no bit."""
-    return [dataclasses.replace(config, block_value=config.tile_value) for config in best]
-
-
-def short(c: DeferredConfig) -> str:
-    """A configuration in few letters."""
+def short(c: Variant) -> str:
+    """A variant in few letters."""
+    if c is None:
+        return "mosaic_gpu"
     order = "vx" if c.values_first else "xv"
-    sizes = f"b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
-    return f"{sizes}_split" if c.is_split else sizes
+    return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
 
 
 def phases(rows: int, tokens: int, group: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,9 +148,9 @@ class Bench:
         parts = {name: arrays[name][0, at["slot"], heads] for name in ("ring_k", "ring_u", "ring_g")}
         return parts | dict(pool=arrays["pool"][0, at[block], heads])
 
-    def compile(self, config: DeferredConfig, **options: Any) -> Callable[[int, int], Any]:
+    def compile(self, config: Variant, **options: Any) -> Callable[[int, int], Any]:
         """Compiles a program of the turns `first` to `last` - 1. It returns the last outputs, and parts before and after."""
-        options |= dict(implementation="triton", config=config)
+        options |= dict(implementation="triton" if config else "mosaic_gpu", config=config)
 
         def run(first, last):
             def step(turn, carry):
@@ -251,7 +247,7 @@ def limits(case: Case) -> dict[str, float]:
     return dict(out_error=max(LIMITS["bfloat16"], fold), u_error=fold, fold_error=fold)
 
 
-def measure(case: Case, tried: list[DeferredConfig], tiny: bool, threads: int) -> list[Row]:
+def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[Row]:
     """One row per variant, the fastest first."""
     bench, rows = Bench(case, 0 if tiny else ROTATION_BYTES), []
     options: dict[str, Any] = dict(interpret=True) if tiny else {}
@@ -302,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="regular expression of case names; default: all")
     parser.add_argument("--tiny", action="store_true", help="two small cases in interpret mode, to try the command")
+    parser.add_argument("--every", action="store_true", help="time other configurations of the Triton kernel too")
     parser.add_argument("--budget", type=float, default=170, help="seconds after which no case is started")
     parser.add_argument("--threads", type=int, default=14, help="variants that are compiled at the same time")
     parser.add_argument("--json", help="append one JSON row per measurement to this file")
@@ -310,20 +307,14 @@ def main() -> None:
     header, begin = facts(options.commit), time.perf_counter()
     rate = None if options.tiny else copy_bandwidth()
     print(header, "" if rate is None else f"copy {rate / 1e6:.2f} TB/s", flush=True)
-    best: dict[tuple[int, str], list[DeferredConfig]] = {}
     for case in plan(options.tiny, options.case):
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue
-        kind = max(case.lengths), case.state_dtype
-        tried = variants(case)
+        tried: list[Variant] = [None, *variants(case)[: None if options.every else 1]]
         if options.tiny:
             tried = [DeferredConfig(32, 16, 16, 1, 3)]
-        elif kind in best:
-            tried = list(dict.fromkeys([*best[kind], *small_variants(best[kind] if len(case.lengths) < 64 else [])]))
         rows = measure(case, tried, options.tiny, options.threads)
-        by_name = {str(config): config for config in tried}
-        best.setdefault(kind, [by_name[row["config"]] for row in rows if "us" in row][:KEPT])
         today = None if options.tiny else time_today(case)
         for row in rows:
             if rate is not None and "us" in row:

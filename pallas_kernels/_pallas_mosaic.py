@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
+plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
 HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
 SWIZZLE = 128  # bytes
 
-kernel = getattr(plgpu, "kernel", None)
+kernel = plgpu.kernel
 copy_in = plgpu.copy_gmem_to_smem
 copy_out = plgpu.copy_smem_to_gmem
 wait_for_copies_out = plgpu.wait_smem_to_gmem

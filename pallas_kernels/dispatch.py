@@ -53,9 +53,8 @@ def dispatch(
     """
     if implementation not in ("xla", "triton", "mosaic_gpu", None):
         raise ValueError(f"implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got {implementation!r}")
-    reasons = dict(triton=unsupported, mosaic_gpu=no_mosaic_gpu)
-    if reasons.get(implementation):
-        reason = reasons[implementation]
+    reason = {"triton": unsupported, "mosaic_gpu": no_mosaic_gpu}.get(implementation or "xla")
+    if reason:
         raise UnsupportedError(f"{op}: implementation={implementation!r} cannot run these arguments: {reason}")
     if implementation == "triton":
         return triton(*operands)

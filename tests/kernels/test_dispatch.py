@@ -34,5 +34,26 @@ def test_the_named_implementation_runs_or_raises():
     assert run("triton", unsupported=None) == 20
     with pytest.raises(UnsupportedError, match=r"op: implementation='triton' cannot run .*: heads of 7 elements"):
         run("triton")
-    with pytest.raises(ValueError, match="implementation must be 'xla', 'triton' or None, got 'cuda'"):
+    with pytest.raises(ValueError, match="implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"):
         run("cuda")
+    with pytest.raises(UnsupportedError, match=r"implementation='mosaic_gpu' cannot run .*: the op has no such kernel"):
+        run("mosaic_gpu", unsupported=None)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton", "mosaic_gpu", None])
+@pytest.mark.parametrize("reason", [None, "heads of 7 elements"])
+def test_mosaic_gpu_comes_first_if_it_can_run(implementation, reason):
+    """Which kernel a program for CUDA would contain, by what its other platforms run."""
+    kernels = dict(triton=lambda x: x + 1.5, mosaic_gpu=lambda x: x + 2.5)
+
+    def step(x):
+        return dispatch("op", implementation, (x,), xla=lambda x: x + 0.5, **kernels, no_mosaic_gpu=reason)
+
+    if implementation == "mosaic_gpu" and reason:
+        with pytest.raises(UnsupportedError, match=reason):
+            step(jnp.float32(0))
+        return
+    text = jax.jit(step).trace(jnp.float32(0)).lower(lowering_platforms=("cuda",)).as_text()
+    kernel = "1.5" if reason else "2.5"
+    wanted = {"xla": "0.5", "triton": "1.5", "mosaic_gpu": "2.5", None: kernel}[implementation]
+    assert [number for number in ("0.5", "1.5", "2.5") if f"{float(number):e}" in text.lower()] == [f"{wanted}"]

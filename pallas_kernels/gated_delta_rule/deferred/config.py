@@ -33,5 +33,7 @@ def default_config(rows: int, itemsize: int) -> DeferredConfig:
     With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
     because it determines the order of sums.
     """
-    block_value = 32 if rows <= 16 else 128
-    return DeferredConfig(block_value, tile_value=32, tile_key=128, num_warps=4, pieces=3 if itemsize == 4 else 2)
+    few = rows <= 16
+    if itemsize == 4:
+        return DeferredConfig(32 if few else 128, tile_value=32, tile_key=128, num_warps=4, pieces=3)
+    return DeferredConfig(64 if few else 128, tile_value=64, tile_key=32, num_warps=4, pieces=2, values_first=True)
