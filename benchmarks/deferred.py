@@ -255,7 +255,9 @@ def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[
         built = [pool.submit(bench.compile, config, **options) for config in tried]
     # Nothing is compiled while kernels are timed.
     for config, future in zip(tried, built, strict=True):
-        row: Row = {"case": case.name, "policy": "deferred", "config": str(config), "variant": short(config)}
+        row: Row = {"case": case.name, "policy": "deferred", "config": str(config), "candidate": short(config)}
+        if config == default_config(len(case.lengths), itemsize(case.state_dtype)):
+            row["candidate"] = "triton"
         rows.append(row)
         try:
             program = future.result()

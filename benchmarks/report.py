@@ -227,6 +227,13 @@ def linear_table(rows: list[Row]) -> str:
     return pivot(kept, ("case",), lambda row: row["candidate"], show)
 
 
+def deferred_table(rows: list[Row]) -> str:
+    """Tabulates deferred states: each kernel, and the kernel that writes a state after each token."""
+    kept = [row for row in rows if "us" in row]
+    kept += [row | {"candidate": "`copy_free`", "us": row["copy_free_us"]} for row in kept]
+    return pivot(kept, ("case",), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
+
+
 def routing_table(rows: list[Row]) -> str:
     """Tabulates simulated routers: the share of attainable tokens that were hits, and the share of all prompt tokens."""
     show = lambda row: f"{row['share']:.1%}, {row['cached_share']:.1%}"
@@ -270,6 +277,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "models": ("floor_us", model_table),
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
+    "deferred": ("copy_free_us", deferred_table),
     "routing": ("routing", routing_table),
     "server": ("overhead_tpot_share", server_table),
     "tuning": ("op", tuning_table),

@@ -87,8 +87,8 @@ def move(first: Engine, second: Engine, prompt: list[int], repeats: int) -> Row:
     (got,) = second.generate(prompt, params)
     found, hoped = ((output.token_ids, output.num_cached_tokens) for output in (got, wanted))
     assert found == hoped, f"the prefix did not move whole: {found} after {hoped}"
-    assert length == got.num_cached_tokens, (length, got.num_cached_tokens)
-    assert length > 0, "no prefix was cached"
+    # The last token of a prompt always runs, so a prompt of whole blocks does not take its last one from the cache.
+    assert 0 < got.num_cached_tokens <= length, (length, got.num_cached_tokens)
     with tempfile.TemporaryDirectory() as directory:
         save_s, _ = _seconds(lambda: first.save_cache(directory), nothing, repeats)
         size = sum(path.stat().st_size for path in Path(directory).iterdir())

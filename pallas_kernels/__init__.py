@@ -22,6 +22,7 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_gates as gated_delt
 from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_delta_rule_prefill
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred as gated_delta_rule_deferred
 from pallas_kernels.linear import linear as linear
 from pallas_kernels.linear import linear_sums as linear_sums
 from pallas_kernels.mixture_of_experts import Activation as Activation

@@ -19,7 +19,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 API = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
 
 # Modules that hold no names for users: the programs, and the insides of the ops.
-INTERNAL = re.compile(r".*\.(__main__|_\w+|cli|demo|chat|cases|xla|api|pallas_triton\w*|prefill(\.\w+)?)$")
+INTERNAL = re.compile(
+    r".*\.(__main__|_\w+|cli|demo|chat|cases|xla|api|pallas_triton\w*|mosaic_gpu|weights|prefill(\.\w+)?)$"
+)
 
 
 def name_of(page):

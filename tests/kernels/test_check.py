@@ -15,9 +15,11 @@ SHAPES = dict(
     tokens=TOKENS, rows=ROWS, rows_plus_1=ROWS + 1, layers=LAYERS, blocks=BLOCKS, window=WINDOW, width=WINDOW + 1,
     channels=3 * HEADS * DIM, heads=HEADS, groups=1, key_heads=HEADS, value_heads=HEADS, kv_heads=1, head_dim=DIM,
     state_dim=DIM, key_dim=DIM, value_dim=DIM, pages=BLOCKS, page_size=PAGE, tables=ROWS, pages_per_row=2, shares=1,
-    checkpoints=1, wide=3 * HEADS * DIM,
+    checkpoints=1, wide=3 * HEADS * DIM, slots=ROWS, places=16,
 )  # fmt: skip
-NUMBERS = dict(query_start_loc=[0, 2, 5], read_block=[1, 2], write_block=[3, 4], num_computed_tokens=[0, 0])
+NUMBERS = dict(
+    query_start_loc=[0, 2, 5], read_block=[1, 2], write_block=[3, 4], num_computed_tokens=[0, 0], slot=[0, 1]
+)
 OPS = {
     name: op
     for name, op in vars(pallas_kernels).items()
@@ -36,6 +38,8 @@ def arguments(op):
         array = next((member for member in members if hasattr(member, "dim_str")), None)
         if name == "layer":
             given[name] = 1
+        elif name == "max_query_tokens" and parameter.default is inspect.Parameter.empty:
+            given[name] = 3
         elif name == "chunks":
             given[name] = chunk_rows(np.array([0, 2, 5], np.int32), np.zeros(ROWS, np.int32), TOKENS)
         elif array is not None and parameter.default is inspect.Parameter.empty:
@@ -100,7 +104,7 @@ def test_every_wrong_argument_is_refused_by_its_name(name):
     """Each array in turn is of another type, dtype or number of axes, and each option of another type."""
     op, given = OPS[name], on_device(arguments(OPS[name]))
     for key, value in given.items():
-        if key in ("layer", "chunks"):
+        if key in ("layer", "chunks", "max_query_tokens"):
             continue
         wrong = [None, "a", 3, [1], object(), value.reshape(-1)[0], value.astype(jnp.complex64)]
         wrong += [np.full(value.shape, 2**40), np.array(["a"]), np.zeros(value.shape, object)]

@@ -28,7 +28,7 @@ WIDEST = 8
 
 def schedules(length):
     """(tokens of a step, accepted tokens) by name: for each a function of a random generator."""
-    widest = (length + 1) // 2
+    widest = min(WIDEST, (length + 1) // 2)
     return {
         "one": lambda rng: (1, 1),
         "all accepted": lambda rng: (widest, widest),

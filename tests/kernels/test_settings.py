@@ -10,6 +10,7 @@ from pallas_kernels import (
     causal_conv1d_prefill,
     causal_conv1d_update,
     chunk_rows,
+    gated_delta_rule_deferred,
     gated_delta_rule_gates,
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
@@ -43,6 +44,8 @@ def run(draw, implementation):
     chunks = chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
     prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
+    rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
+    deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
     pages = array(1, 6, 4, HEADS, DIM)
     attention = pages, pages, 0, loc, ints(3, 9), ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
     return (
@@ -50,6 +53,7 @@ def run(draw, implementation):
         state_copy(conv, ints(1, 2), ints(3, 2), ints(1, 2), **how),
         causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:], **how),
         gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
+        gated_delta_rule_deferred(x, a, b, A_log, dt_bias, recurrent, *rings, *deferred, max_query_tokens=5, **how),
         gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
         selective_state_update(v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how),
         ssd(*narrow(v, a), -jnp.exp(A_log), *narrow(q, k), *prefill, D=dt_bias, z=k.astype(jnp.bfloat16), **how),
@@ -69,6 +73,7 @@ def run(draw, implementation):
     )
 
 
+@pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.deep)])
 def test_global_settings_change_no_bit(implementation):
     wanted = run(np.random.default_rng(0), implementation)
