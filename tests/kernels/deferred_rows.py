@@ -9,6 +9,7 @@ import pytest
 from kernels import test_gated_delta_rule
 from kernels.common import IMPLEMENTATIONS, how
 from kernels.test_gated_delta_rule import Dims, unpack
+from oracles import deferred_by_hand
 from oracles.ops import gated_delta_rule_entries, gates
 
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
@@ -17,7 +18,7 @@ LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
 
 
 DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
-# The Mosaic GPU kernel cannot be interpreted: its products take operands from registers.
+# The Mosaic GPU kernel cannot be interpreted: its products take operands from registers. "by hand" stands for it there.
 MOSAIC_GPU = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
 EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
 
@@ -78,20 +79,12 @@ class Sequences:
             return jnp.asarray(np.stack([padding if at is None else x[at[0]][at[1]] for at in tokens]))
 
         kind = self.kind
-        return gated_delta_rule_deferred(
-            *(packed(x) for x in (self.qkv, self.a, self.b)),
-            self.A_log,
-            self.dt_bias,
-            *arrays,
-            LAYER,
-            *rows,
-            max_query_tokens=max_query_tokens,
-            use_qk_l2norm=kind.l2norm,
-            lower_bound=kind.lower_bound,
-            allow_neg_eigval=kind.beta_max == 2,
-            **how(implementation),
-            **options,
-        )
+        gate = dict(lower_bound=kind.lower_bound, allow_neg_eigval=kind.beta_max == 2)
+        operands = *(packed(x) for x in (self.qkv, self.a, self.b)), self.A_log, self.dt_bias, *arrays, LAYER, *rows
+        options |= gate | dict(max_query_tokens=max_query_tokens, use_qk_l2norm=kind.l2norm)
+        if implementation == "by hand":
+            return deferred_by_hand.gated_delta_rule_deferred(*operands, **options, scale=self.scale)
+        return gated_delta_rule_deferred(*operands, **how(implementation), **options)
 
 
 def dirty_rings(kind, slots=SLOTS):

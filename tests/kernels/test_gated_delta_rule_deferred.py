@@ -83,6 +83,7 @@ MOSAIC_GPU_KINDS = [
 @pytest.mark.parametrize(
     ("kind", "implementation"),
     [(kind, implementation) for kind in KINDS for implementation in ("xla", "interpret")]
+    + [(kind, "by hand") for kind in KINDS if kind.dims not in ("odd", "narrow")]
     + [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in KINDS]
     + [pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_KINDS],
     ids=str,
