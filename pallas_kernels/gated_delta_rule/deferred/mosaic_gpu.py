@@ -61,7 +61,17 @@ def _kernel(
     max_query_tokens: int,
     count: int,
 ):
-    """Handles one row, value head and half of value dims. The arguments are arrays, shared memory, and two barriers."""
+    """Handles one row, one value head, and 64 of its value dims.
+
+    The arguments up to `out` are the arrays of `gated_delta_rule_deferred` and of `weights`. Those named "tile" are shared
+    memory: the state [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values],
+    the keys of the fold [places, keys], the tokens' values, which become outputs [tokens, values], the weights [groups,
+    vectors, places], the factors, and the new corrections [tokens, values]. The barriers tell when copies have arrived.
+
+    Args:
+        max_query_tokens: The largest number of tokens of a row.
+        count: The number of bfloat16 pieces of a float32 value.
+    """
     row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
     value_heads, key_heads = pool.shape[2], x.shape[1]
