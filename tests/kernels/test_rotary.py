@@ -209,7 +209,7 @@ def test_rotate_computes_the_same_heads(rng):
         (dict(kv_page=jnp.zeros(7, jnp.int32)), "kv_page must be Int32"),
         (dict(q_weight=jnp.zeros(31)), "q_weight must be Float"),
         (dict(layer=1.5), "layer must be"),
-        (dict(implementation="cuda"), "implementation must be 'xla', 'triton' or None, got 'cuda'"),
+        (dict(implementation="cuda"), "implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"),
     ],
 )
 def test_bad_arguments(rng, change, message):

@@ -101,6 +101,6 @@ def test_errors_name_the_bad_argument(rng):
         state_copy(pool[..., None], row, row, row)
     with pytest.raises(ValueError, match="state_copy: layout must be 'SD' or 'DS', got 'ds'"):
         state_copy(pool, row, row, row, layout="ds")
-    with pytest.raises(ValueError, match="implementation must be 'xla', 'triton' or None, got 'cuda'"):
+    with pytest.raises(ValueError, match="implementation must be 'xla', 'triton', 'mosaic_gpu' or None, got 'cuda'"):
         state_copy(pool, row, row, implementation="cuda")
     assert issubclass(UnsupportedError, NotImplementedError)
