@@ -14,6 +14,9 @@ from typing import Any
 Row = dict[str, Any]
 
 
+USUAL_TOKENS_A_STEP = 2048  # `max_num_batched_tokens` of most rows of the serving benchmark
+
+
 def read_rows(file: Path) -> list[Row]:
     """Returns all rows of a results file, the oldest first."""
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -95,9 +98,15 @@ def _drafts(row: Row) -> str:
     return f"{row['drafts']}, {row['speculation']}" if row["drafts"] else "0"
 
 
+def tokens_a_step(row: Row) -> str:
+    """The end of a load's name if its engine ran another number of tokens in a step than most rows'."""
+    number = row["max_num_batched_tokens"]
+    return "" if number == USUAL_TOKENS_A_STEP else f", {number} tokens a step"
+
+
 def serving_table(rows: list[Row]) -> str:
     """Tabulates serving: latencies, rates, cache hits, and the ratio of latencies to mode "none" under the same load."""
-    names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping"
+    names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping", "max_num_batched_tokens"
     load = lambda row: tuple(row[name] for name in names)
     uncached = {load(row): row for row in rows if row["mode"] == "none"}
 
@@ -107,7 +116,8 @@ def serving_table(rows: list[Row]) -> str:
 
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
         return (
-            f"{row['workload']} x{row['requests']}", row["loop"], row["mode"], _drafts(row), latency("ttft"),
+            f"{row['workload']} x{row['requests']}{tokens_a_step(row)}", row["loop"], row["mode"], _drafts(row),
+            latency("ttft"),
             f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
             f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),
             ratio("tpot_ms_mean"),
