@@ -72,7 +72,7 @@ def short(c: Variant) -> str:
 
 
 def phases(rows: int, tokens: int, group: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns base and position of each row at each turn, int32 [turns, rows], of rows that accept 1 to `tokens` tokens."""
+    """Draws rows that accept 1 to `tokens` tokens at each turn. Returns their base and position, int32 [turns, rows]."""
     rng = np.random.default_rng(0)
     base, position = np.zeros(rows, np.int32), rng.integers(0, group, rows)
     found = []
@@ -135,7 +135,10 @@ class Bench:
 
     @functools.cached_property
     def sample(self) -> tuple[int, list[int]]:
-        """A turn in which rows fold and cross the ends of groups, if any turn has them, and a row of each kind."""
+        """What is compared with float64: a turn, and one row of each kind in it.
+
+        The kinds are rows that fold, rows that cross the end of a group, and others. A turn with all kinds is preferred.
+        """
         turn = int(np.argmax(2 * self.folds.any(axis=1) + self.crossings.any(axis=1)))
         kinds = self.folds[turn], self.crossings[turn], ~(self.folds | self.crossings)[turn]
         return turn, sorted({int(np.argmax(kind)) for kind in kinds})
@@ -242,7 +245,7 @@ def time_calls_by_the_clock(program: Callable[[int, int], Any]) -> list[float]:
 
 
 def limits(case: Case) -> dict[str, float]:
-    """The largest error of each kind that is accepted."""
+    """Returns the largest relative errors of outputs, corrections and folds that are accepted."""
     fold = max(LIMITS[case.state_dtype], LIMITS[case.ring_dtype])
     return dict(out_error=max(LIMITS["bfloat16"], fold), u_error=fold, fold_error=fold)
 

@@ -79,7 +79,7 @@ def paged_attention(
     """
     num_decode_rows, pages = at.rows.decode.num_rows, at.token_pages
     if gates is not None and values is not None and at.has_decode_rows and at.rows.prefill.num_rows:
-        gates = gates[..., -values.shape[4] :]  # Tokens of two kinds are copied apart.
+        gates = gates[..., -values.shape[4] :]  # Decode and prompt tokens are cut apart, which copies what they have.
 
     def attend_rows(
         rows: Rows, tokens: tuple[jax.Array, ...], slots: jax.Array, max_query_tokens: int | None

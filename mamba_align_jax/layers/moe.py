@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         weights: jax.Array,
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes the weighted sum of each token's experts, float32 [tokens, hidden]: the total of `sums`."""
+        """Adds up what `sums` returns: the weighted sum of the outputs of each token's experts, float32 [tokens, hidden]."""
         return total(self.sums(x, chosen, weights, implementation), jnp.float32)
 
     def sums(
@@ -88,7 +88,7 @@ class Experts(nnx.Module):
         weights: jax.Array,
         implementation: Implementation | None = None,
     ) -> jax.Array:
-        """Computes sums whose total over the shares is the weighted sum of each token's experts.
+        """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
         If the experts are split over devices, there is one share, the same bits on all of them.
 

@@ -183,7 +183,7 @@ def mixture_of_experts_sums(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float[Array, "shares tokens hidden"]:
-    """Computes sums whose total over the shares is the weighted sum of each token's experts.
+    """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
     What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. Calls
     of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, in order: its weighted output, in x's

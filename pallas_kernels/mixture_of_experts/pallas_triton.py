@@ -104,7 +104,7 @@ def _kernel(
     activate: Callable[..., jax.Array],
     interpret: bool,
 ):
-    """Multiplies a tile of pairs by `product.columns` outputs of each part of its expert's weights.
+    """Computes `product.columns` outputs of a tile of pairs of one expert, in each part of the expert's weights.
 
     `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
     the result of a pair without an expert is 0.

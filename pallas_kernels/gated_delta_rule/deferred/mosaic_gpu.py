@@ -106,7 +106,7 @@ def _kernel(
         pm.copy_in(weight.at[row, head], weight_tile, loaded)
         pm.copy_in(factors.at[row, head], factor_tile, loaded)
         channel = qkv.shape[1] - value_heads * value_dim + head * value_dim + part * _VALUES
-        # Tokens behind the row's end are read and not used.
+        # The copy has a fixed size. What it brings from behind the row's end is not used.
         pm.copy_in(qkv.at[pm.slice_of(start, vectors // 2), pm.slice_of(channel, _VALUES)], v_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
             entries = pm.slice_of(place_of(first), length)

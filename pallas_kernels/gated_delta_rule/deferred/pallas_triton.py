@@ -17,9 +17,8 @@ from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 from pallas_kernels.gated_delta_rule.deferred.weights import sizes
+from pallas_kernels.gated_delta_rule.prefill.tiles import iota, key_lanes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
-
-_TILE = 16  # the shortest axis that a product on tensor cores may have
 
 
 class _Group(NamedTuple):
@@ -38,10 +37,6 @@ class _Group(NamedTuple):
     at: jax.Array
 
 
-def _iota(shape: tuple[int, ...], axis: int = 0) -> jax.Array:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
 def _operand(x: jax.Array, count: int = 3) -> Operand:
     """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
     if x.dtype == jnp.bfloat16:
@@ -51,7 +46,7 @@ def _operand(x: jax.Array, count: int = 3) -> Operand:
 
 def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
     """Returns row `index` of a tile."""
-    return jnp.sum(jnp.where(_iota(tile.shape) == index, tile, 0.0), axis=0)
+    return jnp.sum(jnp.where(iota(tile.shape, 0) == index, tile, 0.0), axis=0)
 
 
 def _kernel(
@@ -92,9 +87,9 @@ def _kernel(
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
     vectors, group_places = sizes(max_query_tokens, length)
-    index, vector, half = _iota((group_places,)), _iota((vectors,)), vectors // 2
+    index, vector, half = iota((group_places,), 0), iota((vectors,), 0), vectors // 2
     is_key, offset = vector < half, vector & (half - 1)
-    size = min(config.tile_key, max(pt.power_of_two(key_dim), _TILE))
+    size = min(config.tile_key, key_lanes(key_dim))
     keys = [pt.lanes(n, size, key_dim) for n in range(-(-key_dim // size))]
     tiles = config.block_value // config.tile_value
     product = functools.partial(dot, interpret=interpret)

@@ -13,9 +13,9 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.prefill.tiles import BLOCK, iota, key_lanes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
-_TILE = 16  # the shortest axis that a product on tensor cores may have
 _WARPS = 2
 
 
@@ -25,7 +25,7 @@ def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
     Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to eight, so
     that decode and verify rows run the same instructions.
     """
-    return max(2 * pt.power_of_two(max_query_tokens), _TILE), max(pt.power_of_two(length), _TILE)
+    return max(2 * pt.power_of_two(max_query_tokens), BLOCK), max(pt.power_of_two(length), BLOCK)
 
 
 class Factors(NamedTuple):
@@ -74,11 +74,11 @@ def _kernel(
     fold_to, count = refs.fold_block[row], end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    index, vector = (jax.lax.broadcasted_iota(jnp.int32, (n,), 0) for n in (places, vectors))
+    index, vector = (iota((n,), 0) for n in (places, vectors))
     half, place_in = vectors // 2, Factors.of(vectors, places)
     is_key, offset = vector < half, vector & (half - 1)
     token, exists = start + offset, offset < count
-    key, key_inside = pt.lanes(0, pt.power_of_two(key_dim), key_dim)
+    key, key_inside = pt.lanes(0, key_lanes(key_dim), key_dim)
     later = index[None, :] > index[:, None]
     product = functools.partial(dot, contract=(1, 1), interpret=interpret)
 
