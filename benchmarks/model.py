@@ -8,8 +8,10 @@ experts begin with "moe".
 
 The floor of a step is arithmetic, in `floor_us`: every matrix product takes the larger of its bytes at the copy rate and its
 operations at the rate of a large product, keys and values are read once, and recurrent states are read once and written once
-for each token of a row. Of experts, the chosen ones are read: they are counted in a step of decode and verify cases, and
-expected in prompts, as if tokens chose at random. Several devices share the work equally, and what they send is not counted.
+for each token of a row. Under policy "deferred" states are written once for each fold group of accepted tokens, and entries
+of rings are read and written. Of experts, the chosen ones are read: they are counted in a step of decode and verify cases,
+and expected in prompts, as if tokens chose at random. Several devices share the work equally, and what they send is not
+counted.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from jax.sharding import Mesh
 from benchmarks.scripted import ScriptedDrafter, ScriptedModel
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine import runner
 from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.load.random_model import MODELS, random_model
@@ -82,9 +85,32 @@ class Case:
 CASES = (
     *(Case("decode", rows, 4096) for rows in (1, 5, 16, 20, 64, 65, 256)),
     *(Case("decode", rows, 32768) for rows in (1, 16)),
-    Case("verify", 16, 4096, drafts=3),
+    *(Case("verify", rows, 4096, drafts=3) for rows in (16, 64)),
     *(Case("prompt", 1, context) for context in (512, 4096, 32768, 131072)),
 )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What decode and verify rows keep under policy "deferred".
+
+    Attributes:
+        fold_length: Tokens of a fold group.
+        accepted: Tokens by which all rows together advance in a step.
+        entry_bytes: Bytes of one entry in all layers.
+    """
+
+    fold_length: int
+    accepted: float
+    entry_bytes: float
+
+
+def ring_of(engine: Engine, case: Case, tokens_per_row: float) -> Ring | None:
+    """Returns what the rows of an engine keep, or None unless its policy is "deferred"."""
+    spec = engine.spec
+    if not spec.is_deferred or case.kind == "prompt":
+        return None
+    return Ring(spec.fold_length, case.rows * tokens_per_row, spec.ring_bytes_per_slot / (2 * spec.fold_length))
 
 
 def products(config: Config) -> Iterator[tuple[int, int]]:
@@ -120,6 +146,7 @@ def floor_us(
     *,
     experts: float | None = None,
     devices: int = 1,
+    ring: Ring | None = None,
 ) -> float:
     """The least time of a case.
 
@@ -130,6 +157,7 @@ def floor_us(
         itemsize: Bytes of a weight, a key and a value.
         experts: The mean number of experts of a layer that are chosen; None expects them.
         devices: The number of devices that share the work.
+        ring: What the rows keep under policy "deferred"; None under the others.
     """
     c, tokens = config, case.tokens
     product = lambda m, k, n: max(itemsize * k * n / copy_rate, 2.0 * m * k * n / FLOPS_PER_US)
@@ -151,7 +179,12 @@ def floor_us(
         # Two products of the queries with half of the positions each.
         total += 2.0 * full * c.num_attention_heads * c.head_dim * case.context**2 / FLOPS_PER_US
     else:
-        total += (key_values + (case.rows + tokens) * state) / copy_rate
+        written = tokens * state
+        if ring is not None:
+            # Rows are in every phase of their groups, so each reads half of a group's entries and one more.
+            read = case.rows * (ring.fold_length + 1) / 2
+            written = ring.accepted / ring.fold_length * state + (read + tokens) * ring.entry_bytes
+        total += (key_values + case.rows * state + written) / copy_rate
     return total / devices
 
 
@@ -282,6 +315,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--case", action="append", help='names of cases, without "moe"; default: all')
     parser.add_argument("--model", choices=MODELS, default="qwen3.5-4b", help="shapes of the random weights")
     parser.add_argument("--devices", type=int, default=1, help="devices that share the model")
+    parser.add_argument("--policy", choices=POLICIES, default="copy_free", help="which states a step writes")
     parser.add_argument("--max-model-len", type=int, default=CONFIGURATION["max_model_len"])
     parser.add_argument("--max-num-seqs", type=int, default=CONFIGURATION["max_num_seqs"])
     parser.add_argument("--max-num-batched-tokens", type=int, default=CONFIGURATION["max_num_batched_tokens"])
@@ -299,7 +333,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     model = random_model(config)
     jax.block_until_ready(nnx.state(model))
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_state_blocks", "num_kv_pages")
-    fields = CONFIGURATION | {name: getattr(options, name) for name in names}
+    fields = CONFIGURATION | {name: getattr(options, name) for name in ("policy", *names)}
+    suffix = "" if options.policy == "copy_free" else f", {options.policy}"
     engine: Engine | None = None
     print(f"{header}; {time.perf_counter() - begin:.0f} s", flush=True)
     # Cases of one engine follow one another.
@@ -318,7 +353,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         measure = functools.partial(measure_prompt, repetitions=4) if case.kind == "prompt" else functools.partial(
             measure_decode, steps=options.steps
         )  # fmt: skip
-        row: Row = {"case": prefix + case.name, "devices": options.devices, "model": options.model}
+        row: Row = {"case": prefix + case.name + suffix, "devices": options.devices, "model": options.model}
         row |= measure(engine, config, case)
         row["floor_us"] = floor_us(
             config,
@@ -327,6 +362,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             jnp.dtype(config.dtype).itemsize,
             experts=row.get("experts_per_layer"),
             devices=options.devices,
+            ring=ring_of(engine, case, row.get("tokens_per_row", 1)),
         )
         measured_us = 1e3 * row["ttft_ms"] if case.kind == "prompt" else row["step_us"]
         row["ratio"] = measured_us / row["floor_us"]

@@ -1,4 +1,4 @@
-"""Times whole steps, and their bookkeeping alone: `python -m benchmarks.pipeline --json benchmarks/results/FILE.jsonl`.
+"""Times whole steps: `python -m benchmarks.pipeline --json benchmarks/results/FILE.jsonl`.
 
 A step is one program over donated buffers. It updates the tables and slots, then runs `begin_step`, `migrate`, the
 convolutions and recurrences of Qwen3.5-35B-A3B's 30 gated delta net layers, and `finish_step`. It multiplies no matrices.
@@ -7,6 +7,9 @@ A row crosses a block boundary if its tokens pass one. Its running column then c
 drafts are accepted, so with drafts either policy saves the boundary. Mode "none" has no boundaries. Each step admits its
 rows anew (`add_requests`), either half a block before a boundary or right at one, so that one program serves every share of
 crossing rows. Each step uses other slots than the one before, until states of five times the size of the L2 were used.
+
+Under "deferred" the rows are spread evenly over the phases of their fold groups, as if every step advanced each of them by
+all of its tokens: in a step with T tokens per row, T rows of 16 fold.
 """
 
 import argparse
@@ -35,6 +38,7 @@ from mamba_align_jax import (
     GroupSpec,
     RecurrentState,
     StatePool,
+    StateRing,
     StepBatch,
     StepIndices,
     TableUpdates,
@@ -49,8 +53,9 @@ from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.step import plan_finish
 from mamba_align_jax.load.rows import Row, append, environment
 from pallas_kernels import Implementation, causal_conv1d_update, gated_delta_rule_update
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 
-ROWS, DRAFTS, POLICIES = (1, 8, 64, 256), (0, 3), ("none", "copy_free", "pre_copy")
+ROWS, DRAFTS, POLICIES = (1, 8, 64, 256), (0, 3), ("none", "copy_free", "pre_copy", "deferred")
 REPETITIONS = 5
 STEPS = 12  # the least number of steps whose kernels are timed together
 SPAN_US = 50_000  # the least time over which a span is measured
@@ -60,7 +65,7 @@ SPAN_US = 50_000  # the least time over which a span is measured
 class Case:
     """A step of `rows` rows, each with one token and `drafts` more tokens. Names are those of its row of results."""
 
-    policy: str  # "copy_free", "pre_copy", or "none" for mode "none"
+    policy: str  # a policy, or "none" for mode "none"
     rows: int
     drafts: int
     block_size: int = 512
@@ -86,7 +91,8 @@ class Case:
     def spec(self) -> AlignConfig:
         """The configuration, with enough slots for the steps to use states of five times the size of the L2."""
         state = RecurrentState((self.value_heads, self.dim, self.dim), self.state_dtype)
-        group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state))
+        ring = StateRing(self.key_heads, self.dim, self.value_heads, self.dim, self.dtype)
+        group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state), ring)
         # A sequence has two blocks of tokens, one on each side of the boundary.
         spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)
         sets = math.ceil(ROTATION_BYTES / (self.rows * spec.bytes_per_block))
@@ -105,12 +111,16 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """What the host sends for each step; `num_sampled` is int32 [rows]."""
+    """What the host sends for each step; `num_sampled` is int32 [rows].
+
+    `base` has the positions of the rows' states under policy "deferred", int32 [rows], and is None under the others.
+    """
 
     updates: TableUpdates
     additions: Additions
     batch: StepBatch
     num_sampled: jax.Array
+    base: jax.Array | None = None
 
 
 class Buffers(NamedTuple):
@@ -148,8 +158,14 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
     # The running column of a crossing row changes, and the last column of its window gets a block. The first half of a
     # verify row's tokens lie before the boundary.
     computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
+    base = None
+    if spec.is_deferred:
+        # A base is 1 to `fold_length` tokens before the row's position.
+        computed = np.where(crosses, computed, computed + window * (1 + slots) % spec.fold_length)
+        base = jnp.asarray((computed - 1) // spec.fold_length * spec.fold_length, jnp.int32)
     entered = [] if spec.mode == "none" else slots[crosses].tolist()
-    entry = lambda slot: (0, slot, window, 1 + slot * spec.num_columns + window)
+    last = spec.num_columns - 1
+    entry = lambda slot: (0, slot, last, 1 + slot * spec.num_columns + last)
     lengths = np.arange(case.rows + 1) * window
     return Inputs(
         updates=TableUpdates.from_host(spec, case.rows, list(map(entry, entered))),
@@ -160,6 +176,7 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
         ),
         batch=StepBatch.from_host(spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows),
         num_sampled=jnp.full(case.rows, window, jnp.int32),
+        base=base,
     )
 
 
@@ -181,6 +198,8 @@ def make_cycle(case: Case, share: Fraction) -> list[Inputs]:
 def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignState, BlockTables, StepIndices]:
     tables = update_block_tables(buffers.tables, inputs.updates)
     state = add_requests(buffers.state, inputs.additions)
+    if inputs.base is not None:
+        state = dataclasses.replace(state, state_pos=state.state_pos.at[inputs.additions.slot].set(inputs.base))
     state, indices = begin_step(spec, state, inputs.batch, tables)
     return state, tables, indices
 
@@ -191,10 +210,11 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
 
     def step(buffers, inputs, tokens):
         state, tables, indices = _begin(spec, buffers, inputs)
-        pool = migrate(spec, buffers.pool, indices, **how)
+        # There are no chunks, for which alone "deferred" migrates.
+        pool = buffers.pool if spec.is_deferred else migrate(spec, buffers.pool, indices, **how)
         rows = split_rows(inputs.batch, indices, case.rows).decode
         loc, write = rows.query_start_loc, rows.write[0]
-        conv, recurrent = pool.states[0]
+        (conv, recurrent), ring = pool.states[0], pool.ring(0)
         gates = {name: tokens[name] for name in ("a", "b", "A_log", "dt_bias")}
         out = tokens["x"]
         for layer in range(case.layers):
@@ -202,11 +222,19 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
             qkv, conv = causal_conv1d_update(
                 tokens["x"], conv, layer, tokens["weight"], None, window_row=rows.window_row, **places, **how
             )
-            places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
-            out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
+            if rows.fold is None:
+                places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
+                out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
+            else:
+                places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], fold_block=rows.fold.block[0])
+                places |= dict(slot=rows.fold.slot, base=rows.fold.base, position=rows.num_computed_tokens)
+                pools = dict(zip(("pool", "ring_k", "ring_u", "ring_g"), (recurrent, *ring), strict=True))
+                out, recurrent, *ring = gated_delta_rule_deferred(
+                    qkv, **gates, **pools, layer=layer, **places, max_query_tokens=1 + case.drafts, **how
+                )
             # In a model the next layer waits for these outputs.
-            conv, recurrent, out = jax.lax.optimization_barrier((conv, recurrent, out))
-        pool = pool.with_group(0, (conv, recurrent))
+            conv, recurrent, ring, out = jax.lax.optimization_barrier((conv, recurrent, ring, out))
+        pool = pool.with_group(0, (conv, recurrent, *ring))
         state, pool = finish_step(spec, state, pool, inputs.batch, indices, inputs.num_sampled, tables, **how)
         return Buffers(pool, state, tables), out
 
@@ -236,7 +264,10 @@ class Steps:
 
 
 def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Sequence[Inputs]) -> dict[str, float]:
-    """Returns the bytes of states that the ops of a step read and write, and those that its copies do, from the plans."""
+    """Returns the bytes of states that the ops of a step read and write, and those that its copies do, from the plans.
+
+    Under "deferred" the entries of rings count as bytes of states.
+    """
     spec = case.spec
     ((conv, recurrent),) = [group.states for group in spec.groups]
 
@@ -246,19 +277,22 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
         state_, tables_, indices = _begin(spec, Buffers(StatePool(states=()), state, tables), inputs)
         _, plan = plan_finish(spec, state_, inputs.batch, indices, inputs.num_sampled, tables_)
         copies = [plan.num_copies() for plan in (indices.migration, plan) if isinstance(plan, CopyPlan)]
-        reads, writes = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0)
-        return reads, writes, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
+        reads, writes, entries = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0), 0
+        if indices.folds is not None:
+            entries = jnp.sum(indices.folds.position - indices.folds.base) + inputs.batch.query_start_loc[-1]
+            writes = jnp.sum(indices.folds.block > 0)
+        return reads, writes, entries, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
 
-    reads, writes, copies = (np.sum(each, axis=0) for each in zip(*jax.device_get([*map(counts, cycle)]), strict=True))
+    found = zip(*jax.device_get([*map(counts, cycle)]), strict=True)
+    reads, writes, entries, copies = (np.sum(each, axis=0) for each in found)
     # A row reads a window of width - 1 and writes one window row fewer than that, and one more for each token.
-    window_rows = reads * (2 * case.width - 3) + writes
+    window_rows = reads * (2 * case.width - 2 + case.drafts)
     window_row_bytes = spec.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
     state_bytes = spec.state_bytes_per_block(0, recurrent)
+    entry_bytes = spec.ring_bytes_per_slot / (2 * spec.fold_length)
     copied = copies @ (state_bytes, spec.state_bytes_per_block(0, conv))
-    return {
-        "state_bytes": float((reads + writes) * state_bytes + window_rows * window_row_bytes) / len(cycle),
-        "copied_bytes": 2.0 * float(copied) / len(cycle),
-    }
+    moved = (reads + writes) * state_bytes + entries * entry_bytes + window_rows * window_row_bytes
+    return {"state_bytes": float(moved) / len(cycle), "copied_bytes": 2.0 * float(copied) / len(cycle)}
 
 
 def kernels_per_step(name: str, launches: Sequence[Any], steps: int) -> int:
@@ -289,76 +323,8 @@ def measure(case: Case, steps: Steps, share: Fraction) -> Row:
     return row | moved_bytes(case, steps.buffers.state, steps.buffers.tables, cycle)
 
 
-@dataclass(frozen=True)
-class Bookkeeping:
-    """The bookkeeping alone: `begin_step`, and `finish_step` without its copies, as two programs. All slots have a row."""
-
-    policy: str
-    drafts: int
-    layers: int
-    slots: int = 256
-    groups: int = 4
-
-    @property
-    def name(self) -> str:
-        """The "case" of its row of results."""
-        return f"bookkeeping {self.policy} K{self.drafts} {self.layers} layers"
-
-    @property
-    def spec(self) -> AlignConfig:
-        """The configuration. The time should not depend on its number of layers."""
-        states = ConvState(4, 8192), RecurrentState((32, 128, 128))
-        groups = tuple(GroupSpec(f"group {number}", self.layers, states) for number in range(self.groups))
-        return AlignConfig(groups, 512, self.drafts, self.slots, 32768, policy=self.policy)
-
-    def programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Returns the two jitted programs, whose state is donated.
-
-        They are (state, batch, tables) -> (state, indices) and (state, batch, indices, num_sampled, tables) ->
-        (state, plan).
-        """
-        spec = self.spec
-        begin = jax.jit(lambda *arguments: begin_step(spec, *arguments), donate_argnums=0)
-        return begin, jax.jit(lambda *arguments: plan_finish(spec, *arguments), donate_argnums=0)
-
-    def arguments(self) -> tuple[AlignState, StepBatch, BlockTables]:
-        """Makes the first program's arguments, with rows at random places in their slots and blocks."""
-        rng, n, window = np.random.default_rng(0), self.slots, 1 + self.drafts
-        computed = jnp.asarray(rng.integers(1, 16384, n), jnp.int32)
-        state = AlignState(
-            num_computed_tokens=computed,
-            num_accepted_tokens=jnp.ones(n, jnp.int32),
-            running_column=column_of(computed, self.spec.state_block_size),
-        )
-        slots, locations = rng.permutation(n).tolist(), (np.arange(n + 1) * window).tolist()
-        batch = StepBatch.from_host(self.spec, n, slots, locations, [self.drafts] * n)
-        blocks = rng.integers(1, 2**20, (self.groups, n, self.spec.num_columns))
-        return state, batch, BlockTables(blocks=jnp.asarray(blocks, jnp.int32))
-
-    def measure(self) -> Row:
-        """Returns a row of results: the time of both programs' kernels, and the span from one pair to the next."""
-        (begin, finish), (state, batch, tables) = self.programs(), self.arguments()
-        sampled = jnp.ones(self.slots, jnp.int32)
-
-        def run(steps):
-            nonlocal state
-            for _ in range(steps):
-                state, indices = begin(state, batch, tables)
-                state, _ = finish(state, batch, indices, sampled, tables)
-            jax.block_until_ready(state)
-
-        run(1)
-        launches = kernel_times(lambda: run(STEPS))
-        each = kernels_per_step(self.name, launches, STEPS)
-        times = [statistics.median(us for _, us in launches[kernel + each :: each]) for kernel in range(each)]
-        row = {"case": self.name} | dataclasses.asdict(self) | {"us": sum(times), "kernels": each}
-        row["each"] = list(zip((name for name, _ in launches), times, strict=False))
-        return row | {"span_us": span_per_turn(run, rounds=500, turns=1)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("bookkeeping", "steps"), action="append", help="default: both")
     parser.add_argument("--policy", choices=POLICIES, action="append", help="policy of the steps; default: all")
     parser.add_argument("--rows", type=int, action="append", help=f"default: {ROWS}")
     parser.add_argument("--drafts", type=int, action="append", help=f"default: {DRAFTS}")
@@ -372,17 +338,13 @@ def main() -> None:
         print({name: value for name, value in row.items() if name not in header}, flush=True)
         append(options.json, row | header)
 
-    if "bookkeeping" in (options.part or ["bookkeeping"]):
-        for policy, K, layers in itertools.product(("copy_free", "pre_copy"), drafts, (1, 30, 60)):
-            keep(Bookkeeping(policy, K, layers).measure())
-    if "steps" in (options.part or ["steps"]):
-        grid = itertools.product(options.policy or POLICIES, options.rows or ROWS, drafts)
-        # The case with the largest pool comes first: the memory that it frees has room for every later pool.
-        for case in sorted(itertools.starmap(Case, grid), key=lambda case: case.pool_bytes, reverse=True):
-            steps = Steps(trace(case, "triton").lower().compile(), make_buffers(case), make_tokens(case))
-            for share in case.shares:
-                keep(measure(case, steps, share))
-            del steps  # frees the pool before the next one is made
+    grid = itertools.product(options.policy or POLICIES, options.rows or ROWS, drafts)
+    # The case with the largest pool comes first: the memory that it frees has room for every later pool.
+    for case in sorted(itertools.starmap(Case, grid), key=lambda case: case.pool_bytes, reverse=True):
+        steps = Steps(trace(case, "triton").lower().compile(), make_buffers(case), make_tokens(case))
+        for share in case.shares:
+            keep(measure(case, steps, share))
+        del steps  # frees the pool before the next one is made
 
 
 if __name__ == "__main__":

@@ -244,6 +244,12 @@ def deferred_table(rows: list[Row]) -> str:
     return pivot(kept, ("case",), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
 
 
+def memory_table(rows: list[Row]) -> str:
+    """Tabulates running requests that fit in memory, and the blocks that each is counted with, by policy."""
+    show = lambda row: f"{row['requests_that_fit']}, with {row['blocks']:.2f} blocks"
+    return pivot(rows, ("model", "drafts", "count"), lambda row: row["policy"], show)
+
+
 def routing_table(rows: list[Row]) -> str:
     """Tabulates simulated routers: the share of attainable tokens that were hits, and the share of all prompt tokens."""
     show = lambda row: f"{row['share']:.1%}, {row['cached_share']:.1%}"
@@ -288,6 +294,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
     "deferred": ("copy_free_us", deferred_table),
+    "memory": ("requests_that_fit", memory_table),
     "routing": ("routing", routing_table),
     "server": ("overhead_tpot_share", server_table),
     "tuning": ("op", tuning_table),

@@ -62,6 +62,14 @@ def choice(name: str, value: Any, choices: Collection[str], note: str = "") -> s
     return value
 
 
+def optional_choice(name: str, value: Any, choices: Collection[str]) -> str | None:
+    """Checks None or a name that is one of `choices`."""
+    if value is None:
+        return None
+    require(isinstance(value, str) and value in choices, name, f"None or one of {tuple(choices)}", value)
+    return value
+
+
 def text(name: str, value: Any) -> str:
     """Checks a text that UTF-8 can encode. JSON may contain halves of characters, which it can't."""
     require(isinstance(value, str), name, "text", value)

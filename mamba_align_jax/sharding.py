@@ -94,6 +94,11 @@ def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
     return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups))
 
 
+def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
+    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads."""
+    return tuple((P(None, None, AXIS),) * 3 if group.ring else () for group in groups)
+
+
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
     """Returns a sharding for each array, for `StatePool.create(sharding=)`.
 

@@ -28,6 +28,8 @@ FAST = (
     "tests/vllm_compat/test_staging.py",
     "tests/align/test_step.py",
     "tests/align/test_machine.py::test_every_step_reads_its_own_past",
+    "tests/align/test_machine.py::test_every_step_reads_its_own_past_from_deferred_states",
+    "tests/align/test_deferred.py",
 )
 OPTIONS = (
     *("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--depth=full"),

@@ -46,6 +46,9 @@ STUB_CONFIGS = {
         block_size=16, max_num_batched_tokens=12, checkpoint_interval=32, num_state_blocks=40, num_kv_pages=50, **DRAFTS
     ),
     "none": dict(prefix_cache="none", **DRAFTS),
+    "deferred, drafts": dict(policy="deferred", block_size=16, fold_length=16, **DRAFTS),
+    "deferred": dict(policy="deferred", fold_length=4),
+    "deferred, none": dict(policy="deferred", prefix_cache="none", fold_length=9, **DRAFTS),
     "every boundary": dict(prefix_cache="all", **DRAFTS),
 }
 MODEL = dict(block_size=16, kv_page_size=8, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=192)
@@ -53,6 +56,7 @@ MODEL |= dict(num_state_blocks=40, num_kv_pages=70, prompt_lookup_min=1)
 MODEL_CONFIGS = {
     "copy_free, drafts": DRAFTS,
     "pre_copy": dict(policy="pre_copy"),
+    "deferred, drafts": dict(policy="deferred", **DRAFTS),
     "its own drafts": dict(speculation="mtp", **DRAFTS),
 }
 STEPPING = {"": dict(), ", asynchronous": dict(async_stepping=True)}
@@ -155,7 +159,7 @@ class Exactly:
         wrong = []
         for params, output in served:
             tokens, first = [*output.prompt_token_ids, *output.token_ids], len(output.prompt_token_ids)
-            right = np.array(next_tokens(tokens[:-1], self.stutter)[first - 1 :])
+            right = np.array(next_tokens(tokens[:-1], self.stutter, adds=True)[first - 1 :])
             if params.temperature > 0:
                 right = answers(-((np.arange(VOCAB) - right[:, None]) ** 2), params, first)
             if not np.array_equal(right, output.token_ids):
@@ -538,7 +542,7 @@ def parts(seed, stub, model):
     """Yields (name, number of requests, engine, traffic, judge) of every configuration."""
     rng = np.random.default_rng(seed)
     books = [rng.integers(0, VOCAB, 400).tolist() for _ in range(12)]
-    speller = Speller(STUTTER)
+    speller = Speller(STUTTER, adds=True)
     for name, share, options in shares(stub, STUB_CONFIGS):
         config = EngineConfig(**{**STUB, **options})
         yield (

@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "mamba_align_jax.cache",
         "mamba_align_jax.metadata",
         "mamba_align_jax.sharding",
+        "mamba_align_jax.layers",
         "mamba_align_jax.models",
         "mamba_align_jax._deprecated",
     ),

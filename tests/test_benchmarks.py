@@ -19,9 +19,11 @@ from oracles import ops as oracles
 
 from benchmarks import (
     attention,
+    bookkeeping,
     experts,
     kernel_benchmark,
     kernels,
+    memory,
     model,
     pipeline,
     plot,
@@ -236,11 +238,12 @@ def test_the_span_of_a_turn_is_the_difference_of_two_runs(monkeypatch):
 
 HOW = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 STEPS = [("none", 2), ("copy_free", 0), ("copy_free", 2), ("pre_copy", 2)]
+WRITES_EACH = [policy for policy in pipeline.POLICIES if policy != "deferred"]
 CROSSES = np.array([True, False, True])
 
 
-def step_case(policy, drafts):
-    return pipeline.Case(policy, 3, drafts, block_size=16, layers=1, key_heads=2, value_heads=2, dim=16)
+def step_case(policy, drafts, block_size=16):
+    return pipeline.Case(policy, 3, drafts, block_size, layers=1, key_heads=2, value_heads=2, dim=16)
 
 
 @functools.cache
@@ -283,7 +286,7 @@ class TestPipeline:
         assert np.ptp(wanted) > 0
 
     @pytest.mark.parametrize("drafts", [0, 3])
-    @pytest.mark.parametrize("policy", pipeline.POLICIES)
+    @pytest.mark.parametrize("policy", WRITES_EACH)
     def test_a_cycle_has_its_share_of_crossing_rows_and_counts_the_bytes_that_move(self, policy, drafts):
         case = step_case(policy, drafts)
         buffers, slots = pipeline.make_buffers(case), case.spec.max_num_seqs
@@ -303,12 +306,51 @@ class TestPipeline:
                 "copied_bytes": 2 * copies * (state + (3 + drafts) * window_row),
             }
 
+    @pytest.mark.parametrize("implementation", HOW)
+    @pytest.mark.parametrize("drafts", [0, 3])
+    def test_deferred_states_compute_the_outputs_of_states_that_are_written(self, drafts, implementation):
+        """The blocks of all columns hold the same state, so it doesn't matter from which of them a row starts."""
+        outs = []
+        for policy in ("copy_free", "deferred"):
+            case = step_case(policy, drafts, 64)
+            buffers, inputs = pipeline.make_buffers(case), pipeline.make_inputs(case, 0, CROSSES)
+            pool = jax.tree.map(lambda x: jnp.broadcast_to(x[:, 1:2], x.shape) + 0, buffers.pool.states)
+            rings = jax.tree.map(jnp.zeros_like, buffers.pool.rings)
+            buffers = buffers._replace(pool=dataclasses.replace(buffers.pool, states=pool, rings=rings))
+            compiled = pipeline.trace(case, implementation).lower().compile()
+            steps = pipeline.Steps(compiled, buffers, pipeline.make_tokens(case))
+            outs.append(np.asarray(steps.run([inputs]), np.float32))
+        assert np.ptp(outs[0]) > 0
+        np.testing.assert_allclose(*outs, rtol=0, atol=1e-2 * np.abs(outs[0]).max())
+
+    @pytest.mark.parametrize("drafts", [0, 3])
+    def test_rows_of_deferred_states_are_in_all_phases_and_their_bytes_are_counted(self, drafts):
+        case, T = step_case("deferred", drafts, 64), 1 + drafts
+        buffers = pipeline.make_buffers(case)
+        state, window_row, entry = 2 * 16 * 16 * 4, 6 * 16 * 2, 2 * 16 * 2 + 2 * 16 * 4 + 2 * 4
+        for share in case.shares:
+            cycle = pipeline.make_cycle(case, share)
+            position = np.concatenate([each.additions.num_computed_tokens for each in cycle])
+            back = position - np.concatenate([each.base for each in cycle])
+            crosses = (position - 1) // 64 < (position + drafts) // 64
+            assert crosses.sum() == share * len(position)
+            if share == 0:
+                assert set(back.tolist()) == set(range(T, 17, T))
+            moved = len(position) * state + (back == 16).sum() * state + (back + T).sum() * entry
+            moved += len(position) * (2 * 4 - 2 + drafts) * window_row
+            windows = crosses.sum() * (drafts > 0) * (3 + drafts) * window_row
+            counted = pipeline.moved_bytes(case, buffers.state, buffers.tables, cycle)
+            assert counted == {
+                "state_bytes": pytest.approx(moved / len(cycle)),
+                "copied_bytes": pytest.approx(2 * windows / len(cycle)),
+            }
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("drafts", [0, 3])
     @pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
     def test_bookkeeping_copies_nothing(self, policy, drafts):
         """A copy of a few numbers is a launch as well. XLA's CPU compiler makes some in any case, so this needs a GPU."""
-        books = pipeline.Bookkeeping(policy, drafts, 1)
+        books = bookkeeping.Bookkeeping(policy, drafts, 1)
         text = books.programs()[0].lower(*books.arguments()).compile().as_text()
         assert " copy(" not in text
         assert "copy-start(" not in text
@@ -337,11 +379,11 @@ class TestPipeline:
             pipeline.kernels_per_step("a", range(5), 2)
 
     def test_bookkeeping_time_is_the_sum_of_its_kernels_and_does_not_depend_on_layers(self, monkeypatch):
-        few, many = (pipeline.Bookkeeping("pre_copy", 3, layers, slots=8, groups=2) for layers in (1, 60))
+        few, many = (bookkeeping.Bookkeeping("pre_copy", 3, layers, slots=8, groups=2) for layers in (1, 60))
         monkeypatch.setattr(
-            pipeline, "kernel_times", lambda launch: launch() or [("a", 1.0), ("b", 2.0)] * pipeline.STEPS
+            bookkeeping, "kernel_times", lambda launch: launch() or [("a", 1.0), ("b", 2.0)] * pipeline.STEPS
         )
-        monkeypatch.setattr(pipeline, "span_per_turn", lambda launch, rounds, turns: launch(2) or 9.0)
+        monkeypatch.setattr(bookkeeping, "span_per_turn", lambda launch, rounds, turns: launch(2) or 9.0)
         row = few.measure()
         wanted = dict(us=3.0, kernels=2, span_us=9.0, slots=8, groups=2, layers=1, each=[("a", 1.0), ("b", 2.0)])
         assert {name: row[name] for name in wanted} == wanted
@@ -552,6 +594,30 @@ def test_the_floor_of_a_model_counts_every_matrix():
     prompt, twice = (floor(model.Case("prompt", 1, context)) for context in (4096, 8192))
     head = max(2 * config.hidden_size * config.vocab_size / 4e6, 0)
     np.testing.assert_allclose(twice - head, 2 * (prompt - head) + 2 * attention_us)
+
+
+def test_the_floor_of_deferred_states_counts_folds_and_entries():
+    case, config = model.Case("verify", 64, 4096, drafts=3), model.MODELS["qwen3.5-4b"]
+    floor = functools.partial(model.floor_us, config, case, copy_rate=4e6)
+    state = 24 * 32 * 128 * 128 * 4
+    # Rows advance by 2.5 of their 4 tokens, read 8.5 entries each and write 4.
+    ring = model.Ring(fold_length=16, accepted=64 * 2.5, entry_bytes=1000.0)
+    np.testing.assert_allclose(
+        (floor() - floor(ring=ring)) * 4e6, 64 * 4 * state - 10 * state - 64 * (8.5 + 4) * 1000, rtol=1e-6
+    )
+
+
+def test_deferred_states_of_more_requests_fit_where_rows_have_drafts(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = memory.main(["--model", "qwen3.5-4b", "--drafts", "3", "--json", str(file)])
+    assert read_rows(file) == rows
+    fits = {(row["count"], row["policy"]): row["requests_that_fit"] for row in rows}
+    for count, gain in (("reserved, synchronous", 2.1), ("reserved, asynchronous", 1.8), ("held", 2.5)):
+        assert fits[count, "deferred"] >= gain * fits[count, "copy_free"]
+    first, *_ = rows
+    assert first["requests_that_fit"] * first["blocks"] * first["block_bytes"] <= 40e9
+    # A verify row holds its running column and one for each draft.
+    assert 4 <= memory.mean_held(memory.make_spec("tiny", "copy_free", 3, 512), tokens=2000) < 4.1
 
 
 def test_the_floor_of_experts_counts_those_that_are_chosen():

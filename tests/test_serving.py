@@ -23,6 +23,7 @@ from mamba_align_jax.load import bench, cells, client, idle, runs
 from mamba_align_jax.load.client import Served, serve
 from mamba_align_jax.load.metrics import attainable, summary
 from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.random_model import TINY, random_model
 from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
 
 REPETITION = PrefixRepetition(prefix=32, suffix=8, output=4, prompts=10)
@@ -328,6 +329,14 @@ def test_cells_that_draft_in_the_same_way_follow_each_other():
     assert [(cell.speculation, cell.num_drafts, cell.loop.name, cell.mode) for cell in chosen] == wanted
     assert len({cell.name for cell in chosen}) == len(chosen)
     assert chosen[-1].name == "prefix_repetition x9 closed align/copy_free mtp K3"
+
+
+def test_a_mode_that_only_some_models_serve_runs_if_it_is_named():
+    options = bench.parser().parse_args(["--mode=align/deferred", "--prompts=9"])
+    (cell,) = cells.cells(options)
+    config = cells.engine_config(options, cell, random_model(TINY), 1000)
+    assert (config.prefix_cache, config.policy) == ("align", "deferred")
+    assert "align/deferred" not in {cell.mode for cell in cells.cells(bench.parser().parse_args(["--prompts=9"]))}
 
 
 def test_idle_refuses_more_steps_than_the_answers_have():

@@ -12,12 +12,13 @@ from mamba_align_jax.align.columns import (
     boundary_save,
     certain_tokens,
     column_of,
+    fold_end,
     running_column,
     tokens_after,
 )
 from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState
 from mamba_align_jax.align.corrections import Corrections
-from mamba_align_jax.align.policy import POLICIES, ReadPlaces
+from mamba_align_jax.align.policy import POLICIES, ReadPlaces, fold_places
 from mamba_align_jax.align.state import Additions, AlignState
 from mamba_align_jax.align.tables import TableUpdates
 from pallas_kernels import NULL_BLOCK
@@ -26,7 +27,10 @@ _KINDS = {RecurrentState: "recurrent state", ConvState: "conv window"}
 
 
 class _Row(NamedTuple):
-    """A row with tokens. `drafts` is -1 if it is no verify row. `places` is None if it is fresh."""
+    """A row with tokens. `drafts` is -1 if it is no verify row. `places` is None if it is fresh.
+
+    `base` is the position of its state, and the computed tokens unless the policy is "deferred".
+    """
 
     slot: int
     num_tokens: int
@@ -35,6 +39,7 @@ class _Row(NamedTuple):
     current: int
     places: ReadPlaces | None
     accepted: int
+    base: int
 
 
 class StepChecker:
@@ -68,6 +73,8 @@ class StepChecker:
             "num_accepted_tokens": np.ones(slots, np.int32),
             "running_column": np.full(slots, -1, np.int32),
         }
+        if spec.is_deferred:
+            self._slots["state_pos"] = np.zeros(slots, np.int32)
         self._written = [
             {kind: np.zeros(count, np.bool_) for kind in _KINDS if any(isinstance(s, kind) for s in group.states)}
             for group, count in zip(spec.groups, counts, strict=True)
@@ -110,8 +117,11 @@ class StepChecker:
             if row.places is not None:
                 self._read(row.slot, row.places.recurrent_column, row.places.conv_column)
         for row in rows:
-            self._write(row.slot, row.current, *_KINDS)
-            for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0)):
+            if self.spec.is_deferred:
+                self._fold(row.slot, row.base, row.computed)
+            is_kept = row.drafts < 0 or not self.spec.is_deferred
+            self._write(row.slot, row.current, *_KINDS if is_kept else (ConvState,))
+            for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0) * (not self.spec.is_deferred)):
                 self._write(row.slot, column, RecurrentState)
             if self.spec.mode == "all" and row.drafts < 0:
                 self._keep(row)
@@ -140,14 +150,22 @@ class StepChecker:
         for slot, wanted in _entries(corrections.slot, corrections.num_computed_tokens):
             if slot < 0:
                 continue
-            computed, accepted, column = (int(array[slot]) for array in self._slots.values())
+            computed, accepted, column, *base = (int(array[slot]) for array in self._slots.values())
             first = computed - accepted + 1
             if not first <= wanted <= computed:
                 raise ValueError(
                     f"slot {slot}: corrections: num_computed_tokens must be in [{first}, {computed}], of which the last "
                     f"step has left states, got {wanted}"
                 )
-            self._set(slot, wanted, accepted - (computed - wanted), column)
+            self._set(slot, wanted, accepted - (computed - wanted), column, *base)
+
+    def folded(self, slot: int) -> None:
+        """Takes note that `fold_slots` was called for a slot, between the checks of the steps before and after it."""
+        if self.spec.checked and slot >= 0:
+            base, computed = (int(self._slots[name][slot]) for name in ("state_pos", "num_computed_tokens"))
+            self._fold(slot, base, computed)
+            places = fold_places(base, computed, self.spec.state_block_size, self.spec.fold_length)
+            self._slots["state_pos"][slot] = places.next_base
 
     def _enter(self, additions: Additions) -> dict[int, int]:
         """Initialises the slots that requests enter. Returns the column from which each continues."""
@@ -155,12 +173,21 @@ class StepChecker:
         for slot, computed in _entries(additions.slot, additions.num_computed_tokens):
             if slot >= 0:
                 entering[slot] = column_of(computed, self.spec.state_block_size)
-                self._set(slot, computed, 1, entering[slot])
+                self._set(slot, computed, 1, entering[slot], computed)
         return entering
 
     def _set(self, slot: int, *counts: int) -> None:
-        for array, value in zip(self._slots.values(), counts, strict=True):
+        """Sets the counts of a slot, the last of which only policy "deferred" has."""
+        for array, value in zip(self._slots.values(), counts, strict=False):
             array[slot] = value
+
+    def _fold(self, slot: int, base: int, computed: int) -> None:
+        """Verifies the columns of a deferred state, and of the fold if its group is complete."""
+        places = fold_places(base, computed, self.spec.state_block_size, self.spec.fold_length)
+        if places.folds:
+            if base:
+                self._read(slot, places.recurrent_column)
+            self._write(slot, places.fold_column, RecurrentState)
 
     def _allocate(self, updates: TableUpdates, entering: dict[int, int]) -> None:
         for group, slot, column, block in _entries(updates.group, updates.slot, updates.column, updates.block):
@@ -186,20 +213,30 @@ class StepChecker:
             max_sampled = 1 + max(drafts, 0)
             if not 0 <= accepted <= max_sampled:
                 raise ValueError(f"slot {slot}: num_sampled must be in [0, {max_sampled}], got {accepted}")
-            computed, before, old = (int(array[slot]) for array in self._slots.values())
+            computed, before, old, *base = (int(array[slot]) for array in self._slots.values())
             current = running_column(computed, length, self.spec.state_block_size)
             places = POLICIES[self.spec.policy](old, before, current) if old >= 0 else None
-            yield _Row(slot, length, drafts, computed, current, places, max(accepted, 1))
+            if base and places is not None:
+                column = column_of(base[0], self.spec.state_block_size)
+                places = places._replace(recurrent_column=column if base[0] else None)
+            yield _Row(slot, length, drafts, computed, current, places, max(accepted, 1), base[0] if base else computed)
 
     def _finish(self, row: _Row, saves: bool) -> None:
         certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
         computed, accepted = tokens_after(certain, row.accepted), row.accepted
         if saves and self.spec.mode != "none" and self.spec.num_speculative_tokens > 0:
             save = boundary_save(certain, computed, self.spec.state_block_size)
-            if save.passed:
+            if save.passed and self.spec.is_deferred:
+                self._read(row.slot, None, row.current)
+                self._write(row.slot, save.target, ConvState)
+            elif save.passed:
                 self._copy(row.slot, row.current + save.offset, row.current, save.target)
             accepted = accepted_after_save(accepted, save.passed, save.target, row.current)
-        self._set(row.slot, computed, accepted, row.current)
+        base = row.computed + row.num_tokens
+        if row.drafts >= 0:
+            end = fold_end(row.base, self.spec.fold_length)
+            base = end if row.computed >= end else row.base
+        self._set(row.slot, computed, accepted, row.current, base)
 
     def _name(self, group: int, slot: int, column: int) -> str:
         return f"slot {slot}: column {column} of group {self.spec.groups[group].name!r}"
@@ -215,9 +252,10 @@ class StepChecker:
                     raise ValueError(f"{what}, but the column has no block")
                 yield what, records[kind], block
 
-    def _read(self, slot: int, recurrent_column: int, conv_column: int) -> None:
+    def _read(self, slot: int, recurrent_column: int | None, conv_column: int | None = None) -> None:
+        """Verifies that states are read from written blocks. None for a state that is not read."""
         for kind, column in ((RecurrentState, recurrent_column), (ConvState, conv_column)):
-            for what, written, block in self._blocks(slot, column, kind, "read for"):
+            for what, written, block in () if column is None else self._blocks(slot, column, kind, "read for"):
                 if not written[block]:
                     raise ValueError(f"{what}, but block {block} was not written since it was allocated")
 

@@ -25,6 +25,11 @@ def last_boundary(num_tokens: Any, block_size: int) -> Any:
     return num_tokens // block_size * block_size
 
 
+def fold_end(base: Any, fold_length: int) -> Any:
+    """Returns the end of the fold group that `base` is in or begins: the first multiple of `fold_length` after it."""
+    return (base // fold_length + 1) * fold_length
+
+
 def running_column(computed: Any, num_tokens: Any, block_size: int) -> Any:
     """Returns the first column that a step of `num_tokens`, drafts included, writes: the column of its last token."""
     return column_of(computed + num_tokens, block_size)
@@ -71,14 +76,22 @@ def accepted_after_save(accepted: Any, saved: Any, target: Any, column: Any) -> 
     return choose(saved & (target == column), 1, accepted)
 
 
-def blocks_per_request(block_size: int, num_speculative_tokens: int, steps_in_flight: int = 0) -> int:
+def blocks_per_request(
+    block_size: int, num_speculative_tokens: int, steps_in_flight: int = 0, fold_length: int | None = None
+) -> int:
     """Returns the largest number of blocks that a running request holds in align mode.
 
     A column is released one step after the step that moved past it. Until then a request holds all columns from the
     count before its last read result to the end of the new window. Each step in between may have advanced by 1 + K
     tokens.
+
+    With `fold_length`, that is under policy "deferred", there are no columns for drafts, but the state at the base is
+    held, which is up to a fold group before that count.
     """
     window = 1 + num_speculative_tokens
+    if fold_length is not None:
+        not_released = (2 + steps_in_flight) * window + fold_length - 1
+        return 1 + max(1 + steps_in_flight, -(-not_released // block_size))
     not_released = (2 + steps_in_flight) * window - 1
     # A prefill chunk jumps over columns, but holds the one that it reads, and one more per step in flight.
     return window + max(1 + steps_in_flight, -(-not_released // block_size))

@@ -44,6 +44,29 @@ def dtype_name(dtype: Any) -> str:
         raise ValueError(f"dtype must be the name of a dtype or a dtype, got {dtype!r}") from None
 
 
+def check_fold_length(owner: str, fold_length: int, num_speculative_tokens: int, block_size: int | bool) -> None:
+    """Checks the length of a fold group. The text of an error begins with `owner`.
+
+    Args:
+        owner: What has the fields, or "".
+        fold_length: The length.
+        num_speculative_tokens: The largest number of drafts, K.
+        block_size: Tokens between boundaries. False if there are none, as in mode "none".
+
+    Raises:
+        ValueError: A step could write entries that it reads, or a boundary would not be the end of a fold group.
+    """
+    if fold_length <= 2 * num_speculative_tokens:
+        raise ValueError(
+            f"{owner}fold_length must be more than 2 * num_speculative_tokens = {2 * num_speculative_tokens} under policy "
+            f"'deferred', got {fold_length}"
+        )
+    if block_size and block_size % fold_length:
+        raise ValueError(
+            f"{owner}fold_length must divide block_size = {block_size} under policy 'deferred', got {fold_length}"
+        )
+
+
 @dataclass(frozen=True)
 class ConvState:
     """The window of a depthwise causal convolution: the last width - 1 inputs, and one more row per speculative token.
@@ -113,6 +136,46 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
+class StateRing:
+    """The entries that one layer of the gated delta rule keeps for each slot under policy "deferred".
+
+    Attributes:
+        key_heads: Heads of the keys. They divide the value heads.
+        key_dim: Dims of a key.
+        value_heads: Heads of the states.
+        value_dim: Dims of a value.
+        dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _set(self, dtype=dtype_name(self.dtype))
+        _itemsize(self.dtype)
+        for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
+            _set(self, **{name: values.integer(f"StateRing: {name}", getattr(self, name), 1)})
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"StateRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}")
+
+    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of one layer's arrays for one slot: keys, corrections and log decays."""
+        places = 2 * fold_length
+        return (
+            ((self.key_heads, places, self.key_dim), self.dtype),
+            ((self.value_heads, places, self.value_dim), "float32"),
+            ((self.value_heads, places), "float32"),
+        )
+
+    def bytes_per_slot(self, fold_length: int) -> int:
+        """Returns the bytes of one layer's arrays for one slot."""
+        return sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in self.arrays(fold_length))
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """Layers that share a block table and block ids.
 
@@ -120,11 +183,13 @@ class GroupSpec:
         name: Distinct from the names of other groups.
         num_layers: Recurrent layers in the group.
         states: The states that each of these layers keeps.
+        ring: The entries that each of them keeps under policy "deferred"; None if its states can't be deferred.
     """
 
     name: str
     num_layers: int
     states: tuple[ConvState | RecurrentState, ...]
+    ring: StateRing | None = None
 
     def __post_init__(self) -> None:
         num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
@@ -138,6 +203,24 @@ class GroupSpec:
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
+        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, StateRing, optional=True)
+
+    def check_deferred(self) -> None:
+        """Raises ValueError if the group's states can't be deferred."""
+        recurrent = [state for state in self.states if isinstance(state, RecurrentState)]
+        if self.ring is None:
+            if recurrent:
+                raise ValueError(
+                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, "
+                    f"got group {self.name!r} without one"
+                )
+            return
+        shape = (self.ring.value_heads, self.ring.value_dim, self.ring.key_dim)
+        if [(state.shape, state.layout) for state in recurrent] != [(shape, "VK")]:
+            raise ValueError(
+                f"AlignConfig: policy 'deferred' must have one recurrent state {list(shape)} of layout 'VK' for the ring "
+                f"of group {self.name!r}, got {recurrent}"
+            )
 
 
 @renamed_fields(max_num_reqs="max_num_seqs")
@@ -155,9 +238,11 @@ class AlignConfig:
             prefill chunks that may end anywhere and that also keep the boundaries inside them
             (`align.interior.prefill_checkpoints`).
         policy: "copy_free" reads from the old block and writes to the new one. "pre_copy" copies the state to the new
-            block first, and reads and writes there.
+            block first, and reads and writes there. "deferred" writes an entry per token and a state per fold group.
         checked: True if `align.checked.StepChecker` verifies each step on the host. It waits for each step, so it is
-            for debugging only.
+            debugging only.
+        fold_length: Tokens of a fold group, L, under policy "deferred". It divides `block_size`, except in mode "none",
+            and is more than 2 * `num_speculative_tokens`.
         state_block_size: Tokens per column. It is `block_size`, except in mode "none", where it is `max_model_len` + 1.
     """
 
@@ -169,6 +254,7 @@ class AlignConfig:
     mode: str = "align"
     policy: str = "copy_free"
     checked: bool = False
+    fold_length: int = 16
     state_block_size: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -189,6 +275,7 @@ class AlignConfig:
             ("num_speculative_tokens", 0),
             ("max_num_seqs", 1),
             ("max_model_len", 1),
+            ("fold_length", 1),
         ):
             _set(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
         if not isinstance(self.mode, str) or self.mode not in ("none", "align", "all"):
@@ -201,19 +288,39 @@ class AlignConfig:
                 f"AlignConfig: block_size must be at least num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {self.block_size}"
             )
+        if self.is_deferred:
+            check_fold_length(
+                "AlignConfig: ", self.fold_length, self.num_speculative_tokens, self.mode != "none" and self.block_size
+            )
+            for group in self.groups:
+                group.check_deferred()
+            if all(group.ring is None for group in self.groups):
+                raise ValueError(
+                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, got "
+                    f"{names}"
+                )
         # In mode "none" a block is longer than any sequence. Its boundary is never reached, so nothing is ever saved.
         size = self.max_model_len + 1 if self.mode == "none" else self.block_size
         object.__setattr__(self, "state_block_size", size)
 
     @property
+    def is_deferred(self) -> bool:
+        """True if states are written per fold group instead of per token."""
+        return self.policy == "deferred"
+
+    @property
     def window(self) -> int:
-        """The number of columns that one step may write: the running column and one per draft."""
+        """The largest number of tokens in a verify row: a certain one and K drafts.
+
+        It is also the number of columns that a step may write, except under policy "deferred", where that is one.
+        """
         return 1 + self.num_speculative_tokens
 
     @property
     def num_columns(self) -> int:
         """The number of columns in a block table."""
-        return _ceil_div(self.max_model_len, self.state_block_size) + self.num_speculative_tokens
+        columns = _ceil_div(self.max_model_len, self.state_block_size)
+        return columns if self.is_deferred else columns + self.num_speculative_tokens
 
     def blocks_per_request(self, steps_in_flight: int = 0, max_chunk: int | None = None) -> int:
         """Returns the largest number of blocks per group that a running request holds, apart from cached ones.
@@ -223,10 +330,11 @@ class AlignConfig:
             max_chunk: The tokens of the longest chunk. It counts in mode "all" only. None for chunks of any length.
         """
         if self.mode == "none":
-            return self.window
+            return 1 if self.is_deferred else self.window
         if self.mode == "all" and max_chunk is None:
             return self.num_columns
-        held = blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight)
+        fold_length = self.fold_length if self.is_deferred else None
+        held = blocks_per_request(self.block_size, self.num_speculative_tokens, steps_in_flight, fold_length)
         return held + self.blocks_of_chunk(max_chunk or 0)
 
     def blocks_of_chunk(self, num_tokens: int) -> int:
@@ -240,6 +348,14 @@ class AlignConfig:
         """Returns the bytes of one block of one state of a group, all layers together."""
         shape = state.block_shape(self.num_speculative_tokens)
         return self.groups[group].num_layers * math.prod(shape) * _itemsize(state.dtype)
+
+    @property
+    def ring_bytes_per_slot(self) -> int:
+        """The bytes of one slot's rings in all groups and layers together. 0 unless the policy is "deferred"."""
+        if not self.is_deferred:
+            return 0
+        rings = [(group.num_layers, group.ring) for group in self.groups if group.ring is not None]
+        return sum(layers * ring.bytes_per_slot(self.fold_length) for layers, ring in rings)
 
     @property
     def bytes_per_block(self) -> int:

@@ -1,7 +1,7 @@
 """Corrections of the device's counts by a host that learns late that fewer tokens were accepted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,9 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
     # A negative index would wrap around to the last slot, so the index of what is skipped is made too large instead.
     to = jnp.where(is_right, slot, state.running_column.shape[0])
     put = lambda array, new: array.at[to].set(new, mode="drop")
-    corrected = AlignState(
+    corrected = replace(
+        state,
         num_computed_tokens=put(state.num_computed_tokens, corrections.num_computed_tokens),
         num_accepted_tokens=put(state.num_accepted_tokens, accepted),
-        running_column=state.running_column,
     )
     return corrected, jnp.sum(is_real & ~is_right, dtype=jnp.int32)

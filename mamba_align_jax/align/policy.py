@@ -1,8 +1,9 @@
-"""The two policies, "copy_free" and "pre_copy": where a step reads the states that the last one left.
+"""The policies "copy_free", "pre_copy" and "deferred": where a step reads the states that the last one left.
 
 A policy is a function of three integers per row: `old`, the running column before the step, which is negative for a
 fresh row; `accepted`, the tokens accepted in the last step; and `current`, the running column of this step. It returns
-the columns that hold the row's states, and the copies that must be made first.
+the columns that hold the row's states, and the copies that must be made first. Under "deferred" the column of the
+recurrent state depends on other integers: see `fold_places`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mamba_align_jax._deprecated import renamed_fields
-from mamba_align_jax.align.columns import choose
+from mamba_align_jax.align.columns import choose, column_of, fold_end
 
 
 @renamed_fields(conv_row="window_row")
@@ -63,5 +64,40 @@ def pre_copy(old: Any, accepted: Any, current: Any) -> ReadPlaces:
     return ReadPlaces(current + accepted - 1, current, accepted - 1, migration)
 
 
+def deferred(old: Any, accepted: Any, current: Any) -> ReadPlaces:
+    """The window is read as under "copy_free". `fold_places` says where the recurrent state is."""
+    return copy_free(old, accepted, current)
+
+
+class FoldPlaces(NamedTuple):
+    """Where the deferred state of each row is, and what a decode or verify row does with it.
+
+    Attributes:
+        recurrent_column: The column of the state at the row's base; -1 if the base is 0, where states are zero.
+        folds: True if the row's fold group is complete and accepted, so that the row writes the state at its end.
+        fold_column: The column that receives that state.
+        next_base: The position of the state that the next step reads.
+    """
+
+    recurrent_column: Any
+    folds: Any
+    fold_column: Any
+    next_base: Any
+
+
+def fold_places(base: Any, computed: Any, block_size: int, fold_length: int) -> FoldPlaces:
+    """Finds the places of deferred states.
+
+    Args:
+        base: The position of each row's state.
+        computed: The position of each row's first token.
+        block_size: Tokens per column.
+        fold_length: Tokens per fold group.
+    """
+    end = fold_end(base, fold_length)
+    folds = computed >= end
+    return FoldPlaces(column_of(base, block_size), folds, column_of(end, block_size), choose(folds, end, base))
+
+
 Policy = Callable[[Any, Any, Any], ReadPlaces]
-POLICIES: Mapping[str, Policy] = MappingProxyType({"copy_free": copy_free, "pre_copy": pre_copy})
+POLICIES: Mapping[str, Policy] = MappingProxyType({"copy_free": copy_free, "pre_copy": pre_copy, "deferred": deferred})

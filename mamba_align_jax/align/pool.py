@@ -26,6 +26,17 @@ def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruc
     ]
 
 
+def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
+    """Returns the arrays of each group's ring: none for a group without a ring, or unless the policy is "deferred"."""
+    return [
+        [
+            jax.ShapeDtypeStruct((group.num_layers, spec.max_num_seqs, *shape), jnp.dtype(dtype))
+            for shape, dtype in (group.ring.arrays(spec.fold_length) if group.ring and spec.is_deferred else ())
+        ]
+        for group in spec.groups
+    ]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StatePool:
@@ -37,9 +48,13 @@ class StatePool:
     Attributes:
         states: `states[g][s]` is [layers, blocks, *state shape] for state s of group g, in the order of
             `GroupSpec.states` and with the dtype of that state.
+        rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the keys [layers, slots,
+            key_heads, places, key_dim], corrections [layers, slots, value_heads, places, value_dim] and log decays
+            [layers, slots, value_heads, places] of group g; () for a group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]
+    rings: tuple[tuple[jax.Array, ...], ...] | None = None
 
     @classmethod
     def create(
@@ -66,11 +81,17 @@ class StatePool:
         shapes = _shapes(spec, num_blocks)
         each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
         make = lambda shape, where: jnp.zeros(shape.shape, shape.dtype, device=where)
-        return cls(states=tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True)))
+        states = tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True))
+        shapes = _ring_shapes(spec)
+        if not spec.is_deferred:
+            return cls(states=states)
+        one = None if isinstance(sharding, StatePool) else sharding
+        each = (isinstance(sharding, StatePool) and sharding.rings) or [[one] * len(group) for group in shapes]
+        return cls(states=states, rings=tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True)))
 
     @classmethod
     def from_arrays(cls, spec: AlignConfig, states: Sequence[Sequence[jax.Array]]) -> "StatePool":
-        """Makes a pool of the caller's own arrays, in the order of `spec.groups` and their states.
+        """Makes a pool of the caller's own arrays, in the order of `spec.groups` and their states. Rings are new ones.
 
         Raises:
             ValueError: An array does not have the shape or dtype that `spec` gives it.
@@ -90,27 +111,36 @@ class StatePool:
                         f"StatePool.from_arrays: arrays of group {group.name!r} must be "
                         f"{wanted.dtype}{list(wanted.shape)}, got {array.dtype}{list(array.shape)}"
                     )
-        return cls(states=tuple(map(tuple, states)))
+        rings = [[jnp.zeros(shape.shape, shape.dtype) for shape in group] for group in _ring_shapes(spec)]
+        return cls(states=tuple(map(tuple, states)), rings=tuple(map(tuple, rings)) if spec.is_deferred else None)
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks in the smallest group, NULL_BLOCK included."""
         return min(group[0].shape[1] for group in self.states)
 
+    def ring(self, group: int) -> tuple[jax.Array, ...]:
+        """Returns the keys, corrections and log decays of a group's ring; () if it has none."""
+        return self.rings[group] if self.rings else ()
+
     def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":
         """Returns the pool with the arrays of one group replaced by `states`, which a kernel returned.
+
+        The arrays of the group's ring may follow. Without them the ring stays as it is.
 
         Raises:
             ValueError: `states` does not have as many arrays as the group.
         """
         group = self._group("with_group", group)
         states = _arrays("StatePool.with_group: states", states)
-        if len(states) != len(self.states[group]):
+        number, ring = len(self.states[group]), self.ring(group)
+        if len(states) not in (number, number + len(ring)):
             raise ValueError(
-                f"StatePool.with_group: states of group {group} must be {len(self.states[group])} arrays, "
-                f"got {len(states)}"
+                f"StatePool.with_group: states of group {group} must be {number} arrays, got {len(states)}"
             )
-        return replace(self, states=(*self.states[:group], tuple(states), *self.states[group + 1 :]))
+        put = lambda all_, own: (*all_[:group], tuple(own), *all_[group + 1 :])
+        rings = put(self.rings, states[number:]) if self.rings and len(states) > number else self.rings
+        return replace(self, states=put(self.states, states[:number]), rings=rings)
 
     def read_block(self, group: int, block: int) -> list[np.ndarray]:
         """Copies one block of a group to host memory. Waits for the device.

@@ -25,18 +25,28 @@ class AlignState:
         num_accepted_tokens: Tokens accepted in the slot's last step, the bonus token included, so at least 1. int32
             [slots].
         running_column: The first column that the last step wrote. Negative before the first token. int32 [slots].
+        state_pos: The base, which is the number of tokens that the newest written state has read; None unless the policy
+            is "deferred". int32 [slots].
     """
 
     num_computed_tokens: jax.Array
     num_accepted_tokens: jax.Array
     running_column: jax.Array
+    state_pos: jax.Array | None = None
 
     @classmethod
     def create(cls, spec: AlignConfig) -> "AlignState":
         """Creates the state in which no slot has computed any token."""
         values.instance("AlignState: spec", spec, AlignConfig)
         fill = lambda value: jnp.full((spec.max_num_seqs,), value, jnp.int32)
-        return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1))
+        base = fill(0) if spec.is_deferred else None
+        return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1), state_pos=base)
+
+    def check(self, spec: AlignConfig) -> None:
+        """Raises ValueError if the state was made for a spec that has another policy."""
+        if spec.is_deferred != (self.state_pos is not None):
+            made = "'deferred'" if self.state_pos is not None else "'copy_free' or 'pre_copy'"
+            raise ValueError(f"AlignState: policy must be the one it was made for, {made}, got {spec.policy!r}")
 
 
 def check_entries(
@@ -130,4 +140,6 @@ def add_requests(state: AlignState, additions: Additions) -> AlignState:
         num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),
         num_accepted_tokens=put(state.num_accepted_tokens, 1),
         running_column=put(state.running_column, additions.running_column),
+        # The state is at the request's first token, and nothing in the ring of the last request counts.
+        state_pos=None if state.state_pos is None else put(state.state_pos, additions.num_computed_tokens),
     )

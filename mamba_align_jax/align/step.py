@@ -1,6 +1,6 @@
 """The bookkeeping of one step: where each row reads and writes, what is copied, and the new counts of the slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from mamba_align_jax.align.columns import (
     tokens_after,
 )
 from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.align.deferred import Folds, plan_folds, settle
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
@@ -70,6 +71,8 @@ class StepIndices:
         has_initial_state: True if the row has a state to continue. bool [rows].
         running_column: The running column of the step. int32 [rows].
         migration: The copies that `migrate` makes before the model runs, or None if the policy has none.
+        folds: The deferred states of the rows, or None unless the policy is "deferred". Then `write[..., 0]` alone has
+            blocks, for the window, and for the state of a row that is no verify row.
     """
 
     recurrent_read: jax.Array
@@ -80,10 +83,13 @@ class StepIndices:
     has_initial_state: jax.Array
     running_column: jax.Array
     migration: CopyPlan | None
+    folds: Folds | None = None
 
     def num_null_reads(self) -> jax.Array:
         """Counts the rows that have computed tokens but read NULL_BLOCK, so that their state is lost. int32 scalar."""
         missing = (self.recurrent_read == NULL_BLOCK) | (self.conv_read == NULL_BLOCK)
+        if self.folds is not None:
+            missing = self.folds.lost(self.recurrent_read) | (self.conv_read == NULL_BLOCK)
         if self.migration is not None:
             plan = self.migration
             no_source = (plan.recurrent_source == NULL_BLOCK) | (plan.conv_source == NULL_BLOCK)
@@ -117,9 +123,11 @@ def begin_step(
         The state with the new running columns, and where each row reads and writes.
 
     Raises:
-        ValueError: The tables do not have the groups and slots of `spec`, or have too few columns.
+        ValueError: The tables do not have the groups and slots of `spec`, or have too few columns, or `state` was made
+            for another policy.
     """
     tables.check(spec)
+    state.check(spec)
     size = spec.state_block_size
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     computed = jnp.where(live, state.num_computed_tokens[slot], 0)
@@ -151,20 +159,36 @@ def begin_step(
         running_column=current,
         migration=migration,
     )
+    if spec.is_deferred:
+        return _begin_deferred(spec, state, batch, tables, indices)
     # The barrier lets the state be overwritten only after everything was read from it. Otherwise XLA may copy it first.
     read = computed, current, indices.recurrent_read, indices.conv_read, indices.window_row
     state, _ = jax.lax.optimization_barrier((state, read))
-    return AlignState(
-        num_computed_tokens=state.num_computed_tokens,
-        num_accepted_tokens=state.num_accepted_tokens,
-        running_column=_scatter(state.running_column, batch, live, current),
+    return replace(state, running_column=_scatter(state.running_column, batch, live, current)), indices
+
+
+def _begin_deferred(
+    spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables, indices: StepIndices
+) -> tuple[AlignState, StepIndices]:
+    """Finds the deferred states: what `begin_step` returns for policy "deferred", whose windows `indices` has."""
+    live, current, write = _live(batch), indices.running_column, indices.write
+    read, folds, base = plan_folds(spec, state, batch, tables, live, indices.num_computed_tokens, current)
+    write = jnp.where(jnp.arange(write.shape[-1]) == 0, write, NULL_BLOCK)
+    indices = replace(indices, recurrent_read=read, write=write, folds=folds)
+    state, _ = jax.lax.optimization_barrier((state, (indices, base)))
+    put = lambda array, values: _scatter(array, batch, live, values)
+    return replace(
+        state, running_column=put(state.running_column, current), state_pos=put(state.state_pos, base)
     ), indices
 
 
 def copy_states(
     spec: AlignConfig, pool: StatePool, plan: CopyPlan | None, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`."""
+    """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`.
+
+    Under policy "deferred" only windows are copied, because boundaries are the ends of fold groups.
+    """
     if plan is None:
         return pool
     for g, group in enumerate(spec.groups):
@@ -175,6 +199,8 @@ def copy_states(
                 implementation=implementation,
             )
             if isinstance(kind, ConvState)
+            else array
+            if spec.is_deferred
             else state_copy(array, plan.recurrent_source[g], plan.destination[g], implementation=implementation)
             for kind, array in zip(group.states, pool.states[g], strict=True)
         ]
@@ -185,7 +211,13 @@ def copy_states(
 def migrate(
     spec: AlignConfig, pool: StatePool, indices: StepIndices, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Copies states to the new running column before any layer reads. Does nothing under policy "copy_free"."""
+    """Copies states to the new running column before any layer reads. Does nothing under policy "copy_free".
+
+    Under policy "deferred" it writes the states from which chunks after verify rows continue. A caller whose chunks
+    never follow verify rows may leave it out.
+    """
+    if indices.folds is not None:
+        return settle(spec, pool, indices.folds, implementation=implementation)
     return copy_states(spec, pool, indices.migration, implementation=implementation)
 
 
@@ -216,7 +248,7 @@ def plan_saves(
     passed = live & save.passed
     lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
     plan = CopyPlan(
-        recurrent_source=lookup(column + save.offset),
+        recurrent_source=lookup(save.target if spec.is_deferred else column + save.offset),
         conv_source=lookup(column),
         window_row=jnp.where(passed, save.offset, 0),
         destination=lookup(save.target),
@@ -242,10 +274,10 @@ def plan_finish(
     # Without drafts each step ends in its running column, so the state of a boundary is already in its own column.
     if spec.mode != "none" and spec.num_speculative_tokens > 0 and num_sampled is not None:
         plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
-    return AlignState(
+    return replace(
+        state,
         num_computed_tokens=_scatter(state.num_computed_tokens, batch, live, computed),
         num_accepted_tokens=_scatter(state.num_accepted_tokens, batch, live, accepted),
-        running_column=state.running_column,
     ), plan
 
 

@@ -1,7 +1,7 @@
 """A prefix cache over state blocks and KV pages. A hit needs both, and an allocation gives both or neither."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
-from dataclasses import dataclass
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
@@ -9,61 +9,14 @@ from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.block_pool import ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
 from mamba_align_jax.cache.events import CacheLog
+from mamba_align_jax.cache.found import Allocation as Allocation
+from mamba_align_jax.cache.found import CachedPrefix as CachedPrefix
+from mamba_align_jax.cache.found import HybridHit as HybridHit
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 from mamba_align_jax.cache.steps import chain_of, check_step
-
-
-@dataclass(frozen=True)
-class HybridHit:
-    """A cached prefix.
-
-    Attributes:
-        length: Its number of tokens, a multiple of the block size.
-        state: Its state block, and the hashes by which it was looked up.
-        pages: Its KV pages, in order.
-        junction: A boundary up to which pages are cached but no state is, or 0. A chunk should end there, so that the
-            next request that shares this prefix finds a state.
-        miss: Why the hit ends before the prompt's last cacheable boundary, or None if it does not. "below one block"
-            means that the prompt has no such boundary. "no checkpoint" means that more pages are cached, but no state
-            was kept. "evicted" means that the state or a page was cached earlier. "not identical" means that no request
-            with the tokens that follow has been published. "prompt_logprobs" means that the request asks for those, which
-            need the whole prompt to run.
-    """
-
-    length: int
-    state: Hit
-    pages: tuple[int, ...] = ()
-    junction: int = 0
-    miss: str | None = None
-
-
-@dataclass(frozen=True)
-class CachedPrefix:
-    """What is cached of a prompt.
-
-    Attributes:
-        num_tokens: The number of tokens from whose states and keys a request with this prompt would start.
-        num_paged_tokens: The number of its first tokens whose keys and values are cached, at least `num_tokens`.
-        boundaries: The boundaries in the prompt at which a state is cached, in tokens.
-        miss: Why a request would not start from more tokens: see `HybridHit.miss`.
-    """
-
-    num_tokens: int
-    num_paged_tokens: int
-    boundaries: tuple[int, ...]
-    miss: str | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The new entries of a request's rows: `columns` are (column, block) pairs, `pages` are (number, page) pairs."""
-
-    columns: Sequence[tuple[int, int]]
-    pages: Sequence[tuple[int, int]]
-
 
 # What most decode steps need.
 _NOTHING = Allocation((), ())
@@ -212,6 +165,30 @@ class HybridCache:
             return 0
         return end
 
+    def shorter_end(self, request: Hashable, start: int, end: int, hit: HybridHit | None = None) -> int:
+        """Returns where a prefill chunk from `start` to `end` may end instead if `allocate` has no blocks for it.
+
+        In mode "all" a chunk needs a block for each boundary inside it, so a shorter one needs fewer. It gives them back
+        after its dispatch. It would not give back pages, so it is not shortened where those are too few.
+
+        Args:
+            request: The request's name. An unknown request enters.
+            start: The first position to compute.
+            end: The end of the chunk that doesn't fit.
+            hit: As for `allocate`.
+
+        Returns:
+            The last boundary before `end` for which there are blocks; 0 if there is none.
+        """
+        state, pages = (hit.state, hit.pages) if hit else (None, ())
+        if self.states.mode != "all" or not self.kv.fits(request, end, pages):
+            return 0
+        size = self.states.block_size
+        ends = range((start // size + 1) * size, end, size)
+        lacks = lambda at: not self.states.fits(request, start, start, at - start, hit=state)
+        count = bisect_left(ends, True, key=lacks)
+        return ends[count - 1] if count else 0
+
     @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
         self,
@@ -281,7 +258,17 @@ class HybridCache:
             boundary = self.states.publish(request, tokens)
             if fills_pages:
                 self.kv.publish(request, tokens, len(tokens))
-        self.states.release(request)
+        folded = self.states.release(request)
+        self._changed()
+        return max(boundary, folded)
+
+    def unfolded(self, request: Hashable) -> int:
+        """Returns the boundary of a request that must be folded before it leaves: see `StateBlockManager.unfolded`."""
+        return self.states.unfolded(request)
+
+    def folded(self, request: Hashable) -> int:
+        """Publishes that boundary after the fold was dispatched: see `StateBlockManager.folded`."""
+        boundary = self.states.folded(request)
         self._changed()
         return boundary
 

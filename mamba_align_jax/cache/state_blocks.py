@@ -5,22 +5,15 @@ from collections.abc import Callable, Container, Hashable, Sequence
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_keywords
-from mamba_align_jax.align.columns import blocks_per_request, column_of
-from mamba_align_jax.cache.block_pool import BlockPool, ensure
+from mamba_align_jax.align.columns import column_of
+from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
+from mamba_align_jax.cache.column_rules import ColumnRules
 from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.rolling import RollingBoundaries
 from mamba_align_jax.cache.steps import Hit as Hit
-from mamba_align_jax.cache.steps import (
-    Holder,
-    Step,
-    boundaries_of_step,
-    chain_of,
-    check_hit,
-    check_step,
-    columns_of_step,
-    first_column_to_keep,
-)
+from mamba_align_jax.cache.steps import Holder, Step, chain_of, check_hit, check_step
 
 
 class StateBlockManager:
@@ -31,6 +24,10 @@ class StateBlockManager:
     never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk jumps
     over have no block, except in mode "all", where it keeps a state in each. `log` is told of each state before it is
     published, unless it is None.
+
+    With `fold_length`, that is under policy "deferred", `commit` leaves a boundary of a decode or verify row to the
+    `release` after the request's next step, which writes its state. If none will come, call `fold_slots` where `unfolded`
+    says so, and then `folded`, before `free`.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class StateBlockManager:
         *,
         mode: str = "align",
         steps_in_flight: int = 0,
+        fold_length: int | None = None,
         on_eviction: Callable[[], object] = lambda: None,
     ) -> None:
         """Creates an empty cache.
@@ -51,6 +49,7 @@ class StateBlockManager:
             num_speculative_tokens: The largest number of draft tokens in a step.
             mode: "align", "all", or "none" for a cache that never publishes a state.
             steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
+            fold_length: Tokens of a fold group under policy "deferred"; None under the other policies.
             on_eviction: Called without arguments once for each cached state that is evicted.
 
         Raises:
@@ -65,23 +64,19 @@ class StateBlockManager:
         if mode != "none" and block_size < K + 1:
             raise ValueError(f"StateBlockManager: block_size must be at least {K + 1}, got {block_size}")
         self.block_size, self.num_speculative_tokens, self.mode = block_size, K, mode
-        self._interior = mode == "all"
+        self._rules = ColumnRules(block_size, K, mode, fold_length)
         min_blocks = 1 + self.blocks_needed(steps_in_flight)
         wanted = f"at least {min_blocks} for one request"
         values.require(num_blocks >= min_blocks, "StateBlockManager: num_blocks", wanted, num_blocks)
-        # Rolling keys: each stays only until all of its requests, running or preempted, have passed the next boundary.
-        self._rolling: dict[bytes, set[Hashable]] = {}
-        # The rolling key of each request that was freed and may come back.
-        self._left: dict[Hashable, bytes] = {}
-        forget = lambda key, evicted: self._rolling.pop(key, None)
+        self._rolling = RollingBoundaries()
+        forget = lambda key, evicted: self._rolling.stay(key)
         self.pool = BlockPool(num_blocks, forget, on_eviction=on_eviction)
         self._requests: dict[Hashable, Holder] = {}
         self.log: CacheLog | None = None
 
     def blocks_needed(self, steps_in_flight: int = 0) -> int:
         """Returns the largest number of blocks that a running request holds. In mode "all", chunks take more."""
-        K = self.num_speculative_tokens
-        return 1 + K if self.mode == "none" else blocks_per_request(self.block_size, K, steps_in_flight)
+        return self._rules.blocks_needed(steps_in_flight)
 
     def lookup(
         self, tokens: Sequence[int], salt: bytes = b"", limit: int | None = None, chain: HashChain | None = None
@@ -120,7 +115,7 @@ class StateBlockManager:
         record = values.known(self._requests, request)
         if record is None:
             return False
-        wanted, columns = self._wanted(min_computed, max_computed, num_tokens, num_drafts), record.columns
+        wanted, columns = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts), record.columns
         if wanted.start not in columns or not all(map(columns.__contains__, wanted[1:])):
             return False
         record.in_flight.append(Step(num_tokens, num_drafts))
@@ -146,7 +141,7 @@ class StateBlockManager:
         values.instance("allocate: hit", hit, Hit, optional=True)
         held = self._held(request, hit)
         check_hit(hit, held, self.pool)
-        wanted = self._wanted(min_computed, max_computed, num_tokens, num_drafts)
+        wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
         if len(wanted) >= self.pool.num_blocks:
             return False
         missing = self._missing(request, wanted, held)
@@ -191,12 +186,13 @@ class StateBlockManager:
         values.instance("allocate: keep", keep, Checkpoints, optional=True)
         for block in held.values():
             self.pool.hold(block)
-        missing = self._missing(request, self._wanted(min_computed, max_computed, num_tokens, num_drafts), held)
+        wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
+        missing = self._missing(request, wanted, held)
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
             record = Holder(hit.chain or HashChain(self.block_size), hit.length, keep)
-            record.rolling = self._resume_rolling(request, list(held.values()))
+            record.rolling = self._rolling.resume(request, map(self.pool.key_of, held.values()))
             self._requests[request] = record
         record = self._requests[request]
         record.columns.update(entries)
@@ -230,7 +226,7 @@ class StateBlockManager:
             )
         step = record.in_flight[-1]
         before = end - step.num_tokens + step.num_drafts
-        passed = boundaries_of_step(self.block_size, before, end, end, interior=self._interior)
+        passed = self._rules.boundaries(before, end, end)
         if passed:
             record.chain.at(tokens, passed[-1])
         step.offered = True
@@ -246,7 +242,7 @@ class StateBlockManager:
                 accepted drafts, it is the last that counts, and boundaries after it are not published.
 
         Returns:
-            The last boundary that the request keeps, in tokens, or 0 for none.
+            The last boundary that the request keeps and whose state is written, in tokens, or 0 for none.
 
         Raises:
             ValueError: The request is unknown or has no step in flight, or the step cannot have left so many tokens.
@@ -263,30 +259,59 @@ class StateBlockManager:
                 f"commit: request {request!r} must have {certain} to {certain + step.num_drafts} computed tokens, "
                 f"got {computed!r} of {len(tokens)}"
             )
-        counts = record.committed, certain, computed
-        passed = () if step.offered else boundaries_of_step(self.block_size, *counts, interior=self._interior)
+        passed = () if step.offered else self._rules.boundaries(record.committed, certain, computed)
         if passed:  # Tokens that can't be hashed raise before anything changes.
             record.chain.at(tokens, passed[-1])
         record.in_flight.popleft()
         record.committed = computed
+        if passed and self._rules.leaves_to_next_step(step):
+            record.unfolded = passed[-1] if self._keeps(record, passed[-1]) else 0
+            # The next step starts where this one has ended, at the boundary or after it.
+            return self.folded(request) if record.in_flight and record.in_flight[0].dispatched else 0
         return max([at for at in passed if self._offer(request, record, tokens, at)[0]], default=0)
 
-    def release(self, request: Hashable) -> None:
+    def unfolded(self, request: Hashable) -> int:
+        """Returns the boundary of a request whose state is not written yet and should be, in tokens, or 0 for none."""
+        record = values.known(self._requests, request)
+        return 0 if record is None else record.unfolded
+
+    def folded(self, request: Hashable) -> int:
+        """Publishes the boundary that `unfolded` returns, because what writes its state was dispatched.
+
+        Returns:
+            The boundary, in tokens, or 0 if there is none.
+
+        Raises:
+            ValueError: The request is unknown.
+        """
+        record = self._present("folded", request)
+        boundary, record.unfolded = record.unfolded, 0
+        # `commit` has computed the hash.
+        return boundary if boundary and self._offer(request, record, (), boundary)[0] else 0
+
+    def release(self, request: Hashable) -> int:
         """Releases the columns that no later step can read.
 
         Call it after a step with tokens of this request was dispatched. Until then, a column that `commit` has moved
         past may still contain the state that the next step reads.
+
+        Returns:
+            The boundary, in tokens, that the step has folded and that is published now; 0 for none.
 
         Raises:
             ValueError: The request is unknown.
         """
         record = self._present("release", request)
         if self.mode == "none":
-            return
-        first = first_column_to_keep(self.block_size, record.committed, record.in_flight, interior=self._interior)
+            return 0
+        if record.in_flight:
+            record.in_flight[-1].dispatched = True
+        boundary = self.folded(request) if record.unfolded else 0
+        first = self._rules.first_to_keep(record)
         gone = [column for column in record.columns if column < first]
         if gone:
             self.pool.release([record.columns.pop(column) for column in gone])
+        return boundary
 
     def free(self, request: Hashable) -> None:
         """Releases all blocks of a request. Published blocks stay findable until they are evicted.
@@ -299,21 +324,17 @@ class StateBlockManager:
             del self._requests[request]
             self.pool.release(list(record.columns.values()))
             if record.rolling is not None:
-                self._left[request] = record.rolling
+                self._rolling.left[request] = record.rolling
 
     def forget(self, request: Hashable) -> None:
         """Records that a freed request will not return. The last boundary that it passed stays cached until eviction."""
-        key = values.known(self._left, request)
-        self._left.pop(request, None)
-        if key is not None and request in self._rolling.get(key, ()):
-            del self._rolling[key]
+        self._rolling.forget(request)
 
     def vacate(self, staying: Container[Hashable]) -> None:
         """Frees every present request, and forgets those that are not in `staying`."""
         for request in list(self._requests):
             self.free(request)
-        for request in [request for request in self._left if request not in staying]:
-            self.forget(request)
+        self._rolling.forget_all_but(staying)
 
     def columns(self, request: Hashable) -> dict[int, int]:
         """Returns the blocks that a request holds, by column.
@@ -327,15 +348,12 @@ class StateBlockManager:
         """Makes every state unfindable. Present requests keep their blocks but never publish any again."""
         self.pool.reset()
         for record in self._requests.values():
-            record.shares, record.rolling = False, None
+            record.shares, record.rolling, record.unfolded = False, None, 0
 
     def check(self) -> None:
         """Raises AssertionError unless the pool accounts for every block and its holders are the present requests."""
         self.pool.check(Counter(block for record in self._requests.values() for block in record.columns.values()))
-        ensure(self._rolling.keys() <= self.pool.keys, "a rolling boundary is not published")
-        rolling = self._left | {request: record.rolling for request, record in self._requests.items()}
-        kept = [(request, key) for key, requests in self._rolling.items() for request in requests]
-        ensure(all(rolling.get(r) == key for r, key in kept), "a boundary is kept for a request that does not roll it")
+        self._rolling.check(self.pool.keys, {request: record.rolling for request, record in self._requests.items()})
 
     def _present(self, method: str, request: Hashable) -> Holder:
         record = values.known(self._requests, request)
@@ -350,51 +368,25 @@ class StateBlockManager:
         record = self._requests.get(request)
         return [column for column in wanted if column not in (record.columns if record else held)]
 
-    def _wanted(self, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> range:
-        """The columns that a step may write."""
-        if self.mode == "none":
-            return range(1 + self.num_speculative_tokens)
-        drafts, counts = self.num_speculative_tokens if num_drafts else 0, (min_computed, max_computed, num_tokens)
-        return columns_of_step(self.block_size, drafts, *counts, interior=self._interior)
+    def _keeps(self, record: Holder, boundary: int) -> bool:
+        is_kept = record.keep is None or record.keep.stays(boundary) or record.keep.rolls(boundary)
+        return is_kept and record.shares and self.mode != "none"
 
     def _offer(self, request: Hashable, record: Holder, tokens: Sequence[int], boundary: int) -> tuple[bool, bool]:
         """Publishes the boundary if the request keeps it. Returns whether it keeps it, and whether the key is new."""
+        if not self._keeps(record, boundary):
+            return False, False
         stays = record.keep is None or record.keep.stays(boundary)
         rolls = record.keep is not None and record.keep.rolls(boundary)
-        if self.mode == "none" or not record.shares or not (stays or rolls):
-            return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
         if self.log is not None and self.pool.find(key) is None:
             self.log.store_state(key, boundary)
         new = self.pool.publish(block, key)
         if stays:
-            self._rolling.pop(key, None)
-        elif new or key in self._rolling:
-            self._rolling.setdefault(key, set()).add(request)
+            self._rolling.stay(key)
+        else:
+            self._rolling.roll(request, key, new)
         last, record.rolling = record.rolling, key if rolls else None
-        if last is not None and last != record.rolling:
-            self._let_go(request, last)
+        if last is not None and last != record.rolling and self._rolling.let_go(request, last):
+            self.pool.unpublish(last)
         return True, new
-
-    def _let_go(self, request: Hashable, key: bytes) -> None:
-        """Unpublishes a boundary that the request has moved past, unless another request still keeps it."""
-        wanted_by = self._rolling.get(key, set())
-        if request in wanted_by:
-            wanted_by.discard(request)
-            if not wanted_by:
-                self.pool.unpublish(key)
-
-    def _resume_rolling(self, request: Hashable, blocks: Sequence[int]) -> bytes | None:
-        """Returns the rolling key of a request that enters on `blocks`.
-
-        A preempted request that hits its own rolling boundary continues to roll it. A hit on another request's rolling
-        boundary makes that boundary stay, because it has proved useful.
-        """
-        for key in map(self.pool.key_of, blocks):
-            if key in self._rolling:
-                if request in self._rolling[key]:
-                    del self._left[request]
-                    return key
-                del self._rolling[key]
-        self.forget(request)
-        return None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.columns import column_of
+from mamba_align_jax.align.columns import column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
 from mamba_align_jax.cache.hashing import HashChain
@@ -28,11 +28,19 @@ class Hit:
 
 @dataclass(slots=True)
 class Step:
-    """A step whose result the host has not read. `offered` is true if `publish` was called for it."""
+    """A step whose result the host has not read.
+
+    Attributes:
+        num_tokens: Its tokens, drafts included.
+        num_drafts: Its drafts.
+        offered: True if `publish` was called for it.
+        dispatched: True if `release` was called after it.
+    """
 
     num_tokens: int
     num_drafts: int
     offered: bool = False
+    dispatched: bool = False
 
 
 @dataclass
@@ -47,6 +55,8 @@ class Holder:
         in_flight: The steps whose results are unread, the oldest first.
         rolling: The key of the newest boundary, if that boundary is released when the request passes the next one.
         shares: False after a reset of the cache: the request's states must not become findable any more.
+        unfolded: A boundary that the request has passed and keeps, and whose state no dispatched step has written; 0 for
+            none. Only policy "deferred" has such boundaries.
     """
 
     chain: HashChain
@@ -56,6 +66,7 @@ class Holder:
     in_flight: deque[Step] = field(default_factory=deque)
     rolling: bytes | None = None
     shares: bool = True
+    unfolded: int = 0
 
 
 def chain_of(chain: HashChain | None, block_size: int, salt: bytes) -> HashChain:
@@ -95,16 +106,25 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
 
 
 def columns_of_step(
-    block_size: int, max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, *, interior: bool = False
+    block_size: int,
+    max_drafts: int,
+    min_computed: int,
+    max_computed: int,
+    num_tokens: int,
+    *,
+    interior: bool = False,
+    drafts_have_columns: bool = True,
 ) -> range:
     """Returns the columns that a step may write. `max_drafts` is 0 for a row without drafts; see `check_step`.
 
     A row with drafts may save any boundary that it passes. Other rows write only their running column, and with
-    `interior` also the columns of the boundaries inside them.
+    `interior` also the columns of the boundaries inside them. With `drafts_have_columns` false, as under policy
+    "deferred", the states after drafts are not written.
     """
     passes = max_drafts > 0 or (interior and num_tokens > 0)
     first = min_computed // block_size if passes else column_of(min_computed + num_tokens, block_size)
-    return range(first, column_of(max_computed + num_tokens, block_size) + 1 + max_drafts)
+    own = max_drafts if drafts_have_columns else 0
+    return range(first, column_of(max_computed + num_tokens, block_size) + 1 + own)
 
 
 def boundaries_of_step(block_size: int, before: int, certain: int, computed: int, *, interior: bool = False) -> range:
@@ -121,7 +141,14 @@ def boundaries_of_step(block_size: int, before: int, certain: int, computed: int
     return range(-(-first // block_size) * block_size, computed + 1, block_size)
 
 
-def first_column_to_keep(block_size: int, committed: int, in_flight: Iterable[Step], *, interior: bool = False) -> int:
+def first_column_to_keep(
+    block_size: int,
+    committed: int,
+    in_flight: Iterable[Step],
+    *,
+    interior: bool = False,
+    fold_length: int | None = None,
+) -> int:
     """Returns the first column that a step which is not dispatched yet may read or write.
 
     Args:
@@ -130,9 +157,13 @@ def first_column_to_keep(block_size: int, committed: int, in_flight: Iterable[St
         in_flight: The steps whose results are unread, the oldest first. The newest was dispatched.
         interior: True in mode "all". It then goes past the oldest steps if they were offered to the cache: what they
             leave is certain, and what others can use of it is findable already.
+        fold_length: Tokens of a fold group under policy "deferred". The state at the base is then read until the next
+            group is complete. Steps that were offered to the cache move the base to their end, so it goes past them, too.
     """
     first = committed // block_size
-    for step in in_flight if interior else ():
+    if fold_length is not None:
+        first = column_of(last_boundary(committed, fold_length), block_size)
+    for step in in_flight if interior or fold_length is not None else ():
         if not step.offered:
             break
         committed += step.num_tokens

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_names, renamed_value
+from mamba_align_jax.align.config import check_fold_length
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 from mamba_align_jax.engine.grammar import Grammar
@@ -15,6 +16,7 @@ from mamba_align_jax.engine.grammar import Grammar
 PREFIX_CACHE_MODES = ("none", "align", "all")
 SPECULATIONS = ("prompt_lookup", "mtp")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+WINDOW_LAYOUTS, STATE_LAYOUTS = ("SD", "DS"), ("VK", "KV")
 # The largest number of entries of `SamplingParams.logit_bias`, and of stop tokens that `min_tokens` forbids.
 MAX_LOGIT_BIASES, MAX_FORBIDDEN_STOPS = 300, 64
 # The largest number of most likely tokens that a request may ask for.
@@ -32,7 +34,10 @@ class EngineConfig:
         prefix_cache: "align" keeps states at block boundaries where chunks of prompts end. "all" keeps them at every
             boundary, those inside chunks too, so that hits are longer and fewer states fit: see docs/scheduling.md. "none"
             keeps nothing between requests.
-        policy: "copy_free" or "pre_copy": see `AlignConfig`.
+        policy: "copy_free", "pre_copy" or "deferred": see docs/scheduling.md. "deferred" is for models whose recurrent
+            layers are gated delta nets.
+        fold_length: Number of tokens between the states that policy "deferred" writes; a divisor of `block_size`, and
+            more than 2 * `num_speculative_tokens`.
         block_size: Number of tokens between state boundaries; a multiple of `kv_page_size`.
         kv_page_size: Number of tokens of a KV page. Attention of 256 decode rows was 2 % faster on an H200 with pages of 64
             tokens than with pages of 16.
@@ -43,7 +48,8 @@ class EngineConfig:
         memory_fraction: Share of the device's free memory that both pools take. If a device reports no free memory (a
             CPU), the pools hold four times `max_num_seqs` sequences of `max_model_len`.
         num_speculative_tokens: Largest number of draft tokens per request and step, K; 0 turns speculation off. A
-            running request holds about K more state blocks, and `block_size` must be at least K + 1.
+            running request holds about K more state blocks, except under policy "deferred", and `block_size` must be at
+            least K + 1.
         speculation: "prompt_lookup" drafts by prompt lookup; "mtp" drafts with the model's own head, whose keys take
             one more layer of every page.
         async_stepping: If True, a step is dispatched before the tokens of the last one are read, so that the device
@@ -61,11 +67,17 @@ class EngineConfig:
             which they are ahead of it; None lets every request of a lower priority number run first, however long others
             wait.
         state_dtype: Dtype of the recurrent states: "float32", "bfloat16" or "float16".
+        window_layout: Layout of the pools of convolution windows: "SD", [window, channels], or "DS", [channels, window];
+            None is the model's own, which is "SD" unless it was changed. See docs/kernels.md for when to take another.
+        state_layout: Layout of the pools of the gated delta rule's states: "VK", [value_heads, value_dim, key_dim], or
+            "KV", [value_heads, key_dim, value_dim]; None is the model's own, which is "VK" unless it was changed. Policy
+            "deferred" takes "VK" only.
         checked: If True, each step's bookkeeping is verified on the host, for debugging: see `StepChecker`.
     """
 
     prefix_cache: str = "align"
     policy: str = "copy_free"
+    fold_length: int = 16
     block_size: int = 64
     kv_page_size: int = 16
     checkpoint_interval: int | None = None
@@ -84,6 +96,8 @@ class EngineConfig:
     max_waiting: int | None = None
     overtaking_limit: int | None = None
     state_dtype: str = "float32"
+    window_layout: str | None = None
+    state_layout: str | None = None
     checked: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +107,10 @@ class EngineConfig:
         self._check(values.choice, "policy", POLICIES)
         self._check(values.choice, "speculation", SPECULATIONS)
         self._check(values.choice, "state_dtype", STATE_DTYPES)
-        for name in ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows"):
+        self._check(values.optional_choice, "window_layout", WINDOW_LAYOUTS)
+        self._check(values.optional_choice, "state_layout", STATE_LAYOUTS)
+        sizes = ("block_size", "kv_page_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_rows")
+        for name in (*sizes, "fold_length"):
             self._check(values.integer, name, 1)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             self._check(values.integer, name, 1, LONGEST_LOOKUP)
@@ -119,6 +136,10 @@ class EngineConfig:
             window = self.num_speculative_tokens + 1
             values.require(size >= window, "block_size", f"at least num_speculative_tokens + 1 = {window}", size)
             values.require(size % page == 0, "block_size", f"a multiple of kv_page_size = {page}", size)
+        if self.policy == "deferred":
+            check_fold_length("", self.fold_length, self.num_speculative_tokens, self.prefix_cache != "none" and size)
+            wanted = "None or 'VK' under policy 'deferred'"
+            values.require(self.state_layout != "KV", "state_layout", wanted, self.state_layout)
         is_multiple = interval is None or interval % size == 0
         values.require(is_multiple, "checkpoint_interval", f"None or a multiple of block_size = {size}", interval)
 

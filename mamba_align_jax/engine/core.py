@@ -38,6 +38,7 @@ from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.engine.updates import Updates
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
 from mamba_align_jax.errors import OutOfBlocksError
+from mamba_align_jax.layers.layouts import with_pool_layouts
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 
 P = ParamSpec("P")
@@ -74,6 +75,7 @@ class EngineCore:
     ) -> None:
         """Makes the parts: see `Engine`."""
         self.config, self.model_config, self.tokenizer = config, model.config, tokenizer
+        model = with_pool_layouts(model, config.window_layout, config.state_layout)
         layout, devices, own = None, (), model
         if mesh is not None:
             model, layout = shard_model(model, mesh)
@@ -128,6 +130,7 @@ class EngineCore:
                 config.num_speculative_tokens,
                 mode=config.prefix_cache,
                 steps_in_flight=config.steps_in_flight,
+                fold_length=self.spec.fold_length if self.spec.is_deferred else None,
                 on_eviction=counters.evict_state_block,
             ),
             KVPageManager(self.sizes.kv_pages, config.kv_page_size, on_eviction=counters.evict_kv_page),
@@ -148,6 +151,7 @@ class EngineCore:
             config.num_speculative_tokens,
             self._waiting,
             counters=self._counters,
+            fold=lambda slot: self.runner.fold(slot),
         )
 
     def _alone(self, change: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

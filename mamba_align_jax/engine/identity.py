@@ -23,7 +23,6 @@ def identity(
     weights: bytes,
     pages: Forms,
     states: Forms,
-    layouts: Sequence[str],
 ) -> bytes:
     """Returns the name of a model and of the bytes that an engine keeps for it: 32 bytes.
 
@@ -32,11 +31,11 @@ def identity(
         model_config: The model's configuration. Its `repr` must say all of it, as that of a dataclass does.
         weights: What `weights_digest` returned.
         pages: The forms of the arrays of pages.
-        states: The forms of the arrays of state blocks, which depend on the largest number of drafts.
-        layouts: The layout of each of these arrays. States with as many key dims as value dims have one form in both.
+        states: The forms of the arrays of state blocks, which depend on the largest number of drafts. Their layouts don't
+            count, because entries leave the pools in the default one.
     """
     forms = [[(form.shape, form.dtype) for form in each] for each in (pages, states)]
-    text = repr((model_config, forms, tuple(layouts), config.kv_page_size, config.block_size))
+    text = repr((model_config, forms, config.kv_page_size, config.block_size))
     return hashlib.sha256(text.encode() + weights).digest()
 
 

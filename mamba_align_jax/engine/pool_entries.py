@@ -1,7 +1,8 @@
 """Reads pages and state blocks out of the pools as bytes, and writes them back.
 
-The bytes of an entry are those of its arrays, one after the other, each [layers, ...] as one device would hold it. So they
-don't depend on the number of devices: a program puts channels and heads in order before they leave the device.
+The bytes of an entry are those of its arrays, one after the other, each [layers, ...] as one device would hold it in the
+default layout. So they depend neither on the number of devices nor on the layouts of the pools: a program puts channels,
+heads and axes in order before they leave the device.
 """
 
 import functools
@@ -30,15 +31,18 @@ class ArrayForm:
     """How the entries of one array of a pool look on one device, and how the array lies on several.
 
     Attributes:
-        shape: The shape of an entry, [layers, ...].
+        shape: The shape of an entry on one device, [layers, ...], in the default layout.
         dtype: The name of its dtype.
+        is_swapped: Whether the array has the last two axes of `shape` in the other order: its layout is "DS" or "KV".
         sharding: How the array lies on several devices; None on one.
-        axis: The axis of an entry whose elements are in another order on several devices; None if there is none.
+        axis: The axis of an entry in the array whose elements are in another order on several devices; None if there is
+            none.
         parts: What lies side by side along that axis.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    is_swapped: bool = False
     sharding: NamedSharding | None = None
     axis: int | None = None
     parts: tuple[Part, ...] = ()
@@ -72,9 +76,13 @@ def forms_of(spec: AlignConfig, state: DeviceState, layout: Layout | None) -> tu
         layout: How they lie on several devices; None for one.
     """
     arrays = _arrays(state).values()
-    shapes = [[((array.shape[0], *array.shape[2:]), array.dtype.name) for array in each] for each in arrays]
+    swaps = [False, False], [one.layout in ("DS", "KV") for group in spec.groups for one in group.states]
+    shapes = [
+        [((array.shape[0], *array.shape[2:]), array.dtype.name, swap) for array, swap in zip(*each, strict=True)]
+        for each in zip(arrays, swaps, strict=True)
+    ]
     if layout is None:
-        pages, states = (tuple(ArrayForm(*form) for form in each) for each in shapes)
+        pages, states = (tuple(_form(*form) for form in each) for each in shapes)
         return pages, states
     # The axes of a page are [layers, page_size, heads, dim].
     orders = [[(2, layout.kv_heads)] * 2, []]
@@ -83,12 +91,9 @@ def forms_of(spec: AlignConfig, state: DeviceState, layout: Layout | None) -> tu
             # Those of a window are [layers, window, channels], in the other layout [layers, channels, window].
             axis = 1 if isinstance(one, ConvState) and one.layout == "DS" else 2
             orders[1].append((axis, window if isinstance(one, ConvState) else ()))
-    specs = jax.tree.leaves(layout.kv, is_leaf=_is_spec), jax.tree.leaves(layout.pool, is_leaf=_is_spec)
+    specs = jax.tree.leaves(layout.kv, is_leaf=_is_spec), jax.tree.leaves(layout.pool.states, is_leaf=_is_spec)
     pages, states = (
-        tuple(
-            _split_form(*form, NamedSharding(layout.mesh, spec), *order)
-            for form, spec, order in zip(*each, strict=True)
-        )
+        tuple(_form(*form, NamedSharding(layout.mesh, spec), *order) for form, spec, order in zip(*each, strict=True))
         for each in zip(shapes, specs, orders, strict=True)
     )
     return pages, states
@@ -98,15 +103,26 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, P)
 
 
-def _split_form(
-    shape: tuple[int, ...], dtype: str, sharding: NamedSharding, axis: int, parts: tuple[Part, ...]
+def _form(
+    shape: tuple[int, ...],
+    dtype: str,
+    is_swapped: bool,
+    sharding: NamedSharding | None = None,
+    axis: int | None = None,
+    parts: tuple[Part, ...] = (),
 ) -> ArrayForm:
-    """Returns the form of an array of entries of `shape` on several devices."""
-    form = ArrayForm(shape, dtype, sharding, axis, parts)
-    if not parts or np.array_equal(form.order(), np.arange(shape[axis])):
-        return ArrayForm(shape, dtype, sharding)
-    size = sum(part.heads * part.dim for part in parts)
-    return ArrayForm((*shape[:axis], size, *shape[axis + 1 :]), dtype, sharding, axis, parts)
+    """Returns the form of an array whose entries have `shape` in the pools, those of all devices together."""
+    if axis is not None and parts:
+        form = ArrayForm(shape, dtype, is_swapped, sharding, axis, parts)
+        if np.array_equal(form.order(), np.arange(shape[axis])):
+            axis, parts = None, ()
+        else:
+            shape = *shape[:axis], sum(part.heads * part.dim for part in parts), *shape[axis + 1 :]
+    else:
+        axis = None
+    if is_swapped:
+        shape = *shape[:-2], shape[-1], shape[-2]
+    return ArrayForm(shape, dtype, is_swapped, sharding, axis, parts)
 
 
 def entry_bytes(forms: Forms) -> int:
@@ -139,9 +155,9 @@ def put_entries(state: DeviceState, forms: Forms, kind: str, ids: Sequence[int],
     # An id after the last one is dropped.
     some = np.pad(np.asarray(ids, np.int32), (0, padding), constant_values=arrays[0].shape[1])
     written = _put(arrays, some, np.pad(entries, ((0, padding), (0, 0))) if padding else entries, forms)
-    old = state.kv if kind == "pages" else state.pool
+    old = state.kv if kind == "pages" else state.pool.states
     new: Any = jax.tree.unflatten(jax.tree.structure(old), written)
-    return replace(state, kv=new) if kind == "pages" else replace(state, pool=new)
+    return replace(state, kv=new) if kind == "pages" else replace(state, pool=replace(state.pool, states=new))
 
 
 def read_entries(take: Callable[[Sequence[int]], jax.Array], size: int, ids: Sequence[int]) -> Iterator[np.ndarray]:
@@ -199,6 +215,8 @@ def _take(arrays: Arrays, ids: jax.Array, forms: Forms) -> jax.Array:
             if form.axis is not None:
                 _, first = np.unique(form.order(), return_index=True)
                 entries = jnp.take(entries, first.astype(np.int32), axis=form.axis + 1, mode="clip")
+            if form.is_swapped:
+                entries = jnp.swapaxes(entries, -2, -1)
             found.append(jax.lax.bitcast_convert_type(entries, jnp.uint8).reshape(ids.shape[0], form.num_bytes))
         return jnp.concatenate(found, axis=1)
 
@@ -216,6 +234,8 @@ def _put(arrays: Arrays, ids: jax.Array, entries: jax.Array, forms: Forms) -> Ar
             own = entries[:, begin : begin + form.num_bytes]
             own = own.reshape(ids.shape[0], *form.shape, array.dtype.itemsize)
             own = jax.lax.bitcast_convert_type(own, array.dtype)
+            if form.is_swapped:
+                own = jnp.swapaxes(own, -2, -1)
             if form.axis is not None:
                 own = jnp.take(own, form.order(), axis=form.axis + 1, mode="clip")
             if (axis := form.split_axis) is not None:

@@ -1,7 +1,7 @@
 """The jitted step: one program over donated state, from the host's inputs to the sampled tokens and the next drafts."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import certain_tokens
 from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.deferred import fold_slots
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import Additions, AlignState, add_requests
-from mamba_align_jax.align.step import CopyPlan, begin_step, copy_states, migrate, plan_finish
+from mamba_align_jax.align.step import CopyPlan, StepIndices, begin_step, copy_states, migrate, plan_finish
 from mamba_align_jax.align.tables import BlockTables, TableUpdates, update_block_tables
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.choice import SamplingInputs, choose_tokens
@@ -27,7 +28,7 @@ from mamba_align_jax.engine.sampling import count_sampled
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.metadata.interior import interior_boundaries
 from mamba_align_jax.metadata.step_inputs import step_inputs
-from mamba_align_jax.sharding import Layout
+from mamba_align_jax.sharding import Layout, ring_partition
 from pallas_kernels.rows import token_rows
 
 
@@ -138,7 +139,7 @@ class DeviceState:
 
         if layout is None:
             return create()
-        return jax.jit(layout.run(create, (), device_specs(layout)))()
+        return jax.jit(layout.run(create, (), device_specs(layout, spec)))()
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,18 @@ class Graph:
         return nnx.merge(self.definition, jax.tree.unflatten(self.structure, params))
 
 
-def device_specs(layout: Layout) -> DeviceState:
+def device_specs(layout: Layout, spec: AlignConfig) -> DeviceState:
     """Returns how the device state lies on a mesh: the pools are split, the bookkeeping is the same on all devices."""
     every: Any = PartitionSpec()
-    return DeviceState(pool=layout.pool, kv=layout.kv, state=every, tables=every, page_tables=every, pending=every)
+    rings: Any = ring_partition(spec.groups) if spec.is_deferred else None
+    return DeviceState(
+        pool=replace(layout.pool, rings=rings),
+        kv=layout.kv,
+        state=every,
+        tables=every,
+        page_tables=every,
+        pending=every,
+    )
 
 
 # A kernel that updates a pool in place counts twice in XLA's estimate of memory, once as its input and once as its output.
@@ -216,7 +225,7 @@ def run_step(
     """
     run = functools.partial(_run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows)
     if layout is not None:
-        every, specs = PartitionSpec(), device_specs(layout)
+        every, specs = PartitionSpec(), device_specs(layout, spec)
         run = layout.run(run, (list(layout.params), every, specs, every), (every, specs, every))
     return run(params, inputs, device_state, sampler)
 
@@ -243,7 +252,8 @@ def _run_step(
     verify = decode_places(batch, num_decode_rows, spec.window)
     tokens, drafts, num_drafts = resolve(pending, batch, inputs.tokens, verify, rows)
     state, indices = begin_step(spec, state, batch, tables)
-    pool = migrate(spec, pool, indices)
+    # The scheduler plans no chunk after a verify row of the same admission, so deferred states need no migration.
+    pool = pool if spec.is_deferred else migrate(spec, pool, indices)
     step = step_inputs(
         batch,
         indices,
@@ -288,12 +298,44 @@ def _run_step(
         counts=counts,
         drafts=jnp.pad(num_drafts, (0, counts.shape[0] - num_decode_rows)),
         copies=_num_copies(spec, indices.migration) + _num_copies(spec, plan),
-        null_reads=indices.num_null_reads(),
+        null_reads=_num_lost(indices),
         scores=scores,
         prompt=None if sampling.following is None else score_prompt(model, hidden, sampling.following),
     )
     after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
     return pack(result), after, sampler
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "layout"), donate_argnames="device_state")
+def run_fold(
+    slots: jax.Array, device_state: DeviceState, *, spec: AlignConfig, layout: Layout | None = None
+) -> DeviceState:
+    """Folds slots between two steps: see `fold_slots`.
+
+    Args:
+        slots: The slots, or -1 for padding. int32 [n]
+        device_state: What the last step left. `device_state` is donated.
+        spec: How states are kept. Static.
+        layout: How the arrays lie on several devices; None for one. Static.
+
+    Returns:
+        The state for the next step.
+    """
+
+    def run(slots: jax.Array, device_state: DeviceState) -> DeviceState:
+        state, pool = fold_slots(spec, device_state.state, device_state.pool, device_state.tables, slots)
+        return replace(device_state, state=state, pool=pool)
+
+    if layout is not None:
+        specs = device_specs(layout, spec)
+        return layout.run(run, (PartitionSpec(), specs), specs)(slots, device_state)
+    return run(slots, device_state)
+
+
+def _num_lost(indices: StepIndices) -> jax.Array:
+    """Returns the number of rows whose state is lost, those that `migrate` would have found included. int32 scalar."""
+    found = indices.num_null_reads()
+    return found if indices.folds is None else found + indices.folds.num_unsettled()
 
 
 def _num_copies(spec: AlignConfig, plan: CopyPlan | None) -> jax.Array:

@@ -22,7 +22,7 @@ from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import Entry, store_pages
 from mamba_align_jax.engine.pending import store_tokens
 from mamba_align_jax.engine.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
-from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_step
+from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_fold, run_step
 from mamba_align_jax.engine.request import TokenLogprobs
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
@@ -246,7 +246,21 @@ class StepRunner:
         self._store_pages([])
         if self.drafter:
             self._store_tokens(0, ())
+        if self.spec.is_deferred:
+            self.fold(-1)
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows))
+
+    def fold(self, slot: int) -> None:
+        """Starts the fold of a slot's complete fold group, after the steps that were dispatched: see `fold_slots`."""
+        self._is_sound = not self.spec.checked
+        self._command(self.do_fold, slot)
+        self._checker.folded(slot)
+        self._is_sound = True
+
+    def do_fold(self, slot: int) -> None:
+        """Command: see `fold`."""
+        slots = np.array([slot], np.int32)
+        self.device_state = run_fold(slots, self.device_state, spec=self.spec, layout=self.layout)
 
     def dispatch(self, plan: Plan) -> Dispatched:
         """Starts the step of a plan, without waiting for the device. `read` waits for the result."""

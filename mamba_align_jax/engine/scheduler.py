@@ -1,7 +1,7 @@
 """Plans steps: continuous batching, chunked prefill and preemption. Holds no JAX arrays."""
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,6 +134,7 @@ class Scheduler:
         waiting: WaitingQueue | None = None,
         *,
         counters: Counters | None = None,
+        fold: Callable[[int], object] = lambda slot: None,
     ) -> None:
         """Makes a scheduler without requests.
 
@@ -146,6 +147,8 @@ class Scheduler:
             num_speculative_tokens: Largest number of drafts per row, K.
             waiting: The queue of requests; a new one without limits if None.
             counters: The engine's counters, in which preemptions are counted; new ones if None.
+            fold: Starts the fold of a slot under policy "deferred", whose request leaves on a boundary that no step has
+                folded.
         """
         self.cache = cache
         self.max_prefill_rows = max_prefill_rows
@@ -157,6 +160,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.counters = counters or Counters()
         self.current: Request | None = None
+        self._fold = fold
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
@@ -225,6 +229,9 @@ class Scheduler:
         self.cache.forget(request.id)
 
     def _leave(self, request: Request) -> None:
+        if self.cache.unfolded(request.id):
+            self._fold(request.slot)
+            self.cache.folded(request.id)
         self.cache.free(request.id)
         self.running.remove(request)
         self._free_slots.append(request.slot)
@@ -301,9 +308,9 @@ class Scheduler:
         for request in self.running:
             self.current = request
             if request.is_prefilling:
-                used = self._plan_chunk(plan, request, budget, None)
-                budget -= used or 0
-                blocked |= used is None
+                used, lacks_blocks = self._plan_chunk(plan, request, budget, None)
+                budget -= used
+                blocked |= lacks_blocks
         # A request that enters takes blocks, so none enters while a running request waits for some.
         while self.waiting and self._free_slots and not blocked:
             request = self.current = self.waiting.first
@@ -313,7 +320,7 @@ class Scheduler:
                 # What a request keeps is decided when it first enters. A preemption doesn't change it.
                 request.num_cached, request.cache_miss = hit.length, hit.miss
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
-            used = self._plan_chunk(plan, request, budget, hit)
+            used, blocked = self._plan_chunk(plan, request, budget, hit)
             if not used:
                 # The request keeps its place, and none overtakes it.
                 request.num_computed = 0
@@ -329,22 +336,25 @@ class Scheduler:
             return self.cache.no_hit("prompt_logprobs", salt, request.chain)
         return self.cache.lookup(request.tokens, salt, request.chain)
 
-    def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> int | None:
-        """Adds a prefill row if the budget and the pools allow it.
+    def _plan_chunk(self, plan: Plan, request: Request, budget: int, hit: HybridHit | None) -> tuple[int, bool]:
+        """Adds a prefill row if the budget and the pools allow it. A row is shorter where the pools allow no longer one.
 
         Returns:
-            The number of its tokens; 0 if the budget is too small for a row, None if a pool has too few blocks.
+            The number of its tokens, 0 for no row, and whether a pool has too few blocks for the row that the budget allows.
         """
         if budget <= 0 or len(plan.prefill) == self.max_prefill_rows:
-            return 0
+            return 0, False
         start = request.min_computed
         stops = request.keep.stops(start) if request.keep else ()
         end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
         if end == 0:
-            return 0
+            return 0, False
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
+        lacks_blocks = allocation is None
+        if lacks_blocks and (end := self.cache.shorter_end(request.id, start, end, hit)):
+            allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         if allocation is None:
-            return None
+            return 0, True
         if hit is not None:
             request.slot = self._free_slots.pop()
             request.num_admissions += 1
@@ -353,7 +363,7 @@ class Scheduler:
         if row.samples:
             _, row.masks = _allowed(request, [])
         plan.prefill.append(self._planned(row))
-        return end - start
+        return end - start, lacks_blocks
 
 
 def _allowed(request: Request, drafts: list[int]) -> tuple[list[int], np.ndarray | None]:

@@ -38,10 +38,10 @@ class PoolSizes:
 
 
 def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
-    """Returns how the model's states are kept.
+    """Returns how the model's states are kept. The model already has the layouts of the configuration.
 
     Raises:
-        ValueError: `max_model_len` exceeds the model's limit.
+        ValueError: `max_model_len` exceeds the model's limit, or the model's states can't be deferred.
         UnsupportedError: The mode is "all", and a layer keeps no boundaries inside a chunk.
     """
     if config.prefix_cache == "all":
@@ -64,6 +64,7 @@ def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
         max_model_len=max_model_len,
         mode=config.prefix_cache,
         policy=config.policy,
+        fold_length=config.fold_length,
         checked=config.checked,
     )
 
@@ -119,6 +120,7 @@ def pool_sizes(
         columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
     else:
         budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * spec.bytes_per_block
+        budget -= config.max_num_seqs * spec.ring_bytes_per_slot
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block
@@ -164,7 +166,7 @@ def check_memory(
     needed = {
         "num_state_blocks": (sizes.state_blocks, sizes.state_block_bytes),
         "num_kv_pages": (sizes.kv_pages, sizes.kv_page_bytes),
-        "max_num_seqs": (config.max_num_seqs, tables + spec.window * logits),
+        "max_num_seqs": (config.max_num_seqs, tables + spec.window * logits + spec.ring_bytes_per_slot),
         "max_prefill_rows": (config.max_prefill_rows, logits),
         "max_num_batched_tokens": (config.max_num_batched_tokens, _TOKEN_BYTES),
     }

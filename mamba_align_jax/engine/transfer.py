@@ -96,8 +96,7 @@ class Transfer:
     def _identity(self, core: EngineCore) -> bytes:
         if self._weights is None:
             self._weights = core.runner.digest_weights()
-        layouts = [state.layout for group in core.spec.groups for state in group.states]
-        return identity(core.config, core.model_config, self._weights, layouts=layouts, **core.runner.entry_forms)
+        return identity(core.config, core.model_config, self._weights, **core.runner.entry_forms)
 
 
 def check_tokens(name: str, bundle: Bundle, page_size: int, tokens: Sequence[int], salt: bytes) -> None:

@@ -18,6 +18,7 @@ from pallas_kernels import (
     gated_delta_rule_update,
 )
 from pallas_kernels.blocks import state_dims
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 
 
 def convolved_delta_rule(
@@ -30,12 +31,12 @@ def convolved_delta_rule(
     at: LayerStep,
     conv: jax.Array,
     recurrent: jax.Array,
-    *,
+    *ring: jax.Array,
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     window_layout: WindowLayout = "SD",
     state_layout: StateLayout = "VK",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
     Args:
@@ -49,6 +50,8 @@ def convolved_delta_rule(
         at: The step's rows, and the layer's index in the pools.
         conv: Pool of windows [layers, blocks, *window]. `conv` is donated.
         recurrent: Pool of states [layers, blocks, *state]. `recurrent` is donated.
+        *ring: Keys, corrections and log decays of the slots, under policy "deferred": see `StatePool.rings`. They are
+            donated.
         lower_bound: Smallest log decay of the bounded gate. None selects the softplus gate.
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         window_layout: Layout of `conv`: "SD" [window, channels] or "DS" [channels, window].
@@ -56,7 +59,7 @@ def convolved_delta_rule(
             value_dim].
 
     Returns:
-        The outputs [tokens, value_heads, value_dim] and the updated pools.
+        The outputs [tokens, value_heads, value_dim], the updated pools, and the updated ring.
     """
     value_heads, value_dim, key_dim = state_dims(recurrent, state_layout)
     keys = (conv_weight.shape[1] - value_heads * value_dim) // 2
@@ -69,15 +72,21 @@ def convolved_delta_rule(
         where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
         return op(qkv, conv, layer, conv_weight, None, *where, **options, **of_windows)
 
-    def decode(rows: LayerRows, qkv, a, b, conv, recurrent):
+    def decode(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
         qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
+        if rows.fold is not None:
+            at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
+            options = dict(max_query_tokens=rows.write.shape[-1], implementation=at.implementation)
+            operands = qkv, a, b, A_log, dt_bias, recurrent, *ring, layer, rows.query_start_loc, *at_row
+            out, *states = gated_delta_rule_deferred(*operands, **options, **gates)
+            return out, conv, *states
         where = rows.query_start_loc, rows.recurrent_read, rows.write
         out, recurrent = gated_delta_rule_update(
             qkv, a, b, A_log, dt_bias, recurrent, layer, *where, **gates, **of_states
         )
-        return out, conv, recurrent
+        return out, conv, recurrent, *ring
 
-    def prefill(rows: LayerRows, qkv, a, b, conv, recurrent):
+    def prefill(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
         parts = keys, keys, value_heads * value_dim
         (q, k, v), conv = convolve(causal_conv1d_prefill, rows, qkv, conv, parts=parts, **rows.checkpoints)
         q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, value_dim)
@@ -87,10 +96,9 @@ def convolved_delta_rule(
         out, recurrent = gated_delta_rule_prefill(
             q, k, v, g, beta, recurrent, layer, *where, **rows.checkpoints, **of_states
         )
-        return out, conv, recurrent
+        return out, conv, recurrent, *ring
 
-    out, conv, recurrent = at.apply(decode, prefill, (qkv, a, b), (conv, recurrent))
-    return out, conv, recurrent
+    return at.apply(decode, prefill, (qkv, a, b), (conv, recurrent, *ring))
 
 
 def _heads(x: jax.Array, dim: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.align.config import ConvState, RecurrentState, StateRing
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
@@ -82,27 +82,29 @@ class GatedDeltaNet(nnx.Module):
         window = ConvState(width, channels, conv_dtype, self.window_layout)
         return window, RecurrentState(shape, state_dtype, self.state_layout)
 
+    def ring(self, dtype: str) -> StateRing:
+        """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
+        return StateRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
+
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
-        conv, recurrent = pools
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         qkv, z, b, a = self.in_proj_qkvzba.with_wide_first(x, is_wide=not at.has_decode_rows)
-        out, conv, recurrent = convolved_delta_rule(
+        out, *pools_ = convolved_delta_rule(
             qkv,
-            a=a,
-            b=b,
-            conv_weight=self.conv1d.weight[...],
-            A_log=self.A_log[...],
-            dt_bias=self.dt_bias[...],
-            at=at,
-            conv=conv,
-            recurrent=recurrent,
+            a,
+            b,
+            self.conv1d.weight[...],
+            self.A_log[...],
+            self.dt_bias[...],
+            at,
+            *pools,
             allow_neg_eigval=self.allow_neg_eigval,
             window_layout=self.window_layout,
             state_layout=self.state_layout,
         )
         normed = self.norm(out, z.reshape(out.shape)).reshape(x.shape[0], -1)
-        return self.out_proj.sums(normed), conv, recurrent
+        return self.out_proj.sums(normed), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

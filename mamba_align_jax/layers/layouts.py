@@ -1,15 +1,25 @@
 """Chooses in which order of axes a model's windows and states lie in its pools."""
 
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+import jax
 from flax import nnx
 
 from mamba_align_jax import _values as values
 from pallas_kernels import StateLayout, WindowLayout
 
+M = TypeVar("M")
+WINDOW_LAYOUTS, STATE_LAYOUTS = get_args(WindowLayout), get_args(StateLayout)
+# For each attribute of mixers, its default, and the layers without which a model has no other.
+_DEFAULTS = {"window_layout": ("SD", "convolutions"), "state_layout": ("VK", "delta rules")}
+
 
 def set_pool_layouts(model: nnx.Module, *, windows: WindowLayout = "SD", states: StateLayout = "VK") -> None:
     """Sets the layouts of the pools of all mixers of a model, for pools that another program shares or reads.
 
-    Call it before `state_groups`, `shard_model` or an `Engine` reads the model. The tokens do not depend on it.
+    Call it before `state_groups`, `shard_model` or an `Engine` reads the model. The tokens do not depend on it. For one
+    engine only, set `EngineConfig.window_layout` and `state_layout` instead, which leave the model as it is.
 
     Args:
         model: The model, which is changed.
@@ -21,15 +31,58 @@ def set_pool_layouts(model: nnx.Module, *, windows: WindowLayout = "SD", states:
         ValueError: a layout is not known, or no mixer of the model has windows or states that can lie in it. The model
             is then unchanged.
     """
-    wanted = {"window_layout": windows, "state_layout": states}
-    values.choice("set_pool_layouts: windows", windows, ("SD", "DS"))
-    values.choice("set_pool_layouts: states", states, ("VK", "KV"))
-    modules = [module for _, module in nnx.iter_modules(model)]
-    having = {name: [module for module in modules if hasattr(module, name)] for name in wanted}
-    if windows != "SD" and not having["window_layout"]:
-        raise ValueError(f"set_pool_layouts: windows must be 'SD' for a model without convolutions, got {windows!r}")
-    if states != "VK" and not having["state_layout"]:
-        raise ValueError(f"set_pool_layouts: states must be 'VK' for a model without delta rules, got {states!r}")
-    for name, layout in wanted.items():
-        for module in having[name]:
+    values.choice("set_pool_layouts: windows", windows, WINDOW_LAYOUTS)
+    values.choice("set_pool_layouts: states", states, STATE_LAYOUTS)
+    layouts = {"window_layout": windows, "state_layout": states}
+    names = {"window_layout": "set_pool_layouts: windows must be", "state_layout": "set_pool_layouts: states must be"}
+    _check(model, layouts, names)
+    _set(model, layouts)
+
+
+def with_pool_layouts(model: M, window_layout: str | None = None, state_layout: str | None = None) -> M:
+    """Returns a model whose windows and states lie in its pools in the given layouts.
+
+    Args:
+        model: The model, which is not changed.
+        window_layout: "SD" or "DS", as `windows` of `set_pool_layouts`; None keeps what the model says.
+        state_layout: "VK" or "KV", as `states` of `set_pool_layouts`; None keeps what the model says.
+
+    Returns:
+        The model itself if it has these layouts, and otherwise a new one that shares the arrays of its parameters.
+
+    Raises:
+        ValueError: a layout is not known, or no mixer of the model has windows or states that can lie in it.
+    """
+    values.optional_choice("window_layout", window_layout, WINDOW_LAYOUTS)
+    values.optional_choice("state_layout", state_layout, STATE_LAYOUTS)
+    given = {"window_layout": window_layout, "state_layout": state_layout}
+    layouts = {name: layout for name, layout in given.items() if layout is not None}
+    if not layouts:
+        return model
+    _check(model, layouts, {name: f"{name} must be None or" for name in layouts})
+    if all(getattr(module, name) == layout for name, layout in layouts.items() for module in _having(model, name)):
+        return model
+    graph, state = nnx.split(model)
+    # The variables of `state` are the model's own, so the copy gets new ones.
+    copy = nnx.merge(graph, jax.tree.map(lambda array: array, state))
+    _set(copy, layouts)
+    return copy
+
+
+def _having(model: Any, name: str) -> list[Any]:
+    """Returns the modules that have a layout of this name."""
+    return [module for _, module in nnx.iter_modules(model) if hasattr(module, name)]
+
+
+def _check(model: Any, layouts: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuses a layout that is not the default if no module has it. `wanted` begins the errors."""
+    for name, layout in layouts.items():
+        default, needed = _DEFAULTS[name]
+        if layout != default and not _having(model, name):
+            raise ValueError(f"{wanted[name]} {default!r} for a model without {needed}, got {layout!r}")
+
+
+def _set(model: Any, layouts: Mapping[str, str]) -> None:
+    for name, layout in layouts.items():
+        for module in _having(model, name):
             setattr(module, name, layout)

@@ -24,7 +24,7 @@ from flax import nnx
 from mamba_align_jax.engine.config import SPECULATIONS
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.load.cells import COMPILE_S, Cell, cells, engine_config
-from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.modes import COMPARED_MODES, MODES
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import decode_idle, free_pools, medians, run_cell
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--workload", choices=("prefix_repetition", "multi_turn"), **several, help="default: prefix_repetition"
     )
     parser.add_argument("--loop", choices=("closed", "open"), **several, help="default: closed")
-    parser.add_argument("--mode", choices=COMPARED_MODES, **several, help="default: all")
+    parser.add_argument("--mode", choices=MODES, **several, help=f"default: {', '.join(COMPARED_MODES)}")
     parser.add_argument("--drafts", type=int, **several, help="draft tokens in each step; default: 0")
     parser.add_argument("--speculation", choices=SPECULATIONS, **several, help="what drafts; default: prompt_lookup")
     parser.add_argument("--stepping", choices=("sync", "async"), default="sync")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.sizing import align_config
-from mamba_align_jax.load.modes import COMPARED_MODES
+from mamba_align_jax.load.modes import COMPARED_MODES, MODES
 from mamba_align_jax.load.rows import Row
 from mamba_align_jax.load.workloads import ClosedLoop, Loop, MultiTurn, OpenLoop, PrefixRepetition, Workload
 
@@ -26,7 +26,7 @@ class Cell:
     Attributes:
         workload: What is sent.
         loop: When it is sent.
-        mode: A name in `COMPARED_MODES`.
+        mode: A name in `MODES`.
         speculation: What drafts: "prompt_lookup", "mtp" or "none".
         num_drafts: The number of draft tokens in each step.
     """
@@ -120,7 +120,7 @@ def engine_config(options: argparse.Namespace, cell: Cell, model: Any, longest: 
         model: The model that the engine will serve.
         longest: The number of tokens of the longest sequence of any cell.
     """
-    fields: dict[str, Any] = COMPARED_MODES[cell.mode] | dict(
+    fields: dict[str, Any] = MODES[cell.mode] | dict(
         block_size=options.block_size,
         kv_page_size=options.kv_page_size,
         max_model_len=longest,

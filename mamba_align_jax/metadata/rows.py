@@ -17,6 +17,22 @@ from pallas_kernels import CHUNK_SIZE, Chunks, chunk_rows
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class FoldRows:
+    """What decode and verify rows do with deferred states. All fields are int32.
+
+    Attributes:
+        slot: The slot whose ring each row reads and writes. [rows]
+        base: The position of the state in the block that the row reads. [rows]
+        block: The block that receives the state at the end of the row's fold group; NULL_BLOCK for none. [rows]
+    """
+
+    slot: jax.Array
+    base: jax.Array
+    block: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class LayerRows:
     """The rows of one kind with their blocks of one group. The fields are arguments of the kernels, and all are int32.
 
@@ -32,6 +48,7 @@ class LayerRows:
         checkpoint_offset: Tokens before each boundary inside a prefill row, in mode "all"; None otherwise. See
             `InteriorBoundaries`. [rows, boundaries]
         checkpoint_block: The block that keeps each of these boundaries; None like the offsets. [rows, boundaries]
+        fold: The rows' deferred states; None unless the policy is "deferred".
     """
 
     query_start_loc: jax.Array
@@ -42,6 +59,7 @@ class LayerRows:
     write: jax.Array
     checkpoint_offset: jax.Array | None = None
     checkpoint_block: jax.Array | None = None
+    fold: FoldRows | None = None
 
     @property
     def checkpoints(self) -> dict[str, Any]:
@@ -64,6 +82,7 @@ class Rows:
         write: Blocks that each row writes; see `LayerRows`. [groups, rows, 1 + K]
         checkpoint_offset: As in `LayerRows`. [rows, boundaries]
         checkpoint_block: As in `LayerRows`. [groups, rows, boundaries]
+        fold: As in `LayerRows`, but with `fold.block` [groups, rows].
     """
 
     query_start_loc: jax.Array
@@ -74,6 +93,7 @@ class Rows:
     write: jax.Array
     checkpoint_offset: jax.Array | None = None
     checkpoint_block: jax.Array | None = None
+    fold: FoldRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -91,6 +111,7 @@ class Rows:
             write=self.write[group],
             checkpoint_offset=self.checkpoint_offset,
             checkpoint_block=None if self.checkpoint_block is None else self.checkpoint_block[group],
+            fold=None if self.fold is None else replace(self.fold, block=self.fold.block[group]),
         )
 
 
@@ -197,7 +218,9 @@ def split_rows(
     num_decode_tokens = values.optional_integer("split_rows: num_decode_tokens", num_decode_tokens, 0)
 
     def rows(begin: int, end: int | None) -> Rows:
-        loc = batch.query_start_loc[begin : None if end is None else end + 1]
+        loc, folds, fold = batch.query_start_loc[begin : None if end is None else end + 1], indices.folds, None
+        if folds is not None:
+            fold = FoldRows(slot=folds.slot[begin:end], base=folds.base[begin:end], block=folds.block[:, begin:end])
         return Rows(
             query_start_loc=loc - loc[0],
             num_computed_tokens=indices.num_computed_tokens[begin:end],
@@ -205,6 +228,7 @@ def split_rows(
             conv_read=indices.conv_read[:, begin:end],
             window_row=indices.window_row[begin:end],
             write=indices.write[:, begin:end],
+            fold=fold,
         )
 
     prefill, chunk_size = rows(num_decode_rows, None), CHUNK_SIZE

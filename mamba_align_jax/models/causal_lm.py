@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.align.config import GroupSpec
+from mamba_align_jax.align.config import GroupSpec, StateRing
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import Linear
@@ -57,7 +57,7 @@ class Carry:
             return out, replace(self, kv=KVPages(keys=keys, values=values), passed=passed)
         group = self.kinds.index(mixer.kind)
         at = step.layer(number, group=group, implementation=self.implementation)
-        out, *states = mixer(x, at, *self.pool.states[group])
+        out, *states = mixer(x, at, *self.pool.states[group], *self.pool.ring(group))
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
 
     def feed_forward(self, layer: Any, x: jax.Array, step: StepInputs) -> jax.Array:
@@ -155,10 +155,14 @@ class CausalLM(nnx.Module):
             state_dtype: Dtype of recurrent states. Convolution windows have the model's dtype.
         """
         return tuple(
-            GroupSpec(kind, len(mixers), mixers[0].states(self.dtype, state_dtype))
+            GroupSpec(kind, len(mixers), mixers[0].states(self.dtype, state_dtype), self._ring(mixers[0]))
             for kind, mixers in self.mixers().items()
             if kind != ATTENTION
         )
+
+    def _ring(self, mixer: Any) -> StateRing | None:
+        """Returns what a mixer keeps for each slot under policy "deferred"; None if it does not serve that policy."""
+        return mixer.ring(self.dtype) if hasattr(mixer, "ring") else None
 
     def without_interior(self) -> list[str]:
         """Returns the classes of the mixers that keep no boundaries inside prefill rows, as mode "all" needs it."""

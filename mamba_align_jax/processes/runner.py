@@ -132,6 +132,8 @@ class Follower:
             case "do_step":
                 bucket = _bucket(values[0])
                 runner.do_step(bucket, self._inputs(bucket, message.words))
+            case "do_fold":
+                runner.do_fold(*values)
             case "do_store_pages":
                 runner.do_store_pages(*values)
             case "do_store_tokens":

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.chat_template import load_chat_template
-from mamba_align_jax.engine.config import PREFIX_CACHE_MODES, SPECULATIONS, STATE_DTYPES, EngineConfig
+from mamba_align_jax.engine.config import (
+    PREFIX_CACHE_MODES,
+    SPECULATIONS,
+    STATE_DTYPES,
+    STATE_LAYOUTS,
+    WINDOW_LAYOUTS,
+    EngineConfig,
+)
 from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.settings import WARMUPS, Limits, Settings
 
@@ -20,11 +28,18 @@ _ENGINE: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(
         ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_prefill_rows", "max_waiting"), int
     ),
-    **dict.fromkeys(("overtaking_limit", "block_size", "checkpoint_interval", "num_speculative_tokens"), int),
-    **dict.fromkeys(("num_state_blocks", "num_kv_pages"), int),
+    **dict.fromkeys(("overtaking_limit", "block_size", "kv_page_size", "checkpoint_interval", "fold_length"), int),
+    **dict.fromkeys(("num_speculative_tokens", "num_state_blocks", "num_kv_pages"), int),
     "memory_fraction": float,
 }
-_CHOICES = {"prefix_cache": PREFIX_CACHE_MODES, "speculation": SPECULATIONS, "state_dtype": STATE_DTYPES}
+_CHOICES = {
+    "prefix_cache": PREFIX_CACHE_MODES,
+    "policy": POLICIES,
+    "speculation": SPECULATIONS,
+    "state_dtype": STATE_DTYPES,
+    "window_layout": WINDOW_LAYOUTS,
+    "state_layout": STATE_LAYOUTS,
+}
 # What serves many clients best where it is not the engine's own default.
 _DEFAULTS = {"max_waiting": 1024}
 

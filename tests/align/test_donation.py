@@ -1,5 +1,6 @@
 """A donated step updates its pools in place: it allocates and copies nothing of the size of a pool."""
 
+import functools
 import re
 
 import jax
@@ -15,11 +16,13 @@ from mamba_align_jax import (
     GroupSpec,
     RecurrentState,
     StatePool,
+    StateRing,
     StepBatch,
     TableUpdates,
     add_requests,
     begin_step,
     finish_step,
+    fold_slots,
     migrate,
     split_rows,
     update_block_tables,
@@ -34,6 +37,7 @@ from pallas_kernels import (
     gated_delta_rule_update,
     selective_state_update,
 )
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 
 pytestmark = pytest.mark.usefixtures("optimized_programs")
 HEADS, DIM, WIDTH, ROWS = 2, 16, 4, 4
@@ -55,7 +59,7 @@ HOW = [
 def make_spec(policy, K, dtype, num_layers=3, layouts=("SD", "VK")):
     windows, states = layouts
     states = ConvState(WIDTH, CHANNELS, dtype, windows), RecurrentState((HEADS, DIM, DIM), dtype, states)
-    group = GroupSpec("gdn", num_layers, states)
+    group = GroupSpec("gdn", num_layers, states, StateRing(HEADS, DIM, HEADS, DIM, dtype))
     return AlignConfig((group,), 64, K, max_num_seqs=ROWS, max_model_len=1024, policy=policy)
 
 
@@ -68,18 +72,24 @@ def make_step(spec, num_decode_rows, implementation):
     def weights(dtype):
         return jnp.full((WIDTH, CHANNELS), 0.1, dtype), jnp.zeros(HEADS), jnp.zeros(HEADS)
 
-    def decode(rows, layer, x, gate, conv, recurrent):
+    def decode(rows, layer, x, gate, conv, recurrent, *ring):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0]
         qkv, conv = causal_conv1d_update(
             *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]), **of_windows
         )
+        if rows.fold is not None:
+            where = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read[0], rows.fold.block[0]
+            options = dict(max_query_tokens=spec.window, implementation=implementation)
+            operands = qkv, gate, gate, A_log, dt_bias, recurrent, *ring, layer, loc, *where
+            out, recurrent, *ring = gated_delta_rule_deferred(*operands, **options)
+            return out, conv, recurrent, *ring
         out, recurrent = gated_delta_rule_update(
             *(qkv, gate, gate, A_log, dt_bias, recurrent, layer, loc, rows.recurrent_read[0], write), **of_states
         )
         return out, conv, recurrent
 
-    def prefill(rows, layer, x, gate, conv, recurrent):
+    def prefill(rows, layer, x, gate, conv, recurrent, *ring):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0, :, 0]
         qkv, conv = causal_conv1d_prefill(
@@ -91,7 +101,7 @@ def make_step(spec, num_decode_rows, implementation):
         out, recurrent = gated_delta_rule_prefill(
             *(q, k, v, g, beta, recurrent, layer, loc, chunks, rows.recurrent_read[0], write), **of_states
         )
-        return out, conv, recurrent
+        return out, conv, recurrent, *ring
 
     def step(pool, state, tables, updates, additions, batch, tokens, num_sampled):
         tables = update_block_tables(tables, updates)
@@ -99,17 +109,17 @@ def make_step(spec, num_decode_rows, implementation):
         state, indices = begin_step(spec, state, batch, tables)
         pool = migrate(spec, pool, indices, implementation=implementation)
         split = split_rows(batch, indices, num_decode_rows)
-        conv, recurrent = pool.states[0]
+        carry = (*pool.states[0], *pool.ring(0))
         x = tokens
         for layer in range(spec.groups[0].num_layers):
             gate = x[:, :HEADS]
             run = lambda f, layer=layer: lambda rows, *arrays: f(rows, jnp.int32(layer), *arrays)
-            out, conv, recurrent = split.apply(
-                *(run(decode), run(prefill), (x, gate), (conv, recurrent)),
+            out, *carry = split.apply(
+                *(run(decode), run(prefill), (x, gate), tuple(carry)),
                 num_decode_tokens=num_decode_rows * (1 + spec.num_speculative_tokens),
             )
             x = jnp.tile(out.reshape(x.shape[0], -1), 3)
-        pool = pool.with_group(0, (conv, recurrent))
+        pool = pool.with_group(0, carry)
         state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables, implementation=implementation)
         return x, pool, state, tables
 
@@ -167,6 +177,25 @@ def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, imple
     given = arguments(spec, num_tokens, dtype)
     step = make_step(spec, decode_rows, implementation)
     assert pool_copies(step.lower(*given).compile(), given[:3]) == []
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), HOW)
+@pytest.mark.parametrize(("decode_rows", "num_tokens"), [(ROWS, 3 * ROWS), (2, 128)])
+def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_tokens, implementation, dtype):
+    """Chunks may follow verify rows, so that `migrate` writes states too. The rings are small."""
+    spec = make_spec("deferred", 2, dtype)
+    pool, *others = arguments(spec, num_tokens, dtype)
+    compiled = make_step(spec, decode_rows, implementation).lower(pool, *others).compile()
+    assert pool_copies(compiled, (pool.states, pool.rings, *others[:2])) == []
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), HOW)
+def test_a_donated_fold_copies_no_pool(implementation, dtype):
+    spec = make_spec("deferred", 2, dtype)
+    pool, state, tables, *_ = arguments(spec, 4, dtype)
+    fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))
+    compiled = fold.lower(state, pool, tables, jax.ShapeDtypeStruct((1,), "int32")).compile()
+    assert pool_copies(compiled, (pool.states, pool.rings, state)) == []
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)

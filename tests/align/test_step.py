@@ -316,7 +316,7 @@ BAD_SPECS = {
     "max_num_seqs must be at least 1, got 0": lambda: make_spec(max_num_seqs=0),
     "max_model_len must be at least 1, got 0": lambda: make_spec(max_model_len=0),
     "mode must be 'none', 'align' or 'all', got 'sometimes'": lambda: make_spec(mode="sometimes"),
-    "policy must be one of ['copy_free', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),
+    "policy must be one of ['copy_free', 'deferred', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),
     "block_size must be at least num_speculative_tokens + 1 = 5, got 4": lambda: make_spec(num_speculative_tokens=4),
     "num_speculative_tokens + 1 = 6, got 4": lambda: make_spec(num_speculative_tokens=5, mode="all"),
     "dtype must be one of ['bfloat16', 'float16', 'float32'], got 'int8'": lambda: ConvState(4, 8, "int8"),

@@ -80,9 +80,9 @@ def test_forgotten_requests_leave_no_records():
         prefill(cache, name, tokens[:12])
         decode(cache, name, tokens[:17], 12)
         cache.free(name)
-        assert list(cache.states._left) == [name]
+        assert list(cache.states._rolling.left) == [name]
         cache.forget(name)
-        assert cache.states._rolling == cache.states._left == {}
+        assert cache.states._rolling.kept == cache.states._rolling.left == {}
     assert cache.lookup(tokens[:17]).length == 16
     # A request that returns at another boundary than its own does not release its own.
     cache = make(60, 100)
@@ -92,7 +92,7 @@ def test_forgotten_requests_leave_no_records():
     assert cache.lookup(tokens[:26]).length == 24
     cache.free("a")
     assert prefill(cache, "a", tokens[:26]) == 24
-    assert cache.states._left == {}
+    assert cache.states._rolling.left == {}
     decode(cache, "a", tokens[:34], 26)
     assert cache.lookup(tokens[:17]).length == 16
 

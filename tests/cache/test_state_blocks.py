@@ -241,6 +241,113 @@ def test_blocks_needed_is_enough_for_one_request(block_size, K):
             manager.commit("a", tokens[:nc])
 
 
+@pytest.mark.parametrize(
+    ("block_size", "L", "K"), [(8, 8, 3), (16, 8, 3), (64, 16, 7), (16, 16, 7), (1, 1, 0), (6, 3, 1)]
+)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_blocks_needed_is_enough_for_one_deferred_request(block_size, L, K, lag):
+    """The smallest allowed pool is enough, also with a chunk in flight, however many drafts are accepted."""
+    rng = random.Random(0)
+    needed = StateBlockManager(99, block_size, K, fold_length=L).blocks_needed(lag)
+    for _ in range(30):
+        manager = StateBlockManager(1 + needed, block_size, K, fold_length=L, steps_in_flight=lag)
+        tokens = list(range(4 * block_size + 100 * (K + 1)))
+        low = high = 0
+        pending = []
+        for end in (block_size, 3 * block_size, 3 * block_size + rng.randrange(block_size)):
+            if end > high:
+                assert manager.allocate("a", high, high, end - high) is not None
+                manager.publish("a", tokens[:end])
+                manager.release("a")
+                low, high = end, end
+                pending.append(end)
+        for end in pending[: len(pending) - lag]:
+            manager.commit("a", tokens[:end])
+        pending = pending[len(pending) - lag :]
+        for _ in range(40):
+            drafts = rng.choice([0, K, K])
+            assert manager.allocate("a", low, high, 1 + drafts, drafts) is not None
+            manager.release("a")
+            done = (pending[-1] if pending else low) + rng.choice([1, 1 + drafts, rng.randint(1, 1 + drafts)])
+            pending.append(done)
+            while len(pending) > lag:
+                first = pending.pop(0)
+                manager.commit("a", tokens[:first])
+                known = first
+            low, high = (known, known) if not pending else (known + len(pending), known + len(pending) * (1 + K))
+
+
+def test_a_deferred_boundary_is_published_after_the_next_step_and_only_then():
+    manager, tokens = StateBlockManager(10, 4, 1, fold_length=4), list(range(20))
+    manager.allocate("a", 0, 0, 3)
+    assert manager.publish("a", tokens[:3]) == 0
+    manager.release("a")
+    assert manager.commit("a", tokens[:3]) == 0
+    assert manager.allocate("a", 3, 3, 2, 1) == [(1, 2)]
+    assert manager.release("a") == 0
+    assert manager.commit("a", tokens[:5]) == 0
+    assert manager.unfolded("a") == 4
+    assert manager.lookup(tokens).length == 0
+    # The next step starts at 5 tokens and folds the boundary 4. The state there is read until the boundary 8 is folded.
+    manager.allocate("a", 5, 5, 2, 1)
+    assert manager.release("a") == 4
+    assert manager.unfolded("a") == 0
+    assert manager.lookup(tokens) == Hit(4, ((0, 1),))
+    assert manager.columns("a").keys() == {0, 1}
+    assert manager.commit("a", tokens[:7]) == 0
+    # Without another step, a fold without tokens writes the boundary.
+    manager.allocate("a", 7, 7, 1)
+    assert manager.release("a") == 0
+    assert manager.commit("a", tokens[:8]) == 0
+    assert manager.unfolded("a") == 8
+    assert manager.folded("a") == 8
+    assert manager.lookup(tokens).length == 8
+    manager.free("a")
+    assert manager.unfolded("a") == 0
+
+
+def test_a_deferred_boundary_is_published_at_once_if_the_next_step_is_in_flight():
+    manager, tokens = StateBlockManager(10, 4, 1, fold_length=4, steps_in_flight=1), list(range(20))
+    manager.allocate("a", 0, 0, 3)
+    manager.publish("a", tokens[:3])
+    manager.release("a")
+    manager.allocate("a", 3, 3, 2, 1)
+    manager.release("a")
+    manager.allocate("a", 4, 5, 2, 1)
+    manager.release("a")
+    assert manager.commit("a", tokens[:3]) == 0
+    assert manager.commit("a", tokens[:5]) == 4
+    assert manager.lookup(tokens).length == 4
+
+
+def test_deferred_boundaries_are_lost_with_a_reset():
+    manager, tokens = StateBlockManager(10, 4, 1, fold_length=4), list(range(20))
+    for end, drafts in ((3, 0), (5, 1)):
+        manager.allocate("a", max(end - 2, 0), max(end - 2, 0), end if drafts == 0 else 2, drafts)
+        manager.release("a")
+        manager.commit("a", tokens[:end])
+    assert manager.unfolded("a") == 4
+    manager.reset()
+    assert manager.unfolded("a") == 0
+    assert manager.folded("a") == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("fold_length must be a divisor of block_size = 4, got 3", dict(fold_length=3)),
+        (
+            "fold_length must be more than 2 \\* num_speculative_tokens = 4, got 4",
+            dict(fold_length=4, num_speculative_tokens=2),
+        ),
+        ("fold_length must be at least 1, got 0", dict(fold_length=0)),
+    ],
+)
+def test_bad_fold_lengths_are_named(message, options):
+    with pytest.raises(ValueError, match=message):
+        StateBlockManager(10, 4, **options)
+
+
 def test_boundaries_after_a_stop_token_are_not_published():
     manager = StateBlockManager(10, 4, 2)
     manager.allocate("a", 0, 0, 7)

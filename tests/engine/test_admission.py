@@ -46,6 +46,8 @@ BAD_CONFIGS = {
     "policy": (None, 1, ["copy_free"], "eager"),
     "speculation": (None, 1, ["mtp"], {}, "guess"),
     "state_dtype": (None, np.float32, ["float32"], "int8"),
+    "window_layout": (1, True, ["SD"], {}, b"DS", "ds", "VK"),
+    "state_layout": (1, True, ["VK"], {}, b"KV", "kv", "SD"),
     "memory_fraction": (*NOT_NUMBERS, 0, -1, 1.5),
     "num_speculative_tokens": (*NOT_INTEGERS, -1, 8),
     "async_stepping": NOT_FLAGS,
@@ -55,6 +57,7 @@ BAD_CONFIGS = {
     **dict.fromkeys(
         (
             "block_size",
+            "fold_length",
             "kv_page_size",
             "prompt_lookup_min",
             "max_num_seqs",

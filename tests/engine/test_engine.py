@@ -331,6 +331,10 @@ def test_programs_have_no_conditional(model):
         (dict(num_kv_pages=1), "num_kv_pages must be at least 2, got 1"),
         (dict(max_model_len=2000), "max_model_len must be at most the model's 1024, got 2000"),
         (dict(state_dtype="int8"), "state_dtype must be .* got 'int8'"),
+        (
+            dict(state_layout="KV", policy="deferred"),
+            "state_layout must be None or 'VK' under policy 'deferred', got 'KV'",
+        ),
         (dict(memory_fraction=1.5), "memory_fraction must be in"),
         (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
         (dict(max_waiting=0), "max_waiting must be None or at least 1, got 0"),

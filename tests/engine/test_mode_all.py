@@ -84,6 +84,37 @@ def test_evicted_states_are_named_and_the_smallest_pool_serves():
     assert serve(engine, prompts[0])[0][1] == "evicted"
 
 
+@pytest.mark.parametrize("changes", [dict(), dict(policy="deferred", fold_length=8), dict(async_stepping=True)])
+def test_chunk_is_shorter_where_running_requests_leave_few_blocks(changes, tmp_path):
+    """The answers that run leave at most 4 blocks, and a chunk of 40 tokens needs 5."""
+    adds, sizes = "policy" in changes, dict(num_speculative_tokens=0, max_num_seqs=5, max_num_batched_tokens=40)
+    num_blocks = 9 if changes else 8
+    engine = Engine(Speller(adds=adds), EngineConfig(**SIZES | sizes | dict(num_state_blocks=num_blocks) | changes))
+    poison(engine)
+    for number in range(num_blocks - 5):
+        engine.add_request(book(number, 3), SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs = []
+    with engine.trace(tmp_path / "steps"):
+        for _ in range(8):
+            outputs += engine.step()
+        number = engine.add_request(book(5, 40), FEW)
+        while engine.has_unfinished:
+            outputs += engine.step()
+    for output in outputs:
+        tokens = list(output.prompt_token_ids)
+        for token in output.token_ids:
+            assert token == next_token(tokens, adds=adds)
+            tokens.append(token)
+    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    rows = [row for step in steps for row in step["rows"] if row["prefill"] and row["request"] == number]
+    ends = [row["computed"] + row["scheduled"] for row in rows]
+    assert len(outputs) == num_blocks - 4
+    assert len(ends) > 1
+    assert not any(end % 8 for end in ends)
+    assert engine.stats.null_reads == 0
+    engine.cache.check()
+
+
 def test_pools_are_sized_for_chunks():
     engine = make(num_state_blocks=None, num_kv_pages=None)
     # 5 for each of 3 running requests, 3 for the chunks of a step, and 4 x 3 sequences of 8 columns.

@@ -10,10 +10,42 @@ from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.errors import QueueFullError
 
 
-@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_requests_run_together_and_finish(mode):
     requests = [request(i, range(i, i + 5 * (i + 1))) for i in range(6)]
     serve(make(mode=mode), requests)
+    assert_complete(requests)
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_chunk_ends_at_the_last_boundary_for_which_there_are_blocks(steps_in_flight):
+    """In mode "all" a chunk of 40 tokens needs 5 blocks, and there are 4. A chunk of 32 gives back 3 of them at once."""
+    scheduler = make(num_blocks=5, mode="all", budget=40, steps_in_flight=steps_in_flight)
+    this, chunks = request(0, range(77), 1), []
+    listen = lambda row, tokens, late: chunks.append((row.start, row.num_tokens))
+    serve(scheduler, [this], steps_in_flight=steps_in_flight, heard=listen)
+    assert chunks == [(0, 32), (32, 24), (56, 21)]
+    assert_complete([this])
+
+
+def test_no_request_enters_while_a_chunk_is_shortened_for_want_of_blocks():
+    """The blocks that the first request lacks are those that another one would take."""
+    scheduler = make(num_blocks=6, mode="all", budget=56)
+    requests = [request(0, [0] * 50, 1), request(1, [1] * 7, 1)]
+    chunks = []
+    serve(
+        scheduler, requests, heard=lambda row, tokens, late: chunks.append((row.request.id, row.start, row.num_tokens))
+    )
+    assert chunks[:3] == [(0, 0, 40), (0, 40, 10), (1, 0, 7)]
+    assert_complete(requests)
+
+
+def test_chunk_is_not_shortened_for_want_of_pages():
+    """A request keeps its pages, so a shorter chunk would only take those that others need."""
+    scheduler, chunks = make(num_pages=13, mode="all", budget=60), []
+    requests = [request(0, [0] * 20, 12), request(1, [1] * 30, 1)]
+    serve(scheduler, requests, heard=lambda row, tokens, late: chunks.append((row.request.id, row.num_tokens)))
+    assert [length for number, length in chunks if number == 1 and length > 1] == [30]
     assert_complete(requests)
 
 
@@ -344,7 +376,7 @@ def test_any_schedule_computes_every_token_once(data):
     scheduler = make(
         num_blocks=data.draw(st.integers(1 + StateBlockManager(99, BLOCK, K).blocks_needed(in_flight), 13 + 3 * K)),
         num_pages=data.draw(st.integers(14, 40)),
-        mode=data.draw(st.sampled_from(["align", "align", "none"])),
+        mode=data.draw(st.sampled_from(["align", "all", "none"])),
         budget=data.draw(st.integers(1, 40)),
         prefill_rows=data.draw(st.integers(1, 3)),
         drafter=None if in_flight else foresight(data.draw(plan)),

@@ -40,6 +40,20 @@ CONFIGS = {
     "windows as wide as blocks, asynchronous": dict(
         block_size=8, kv_page_size=8, num_speculative_tokens=7, num_state_blocks=38, checked=True, async_stepping=True
     ),
+    "deferred": dict(
+        block_size=8, kv_page_size=4, num_speculative_tokens=3, num_state_blocks=25, policy="deferred", fold_length=8
+    ),
+    "deferred, every boundary, asynchronous": dict(
+        prefix_cache="all",
+        block_size=16,
+        kv_page_size=4,
+        num_speculative_tokens=3,
+        num_state_blocks=34,
+        policy="deferred",
+        fold_length=8,
+        checked=True,
+        async_stepping=True,
+    ),
     "every boundary, asynchronous": dict(
         prefix_cache="all",
         block_size=8,
@@ -51,7 +65,7 @@ CONFIGS = {
     ),
 }
 MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
-SPELLER = Speller(soak.STUTTER)
+SPELLER = Speller(soak.STUTTER, adds=True)
 
 
 def configured(**options):
@@ -214,7 +228,7 @@ def asks(config, vocab, min_budget=3):
 
 def foresight(plan):
     """A drafter of the speller's tokens; `plan` has pairs of (drafts, right drafts)."""
-    return Foresight(one_by_one(functools.partial(next_token, stutter=soak.STUTTER)), in_turn(plan), VOCAB)
+    return Foresight(one_by_one(functools.partial(next_token, stutter=soak.STUTTER, adds=True)), in_turn(plan), VOCAB)
 
 
 def crowd(engine, states, pages):
@@ -241,12 +255,13 @@ def overwrite(arrays, dead):
 
 def poison_free(engine):
     """Overwrites the blocks that are neither held nor cached."""
-    state, arrays = engine.runner.device_state, {}
-    for name, pool in (("pool", engine.cache.states.pool), ("kv", engine.cache.kv.pool)):
+    state, arrays = engine.runner.device_state, []
+    for old, pool in ((state.pool.states, engine.cache.states.pool), (state.kv, engine.cache.kv.pool)):
         dead = np.zeros(pool.num_blocks, bool)
         dead[[0, *pool._free]] = True
-        arrays[name] = overwrite(getattr(state, name), jnp.asarray(dead))
-    engine.runner.device_state = dataclasses.replace(state, **arrays)
+        arrays.append(overwrite(old, jnp.asarray(dead)))
+    states, kv = arrays
+    engine.runner.device_state = dataclasses.replace(state, pool=dataclasses.replace(state.pool, states=states), kv=kv)
 
 
 def run(engine, drawn, vocab, judge):

@@ -15,6 +15,7 @@ import pytest
 from failures.test_interrupts import Interrupt
 from fakes.engines import poison
 from fakes.speller import VOCAB, Speller, next_tokens
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import pool_entries, transfer
 from mamba_align_jax.engine.pool_entries import ArrayForm, entry_bytes, read_entries
 from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.models import load_model
+from mamba_align_jax.models import load_model, qwen3_5
 
 pytestmark = pytest.mark.usefixtures("one_program")
 SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
@@ -282,17 +283,33 @@ def test_another_configuration_is_refused(data, other):
     assert account(engine)[:2] == before[:2]
 
 
-def test_states_of_another_layout_are_refused(data):
-    """A square state has the same shape in both layouts, but other elements at its places."""
-
-    class Transposed(Speller):
-        def state_groups(self, *dtype):
-            (group,) = super().state_groups(*dtype)
-            window, state = group.states
-            return (dataclasses.replace(group, states=(window, dataclasses.replace(state, layout="KV"))),)
-
-    with pytest.raises(ValueError, match=r"^data must be a bundle of this model, these weights and these sizes"):
-        make(Transposed(1)).import_prefix(data)
+def test_prefixes_move_between_layouts():
+    """A bundle is in the default layout. One key head of 8 dims by 8 has the same shape in both layouts."""
+    config = qwen3_5.Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
+        layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    model = qwen3_5.Model(config, nnx.Rngs(0))
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=96, num_state_blocks=20, num_kv_pages=40)
+    sizes |= dict(block_size=16, num_speculative_tokens=2, checked=True)
+    layouts = {}, dict(window_layout="DS", state_layout="KV"), dict(window_layout="DS"), dict(state_layout="KV")
+    engines = [Engine(model, EngineConfig(**sizes, **layout)) for layout in layouts]
+    for engine in engines:
+        poison(engine)
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
+    for turn, first in enumerate(engines[:2]):
+        prompt = [(7 * i + turn) % 64 for i in range(53)]
+        first.generate(prompt, greedy)
+        data = first.export_prefix(prompt)
+        (wanted,) = first.generate(prompt, greedy)
+        for other in engines:
+            assert other.import_prefix(data, prompt) == 48
+            assert other.export_prefix(prompt) == data
+            (output,) = other.generate(prompt, greedy)
+            assert (output.token_ids, output.num_cached_tokens) == (wanted.token_ids, 48)
+        assert not any(engine.stats.null_reads for engine in engines)
 
 
 def test_other_weights_and_other_fields_of_a_configuration_are_refused():

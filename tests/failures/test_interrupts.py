@@ -20,6 +20,7 @@ STEPPING = {
     "sync": dict(DRAFTS, checked=True),
     "async": dict(DRAFTS, async_stepping=True),
     "pre_copy": dict(policy="pre_copy", max_waiting=20, overtaking_limit=3),
+    "deferred": dict(DRAFTS, policy="deferred", fold_length=8, checked=True),
 }
 # The stop string never comes whole, but parts of it are held back.
 PARAMS = SamplingParams(max_tokens=18, ignore_eos=True, stop=tuple(chr(60 + token) + "\n" for token in range(30)))

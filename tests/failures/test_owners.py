@@ -40,7 +40,8 @@ STUTTER = 2
 PARAMS = SamplingParams(max_tokens=18, ignore_eos=True)
 # Needs a program of a higher level, and changes no token.
 FULL = dataclasses.replace(PARAMS, logit_bias={0: 0.0}, logprobs=1)
-SPELLER = Speller(STUTTER)
+# It also runs under policy "deferred".
+SPELLER = Speller(STUTTER, adds=True)
 
 # Every method and function that a step, or the end of a request, calls on another part. The insides of the pools are
 # among them.
@@ -128,7 +129,8 @@ def assert_right(outputs, asked):
     for output, prompt in zip(outputs, asked, strict=True):
         assert list(output.prompt_token_ids) == prompt
         tokens = [*output.prompt_token_ids, *output.token_ids]
-        assert next_tokens(tokens[:-1], STUTTER)[len(prompt) - 1 :] == list(output.token_ids) or not output.token_ids
+        wanted = next_tokens(tokens[:-1], STUTTER, adds=True)[len(prompt) - 1 :]
+        assert wanted == list(output.token_ids) or not output.token_ids
         assert len(output.token_times) == len(output.token_ids)
         assert [found.token_id for found in output.logprobs or ()] == list(
             output.token_ids[: len(output.logprobs or ())]
@@ -141,7 +143,7 @@ def assert_nothing_is_held(engine):
     engine.cache.check()
     assert engine.cache.states.pool.num_held == engine.cache.kv.pool.num_held == engine.stats.null_reads == 0
     assert not engine.cache.states._requests
-    assert not engine.cache.states._left
+    assert not engine.cache.states._rolling.left
     assert not engine.cache.kv._requests
     assert not engine.scheduler.running
     assert len(engine.scheduler.waiting) == 0

@@ -60,7 +60,7 @@ class Device:
     It knows the tokens that it has sampled. Where a row's drafts are UNKNOWN it drafts by itself, as `plan` says.
 
     Args:
-        mode: "align" or "none".
+        mode: "align", "all" or "none".
         max_blocks: the most state blocks that a row may be given.
         plan: pairs of (drafts, right drafts), used in turn.
     """
@@ -103,6 +103,9 @@ class Device:
             assert self.pages[pages[position // PAGE]][position % PAGE] == tokens[: position + 1]
         for position in range(start, end):
             self.pages.setdefault(pages[position // PAGE], {})[position % PAGE] = tokens[: position + 1]
+        if self.mode == "all" and row.is_prefilling:
+            for boundary in range((start // BLOCK + 1) * BLOCK, end, BLOCK):
+                self.states[columns[self.column(boundary)]] = tokens[:boundary]
         if not row.samples:
             self.states[columns[self.column(end)]] = tokens[:end]
             self.live[slot], self.computed[slot] = self.column(end), end
@@ -117,7 +120,7 @@ class Device:
         computed = certain + len(sampled) - 1
         self.live[slot] = self.column(end) + len(sampled) - 1
         boundary = computed // BLOCK * BLOCK
-        if boundary >= certain and self.mode == "align":
+        if boundary >= certain and self.mode != "none":
             self.states[columns[self.column(boundary)]] = tokens[:boundary]
             if self.column(boundary) == self.column(end):
                 self.live[slot] = self.column(end)
@@ -163,7 +166,8 @@ def serve(
         heard: called with a row, its tokens and whether they came too late, when they are read.
     """
     states = scheduler.cache.states
-    device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight), plan), [], 0
+    inside = -(-scheduler.max_num_batched_tokens // BLOCK) if states.mode == "all" else 0
+    device, done, step = device or Device(states.mode, states.blocks_needed(steps_in_flight) + inside, plan), [], 0
     arrivals = arrivals or [0] * len(requests)
     waiting = sorted(zip(arrivals, range(len(requests)), strict=True))
     gone, in_flight = set(), deque()

@@ -67,6 +67,10 @@ class Machine(UnusualHost, RuleBasedStateMachine):
     width = None
     # Whether `replay` keeps the boundaries inside chunks.
     keeps_interior = True
+    # The configurations of the policies that run every step, and the one to which the others are compared.
+    policies, main = POLICIES, "copy_free"
+    # Chunks may end anywhere here. One that starts inside a block and ends after it leaves one block more.
+    more_blocks = 1
 
     @initialize(
         mode=st.sampled_from(["align", "align", "align", "none", "all"]),
@@ -88,24 +92,37 @@ class Machine(UnusualHost, RuleBasedStateMachine):
             max_model_len=LONGEST - 7 * (9 - block_size),
             mode=mode,
         )
-        self.size, self.K, self.lag, self.never = self.spec.state_block_size, K, lag, never
         self.num_blocks = 1 + room * self.spec.blocks_per_request(lag, max_chunk=2 * block_size)
         self.manager = StateBlockManager(self.num_blocks, block_size, K, mode=mode)
-        self.pools = {policy: Pool(self.num_blocks, width, K, self.size) for policy in POLICIES}
-        self.states = {policy: AlignState.create(WIDEST) for policy in POLICIES}
-        self.known = to_numpy(self.states["copy_free"])
+        size = self.spec.state_block_size
+        self.pools = {policy: Pool(self.num_blocks, width, K, size) for policy in POLICIES}
+        self.open(lag, never, first)
+
+    def open(self, lag, never, first):
+        """Makes the slots, after the spec, the manager and the pools, and lets the first requests enter."""
+        self.size, self.K, self.lag, self.never = (
+            self.spec.state_block_size,
+            self.spec.num_speculative_tokens,
+            lag,
+            never,
+        )
+        self.states = {policy: AlignState.create(base) for policy, base in self.policies.items()}
+        self.known = to_numpy(self.states[self.main])
         self.tables = BlockTables(blocks=jnp.full_like(BlockTables.create(WIDEST).blocks, STALE))
         self.requests, self.cached = [None] * SLOTS, set()
         tables = np.full(self.tables.blocks.shape, STALE, np.int32)
-        # Mode "all" reads and writes as "align" does, and keeps more.
-        host = replace(self.spec, policy="pre_copy", mode="align" if mode == "all" else mode)
-        self.host_path = HostPath(host, tables, SLOTS)
+        self.host_path = self.make_host_path(tables)
         # The tokens that were computed, by request, and may be continued.
         self.history = collections.deque([(None, ())], maxlen=6)
         self.names, self.token = itertools.count(), itertools.count()
         self.start()
         for turn in first:
             self.turn_over(*turn)
+
+    def make_host_path(self, tables):
+        # Mode "all" reads and writes as "align" does, and keeps more.
+        mode = "align" if self.spec.mode == "all" else self.spec.mode
+        return HostPath(replace(self.spec, policy="pre_copy", mode=mode), tables, SLOTS)
 
     def start(self):
         """Does nothing here. A subclass repeats the step elsewhere."""
@@ -186,11 +203,15 @@ class Machine(UnusualHost, RuleBasedStateMachine):
                 request = self.requests[row.slot]
                 request.computed = row.after
                 self.offer(request, row)
-                self.manager.release(request.name)
+                self.release(request, row)
                 request.pending.append(row)
                 self.read(request, min(unread, self.lag))
                 if len(request.computed) + 1 >= self.spec.max_model_len:
                     self.drop(row.slot)
+
+    def release(self, request, row):
+        """Tells the manager that a row was dispatched."""
+        self.manager.release(request.name)
 
     def arrange(self, rows, order):
         """Draws any order of the rows, with padding rows anywhere."""
@@ -248,8 +269,7 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         found = set() if hit is None else {block for _, block in hit.blocks}
         row.held = self.manager.columns(request.name)
         row.given = frozenset(block for _, block in entries) - found
-        # Chunks may end anywhere here. One that starts inside a block and ends after it leaves one block more.
-        most = self.manager.blocks_needed(self.lag) + 1
+        most = self.manager.blocks_needed(self.lag) + self.more_blocks
         assert len(row.held) <= most or self.spec.mode == "all", f"{row} holds {row.held}"
         for pool in self.pools.values():
             for block in found:
@@ -267,12 +287,20 @@ class Machine(UnusualHost, RuleBasedStateMachine):
                 # The first token of the last step ends the sequence, but the device continued after it.
                 row = replace(row, accepted=1)
             request.known = len(row.after)
-            boundary = self.manager.commit(request.name, row.after)
+            boundary = self.commit(request, row)
             kept = [] if self.spec.mode == "none" or row.offered else [row.boundary(self.size)]
             if self.spec.mode == "all" and row.drafts < 0 and not row.offered:
                 kept = row.inside(self.size)
+            kept = self.kept_now(request, row, kept)
             assert boundary == max(kept, default=0)
             self.keep_cached(request, row, filter(None, kept))
+
+    def commit(self, request, row):
+        return self.manager.commit(request.name, row.after)
+
+    def kept_now(self, request, row, kept):
+        """Of the boundaries that a row keeps, those that are published when its result is read."""
+        return kept
 
     def dispatch(self, rows, entering, entries):
         """Runs the step on the device and replays it on every pool."""
@@ -299,14 +327,12 @@ class Machine(UnusualHost, RuleBasedStateMachine):
         resumed = [self.requests[slot].name for slot in slots if self.requests[slot].resumed]
         host_inputs = self.host_path.before(names, host_rows, places, resumed, num_sampled)
         was = self.known
-        self.tables, results, fused, interior = run_step(
-            np.int32(self.size), self.states, self.tables, additions, updates, batch, num_sampled, host_inputs
-        )
+        self.tables, results, fused, interior = self.run(additions, updates, batch, num_sampled, host_inputs)
         self.states = {policy: state for policy, (_, _, state, _) in results.items()}
         holders = collections.Counter(block for name in running for block in self.manager.columns(name).values())
         still = sorted(set(range(SLOTS)) - {*slots, *(row.slot for row in rows if row.inputs)})
         after = to_numpy(self.states)
-        self.known = after["copy_free"]
+        self.known = after[self.main]
         for policy, (_, indices, _, plan) in results.items():
             self.pools[policy].start(rows, holders, self.cached)
             self.replay(policy, batch, to_numpy(indices), to_numpy(plan))
@@ -316,17 +342,22 @@ class Machine(UnusualHost, RuleBasedStateMachine):
             self.pools[policy].check_finished(after[policy])
             for name in ("num_computed_tokens", "num_accepted_tokens", "running_column"):
                 now = getattr(after[policy], name)
-                assert (now == getattr(after["copy_free"], name)).all(), f"{name} depends on the policy"
+                assert (now == getattr(after[self.main], name)).all(), f"{name} depends on the policy"
                 assert (now[still] == getattr(was, name)[still]).all(), f"{name} of a slot without tokens has changed"
-        _, indices, _, plan = to_numpy(results["pre_copy"])
-        self.host_path.check(indices, plan, fused, after["pre_copy"], running)
-        _, indices, _, plan = to_numpy(results["copy_free"])
-        self.count_events(rows, indices, plan, was, after["copy_free"])
+        if "pre_copy" in results:
+            _, indices, _, plan = to_numpy(results["pre_copy"])
+            self.host_path.check(indices, plan, fused, after["pre_copy"], running)
+        _, indices, _, plan = to_numpy(results[self.main])
+        self.count_events(rows, indices, plan, was, after[self.main])
         if self.spec.mode == "all":
             inside = [b for row in rows for b in row.inside(self.size) if b < len(row.after)]
             self.events["boundaries inside chunks"] += len(inside)
         self.events["prefix hits"] += sum(count > 0 for count in computed)
         self.events["resumed"] += len(resumed)
+
+    def run(self, *inputs):
+        """Runs the step under every policy."""
+        return run_step(np.int32(self.size), self.states, self.tables, *inputs)
 
     def replay(self, policy, batch, indices, plan):
         """Checks the step of one policy: first what needs no pool, then on a pool of tokens."""

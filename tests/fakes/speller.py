@@ -1,7 +1,8 @@
 """A model whose next token is exactly known.
 
 It adds up its recurrent state, its convolution window and its keys in whole numbers, so that a token is right only if all
-three were read from the right places.
+three were read from the right places. With `adds` its state is a sum, so that policy "deferred" can serve it: an entry is
+what a token adds.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_align_jax import ConvState, GroupSpec, RecurrentState
+from mamba_align_jax import ConvState, GroupSpec, RecurrentState, StateRing
 from mamba_align_jax.kv import KVPages, KVSpec
 from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels.blocks import read_blocks, write_blocks
@@ -21,15 +22,16 @@ VOCAB, PRIME = 61, 8191
 TAPS = (1, 5, 25, 125)
 
 
-def next_tokens(tokens, stutter=0):
+def next_tokens(tokens, stutter=0, adds=False):
     """The token that the model chooses after each of `tokens`.
 
-    Its state and its keys depend on all tokens up to there, its window on the last four. `stutter` is as for `Speller`.
+    Its state and its keys depend on all tokens up to there, its window on the last four. `stutter` and `adds` are as for
+    `Speller`.
     """
     state = keys = 0
     said = []
     for position, token in enumerate(tokens):
-        state = (31 * state + token + 1) % PRIME
+        state = state + (token + 1) * (1 + position % 11) if adds else (31 * state + token + 1) % PRIME
         keys += (token + 1) * (1 + position % 7)
         last = tokens[max(position - len(TAPS) + 1, 0) : position + 1][::-1]
         total = state + keys + sum(tap * (token + 1) for tap, token in zip(TAPS[::-1], last, strict=False))
@@ -37,9 +39,9 @@ def next_tokens(tokens, stutter=0):
     return said
 
 
-def next_token(tokens, stutter=0):
+def next_token(tokens, stutter=0, adds=False):
     """The token that the model chooses after `tokens`."""
-    return next_tokens(tokens, stutter)[-1]
+    return next_tokens(tokens, stutter, adds)[-1]
 
 
 def checkpoints(rows):
@@ -53,19 +55,23 @@ class Config(NamedTuple):
 
 
 class Speller(nnx.Module):
-    """The model. With `stutter` 1 or 2, so many thirds of its tokens repeat the last one, which prompt lookup guesses."""
+    """The model. With `stutter` 1 or 2, so many thirds of its tokens repeat the last one, which prompt lookup guesses.
+
+    With `adds` its state is the sum of its tokens, each by a factor that depends on its position.
+    """
 
     dtype = "float32"
 
-    def __init__(self, stutter=0):
+    def __init__(self, stutter=0, adds=False):
         self.config = Config()
-        self.stutter = stutter
+        self.stutter, self.adds = stutter, adds
 
     def kv_spec(self):
         return KVSpec(1, 1, 1, 0, self.dtype)
 
     def state_groups(self, state_dtype="float32"):
-        return (GroupSpec("speller", 1, (ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1), state_dtype))),)
+        states = ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1, 1), state_dtype)
+        return (GroupSpec("speller", 1, states, StateRing(1, 1, 1, 1, self.dtype) if self.adds else None),)
 
     def without_interior(self):
         return []
@@ -84,20 +90,45 @@ class Speller(nnx.Module):
             held = keys[0, pages[at.row]].reshape(at.row.shape[0], -1)
             return jnp.sum(jnp.where(seen, held * (1.0 + (place % 7).astype(jnp.float32)), 0), axis=1)
 
-        def recur(rows, at, x, pool, write):
+        def added(rows, at, x):
+            """What each token adds to the state."""
+            if not self.adds:
+                return x
+            return x * (1.0 + ((rows.num_computed_tokens[at.row] + at.offset) % 11).astype(jnp.float32))
+
+        def recur(rows, at, x, states, pool, write):
             """Updates the state token by token. `write` is the block that each token writes, NULL_BLOCK for none."""
+            x = added(rows, at, x)
 
             def run(i, carry):
                 states, pool, out = carry
-                new = jnp.where(at.valid[i], (31 * states[at.row[i]] + x[i]) % PRIME, states[at.row[i]])
+                old = states[at.row[i]]
+                new = old + x[i] if self.adds else (31 * old + x[i]) % PRIME
+                new = jnp.where(at.valid[i], new, old)
                 pool = write_blocks(pool, layer, write[i][None], new[None])
-                return states.at[at.row[i]].set(new), pool, out.at[i].set(new[0, 0])
+                return states.at[at.row[i]].set(new), pool, out.at[i].set(new[0, 0, 0])
 
-            states = read_blocks(pool, layer, rows.recurrent_read[0])
             return jax.lax.fori_loop(0, x.shape[0], run, (states, pool, jnp.zeros(x.shape[0])))[1:]
 
+        def fold(rows, at, x, states, pool, ring):
+            """Returns the state before each row's first token, the pool with complete fold groups, and the ring."""
+            keys, corrections, decays = ring
+            slot, base, places = rows.fold.slot, rows.fold.base, corrections.shape[3]
+            position = base[:, None] + jnp.arange(places)
+            entry = corrections[0, slot[:, None], 0, position % places, 0]
+            until = lambda end: jnp.sum(jnp.where(position < end[:, None], entry, 0), axis=1)[:, None, None, None]
+            group_end = (base // (places // 2) + 1) * (places // 2)
+            pool = write_blocks(pool, layer, rows.fold.block[0], states + until(group_end))
+            states = states + until(rows.num_computed_tokens)
+            new = jnp.where(at.valid, slot[at.row], corrections.shape[1])
+            place = (rows.num_computed_tokens[at.row] + at.offset) % places
+            put = lambda array, values: array.at[0, new, 0, place].set(values, mode="drop")
+            x = added(rows, at, x)
+            ring = put(keys, jnp.ones((*x.shape, 1))), put(corrections, x[:, None]), put(decays, jnp.zeros(x.shape))
+            return states, pool, ring
+
         def rows_of(conv_op, pages, is_decode):
-            def run(rows, x, conv, recurrent):
+            def run(rows, x, conv, recurrent, *ring):
                 loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
                 keeps = {} if rows.checkpoint_block is None else checkpoints(rows)
                 window, conv = conv_op(
@@ -122,10 +153,14 @@ class Speller(nnx.Module):
                     here = keeps["checkpoint_offset"][at.row] == at.offset[:, None] + 1
                     inside = jnp.sum(jnp.where(here, keeps["checkpoint_block"][at.row], NULL_BLOCK), axis=1)
                     write = jnp.where(at.valid & ~last, inside, write)
-                recurrent, states = recur(rows, at, x, recurrent, write)
+                states = read_blocks(recurrent, layer, rows.recurrent_read[0])
+                if is_decode and rows.fold is not None:
+                    states, recurrent, ring = fold(rows, at, x, states, recurrent, ring)
+                    write = jnp.full_like(write, NULL_BLOCK)
+                recurrent, states = recur(rows, at, x, states, recurrent, write)
                 out = window[:, 0] + states + attend(rows, at, pages)
                 out = jnp.where(out % 3 < self.stutter, x - 1, out)
-                return jnp.where(at.valid, out, 0), conv, recurrent
+                return jnp.where(at.valid, out, 0), conv, recurrent, *ring
 
             return run
 
@@ -133,7 +168,7 @@ class Speller(nnx.Module):
             rows_of(causal_conv1d_update, step.pages.page_table[:num_decode_rows], True),
             rows_of(causal_conv1d_prefill, step.pages.page_table[num_decode_rows:], False),
             (x,),
-            pool.states[0],
+            (*pool.states[0], *pool.ring(0)),
         )
         return out[:, None], pool.with_group(0, states), KVPages(keys=keys, values=kv.values)
 

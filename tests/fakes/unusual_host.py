@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from oracles.tokens import last_inputs, to_numpy
+from oracles.tokens import Row, last_inputs, to_numpy
 
 from mamba_align_jax import Corrections, correct_counts
 
@@ -36,7 +36,7 @@ class UnusualHost:
         results = {policy: correct(state, corrections) for policy, state in self.states.items()}
         assert all(int(count) == len(refused) for _, count in results.values())
         self.states = {policy: state for policy, (state, _) in results.items()}
-        self.known = to_numpy(self.states["copy_free"])
+        self.known = to_numpy(self.states[self.main])
         self.events["goes back"] += len(corrected)
 
     def offer(self, request, row):
@@ -67,7 +67,7 @@ class UnusualHost:
         self.cached -= {block for _, block in entries}
         tokens = request.prompt[:count]
         self.fill(dict(entries)[(count - 1) // self.size], tokens)
-        if self.manager.commit(request.name, tokens) and self.spec.mode != "none":
+        if self.commit(request, Row(-1, (), tokens)) and self.spec.mode != "none":
             self.cached.add(dict(entries)[(count - 1) // self.size])
         self.host_path.enter(request.name, (count - 1) // self.size)
         self.events["enters inside a block"] += count % self.size > 0

@@ -16,7 +16,6 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.layers.layouts import set_pool_layouts
 from mamba_align_jax.models import load_model
 from mamba_align_jax.models.causal_lm import ATTENTION
 
@@ -120,24 +119,44 @@ def test_engine_generates_the_reference_tokens_from_boundaries_inside_chunks(nam
     check_engine(load_model(path), tokens, monkeypatch, config)
 
 
+DELTA_NETS = ("qwen3_5_text", "olmo_hybrid", "qwen3_next", "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.deep] if n in DELTA_NETS[1:] else []) for n in DELTA_NETS]
+)
+@pytest.mark.parametrize("mode", ["align", pytest.param("all", marks=pytest.mark.deep)])
+def test_engine_generates_the_reference_tokens_from_deferred_states(name, mode, tmp_path, monkeypatch):
+    path, tokens, _ = MODELS[name](tmp_path)
+    config = dataclasses.replace(CONFIG, policy="deferred", fold_length=8, prefix_cache=mode)
+    check_engine(load_model(path), tokens, monkeypatch, config)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_text", *(pytest.param(n, marks=pytest.mark.deep) for n in LAID_OUT)])
 def test_engine_generates_the_reference_tokens_from_pools_of_another_layout(name, tmp_path, monkeypatch):
     """Windows are [channels, window]. States of the delta rule are [key_dim, value_dim], and others have one layout."""
     path, tokens, _ = MODELS[name](tmp_path)
     model = load_model(path)
+    config = dataclasses.replace(CONFIG, window_layout="DS", state_layout=LAID_OUT.get(name, "KV"))
+    engine = check_engine(model, tokens, monkeypatch, config)
     plain = model.state_groups()
-    set_pool_layouts(model, windows="DS", states=LAID_OUT.get(name, "KV"))
-    for group, other in zip(model.state_groups(), plain, strict=True):
+    for group, other in zip(engine.spec.groups, plain, strict=True):
         for state, same in zip(group.states, other.states, strict=True):
             shape, moved = same.block_shape(2), state.layout in ("DS", "KV")
             assert state.block_shape(2) == ((*shape[:-2], shape[-1], shape[-2]) if moved else shape)
             assert moved == (state.layout != same.layout)
-    assert model.state_groups() != plain
-    check_engine(model, tokens, monkeypatch)
+    for pool, group in zip(engine.runner.device_state.pool.states, engine.spec.groups, strict=True):
+        assert [array.shape[2:] for array in pool] == [state.block_shape(2) for state in group.states]
+    # The caller's model is as it was, so that another engine may have it.
+    assert {state.layout for group in plain for state in group.states} <= {"SD", "VK"}
+    assert engine.spec.groups != plain
 
 
 def check_engine(model, tokens, monkeypatch, config=CONFIG):
-    """Runs the sequence in chunks, from cached states of its answer and its prompt, with and without drafts, preempted."""
+    """Runs the sequence in chunks, from cached states of its answer and its prompt, with and without drafts, preempted.
+
+    Returns the engine.
+    """
     if model.mtp is None:
         # None, one or both of the drafts are right, depending on the number of tokens.
         plan = lambda tokens: (config.num_speculative_tokens, len(tokens) // 4 % 3)
@@ -177,3 +196,4 @@ def check_engine(model, tokens, monkeypatch, config=CONFIG):
     assert stats.draft_tokens[0] > stats.accepted_tokens[0] > stats.accepted_tokens[1] > 0
     assert stats.null_reads == 0
     engine.cache.check()
+    return engine

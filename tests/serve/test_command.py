@@ -50,6 +50,8 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     given = options(
         *("--max-num-seqs", "3", "--memory-fraction", "0.5", "--async-stepping", "--speculation", "mtp"),
         *("--api-key", "sk-a", "--api-key-file", str(file), "--limit-body-bytes", "100", "--limit-call-s", "7.5"),
+        *("--window-layout", "DS", "--state-layout", "VK", "--kv-page-size", "32"),
+        *("--policy", "deferred", "--fold-length", "32"),
         *("--served-model-name", "name", "--min-priority", "-3", "--warmup", "none", "--port", "0"),
     )
     settings = command.make_settings(given)
@@ -65,7 +67,18 @@ def test_options_are_the_engines_and_the_servers(tmp_path):
     with pytest.raises(ValueError, match="enough"):
         command.run(given, load)
     assert found == [
-        EngineConfig(max_num_seqs=3, memory_fraction=0.5, async_stepping=True, speculation="mtp", max_waiting=1024)
+        EngineConfig(
+            max_num_seqs=3,
+            memory_fraction=0.5,
+            async_stepping=True,
+            speculation="mtp",
+            max_waiting=1024,
+            window_layout="DS",
+            state_layout="VK",
+            kv_page_size=32,
+            policy="deferred",
+            fold_length=32,
+        )
     ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fakes.driver import DATA
 from fakes.engines import poison
+from fakes.split_models import assert_same_everywhere, qwen, randomised
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,7 +38,7 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.step_inputs import step_inputs
-from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
+from mamba_align_jax.models import load_model, mamba, nemotron_h
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
 from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
@@ -58,40 +59,9 @@ def mesh():
     return Mesh(np.array(jax.devices()), (AXIS,))
 
 
-def randomised(make):
-    """What `make` returns for an `nnx.Rngs`, with random norms, biases and rates too. The arrays are in host memory."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
-
-    def draw(place, variable):
-        base = float(place[-1] == "weight" and variable.ndim == 1)
-        return variable.replace((base + 0.25 * rng.normal(size=variable.shape)).astype(variable.dtype))
-
-    drawn = [(place, draw(place, variable)) for place, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(drawn))
-
-
 @pytest.fixture(scope="module")
 def model():
-    """A model whose two key heads of either kind do not divide among four devices."""
-    config = qwen3_5.Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
-        layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16,
-        max_position_embeddings=256, mtp_num_hidden_layers=1,
-    )  # fmt: skip
-    model = randomised(functools.partial(qwen3_5.Model, config))
-    # Each device has a likely token, so that a random draft head guesses some.
-    weight = model.lm_head.weight
-    weight.set_value(weight[...] * jnp.where(jnp.arange(64) % 16 == 5, 1, 0.1)[:, None])
-    return model
-
-
-def assert_same_everywhere(tree):
-    for array in jax.tree.leaves(tree):
-        first, *others = [np.asarray(shard.data) for shard in array.addressable_shards]
-        assert len(others) == 3
-        assert all(np.array_equal(first, other, equal_nan=True) for other in others)
+    return qwen()
 
 
 def run(engines, each_step=lambda: None):
@@ -166,6 +136,25 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     state = lookup.runner.device_state
     assert_same_everywhere((state.state, state.tables, state.pending))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
+
+
+def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh):
+    """The rings are split by heads: two key heads are repeated, as those of the windows are."""
+    config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="deferred", fold_length=8, checked=True)
+    one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
+    for engine in (one, four):
+        poison(engine)
+    run([one, four])
+    stats, other = (dataclasses.replace(engine.stats, state_bytes_copied=0) for engine in (one, four))
+    assert stats == other
+    assert stats.null_reads == 0
+    assert sum(stats.accepted_tokens) > 0
+    assert stats.hit_requests > 0
+    keys, corrections, decays = four.runner.device_state.pool.rings[0]
+    assert [x.sharding.shard_shape(x.shape)[2] for x in (keys, corrections, decays)] == [1, 2, 2]
+    states = [engine.runner.device_state.state for engine in (one, four)]
+    assert_same_everywhere(states[1])
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_prefixes_move_between_numbers_of_devices(model, mesh):

@@ -16,7 +16,7 @@ from failures.test_interrupts import Calls, Interrupt
 from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
 from fakes.letters import Letters
 
-from mamba_align_jax import Engine, EngineConfig, cli
+from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
@@ -94,6 +94,16 @@ def test_follower_has_the_bits_of_the_leader(stepping):
     assert engine.stats.hit_requests > 0
     wanted = {"compile", "do_step", "do_store_pages", "do_make_sampler", "do_store_request"}
     assert set(engine.mirror.names) >= wanted | ({"do_store_tokens"} if stepping == "async" else set())
+
+
+@pytest.mark.usefixtures("one_program")
+def test_follower_folds_where_the_leader_folds():
+    config = EngineConfig(**SIZES | dict(policy="deferred", block_size=16, fold_length=8, num_speculative_tokens=0))
+    engine = MirroredEngine(SPELLER, config)
+    # The last token that has a state is the last one of a block.
+    engine.generate(list(range(10)), SamplingParams(max_tokens=7, ignore_eos=True))
+    assert engine.mirror.names.count("do_fold") == 1
+    engine.assert_mirrored()
 
 
 @pytest.mark.usefixtures("one_program")

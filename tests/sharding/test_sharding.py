@@ -55,19 +55,20 @@ def test_heads_that_do_not_divide_are_refused():
         columns([Part(6, 8)], 4)
 
 
-def test_on_four_devices():
+@pytest.mark.parametrize("name", ["four_devices.py", "layouts_on_devices.py"])
+def test_on_several_devices(name):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     # XLA on a CPU needs more threads than devices: a triangular solve waits in one thread for others.
     environment = {**os.environ, "PYTHONPATH": path, "NPROC": "16", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "pytest", "-v", "--durations=9", "-p", "no:cacheprovider"]
     command += ["--depth=full"] if depth.is_full() else []
     # A process that hangs first says where, and then ends: it must not stop the whole suite.
-    command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name("four_devices.py"))]
+    command += ["-o", f"faulthandler_timeout={LIMIT // 2}", str(Path(__file__).with_name(name))]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT
         )
     except subprocess.TimeoutExpired as late:
-        pytest.fail(f"four devices took more than {LIMIT} s, so far:\n{(late.stdout or b'').decode()}")
+        pytest.fail(f"{name} took more than {LIMIT} s, so far:\n{(late.stdout or b'').decode()}")
     assert done.returncode == 0, done.stdout.decode()
     print(done.stdout.decode())

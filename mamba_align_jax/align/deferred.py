@@ -1,0 +1,247 @@
+"""Deferred states on the device: what a step does with them, and the two ways to write one without a token.
+
+Under policy "deferred" a slot's state is the state at its base, plus the entries of its ring since. Decode and verify rows
+fold in the kernel that runs their tokens. A chunk after a verify row, and a request that ends on a boundary, need the state
+itself: `settle` and `fold_slots` write it.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.columns import fold_end
+from mamba_align_jax.align.config import AlignConfig, RecurrentState, StateRing
+from mamba_align_jax.align.policy import fold_places
+from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.state import AlignState
+from mamba_align_jax.align.tables import BlockTables
+from pallas_kernels import NULL_BLOCK, Implementation
+from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Folds:
+    """The deferred states of a step's rows. Idle and padding rows have NULL_BLOCK everywhere.
+
+    Attributes:
+        slot: The slot whose ring each row uses, 0 for padding rows. int32 [rows].
+        base: The position of the row's state. int32 [rows].
+        position: The position of the row's first token. int32 [rows].
+        read: The block with the state at `base`; NULL_BLOCK if that is 0. int32 [groups, rows].
+        block: The block that receives the state at the end of base's fold group, NULL_BLOCK for a row that does not
+            fold. int32 [groups, rows].
+        rest: The block that receives the state at `position`, for a chunk after a verify row; NULL_BLOCK for other rows.
+            int32 [groups, rows].
+        unsettled: True for the chunks whose state is not written before `migrate`. bool [rows].
+    """
+
+    slot: jax.Array
+    base: jax.Array
+    position: jax.Array
+    read: jax.Array
+    block: jax.Array
+    rest: jax.Array
+    unsettled: jax.Array
+
+    def num_unsettled(self) -> jax.Array:
+        """Counts the rows whose states only `migrate` writes. int32 scalar."""
+        return jnp.sum(self.unsettled, dtype=jnp.int32)
+
+    def lost(self, recurrent_read: jax.Array) -> jax.Array:
+        """Finds the rows that have a state but read NULL_BLOCK for it. bool [groups, rows]."""
+        empty = (recurrent_read == NULL_BLOCK) & ((self.base > 0) | self.unsettled)
+        return empty | (self.unsettled & (self.base > 0) & (self.read == NULL_BLOCK))
+
+
+def plan_folds(
+    spec: AlignConfig,
+    state: AlignState,
+    batch: StepBatch,
+    tables: BlockTables,
+    live: jax.Array,
+    computed: jax.Array,
+    current: jax.Array,
+) -> tuple[jax.Array, Folds, jax.Array]:
+    """Finds where the rows of a step read and write their deferred states.
+
+    Args:
+        spec: The configuration, with policy "deferred".
+        state: The counts of the slots.
+        batch: The rows.
+        tables: The block tables.
+        live: True for the rows that take part. bool [rows].
+        computed: The position of each row's first token. int32 [rows].
+        current: The running column of each row. int32 [rows].
+
+    Returns:
+        The block in which each row finds its state, int32 [groups, rows]; the folds; and the base of each row after the
+        step, int32 [rows].
+    """
+    assert state.state_pos is not None
+    slot, is_chunk = jnp.maximum(batch.idx_mapping, 0), batch.num_drafts < 0
+    base = jnp.where(live, state.state_pos[slot], 0)
+    # Idle rows are at position 0, so that they never fold.
+    places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
+    lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
+    unsettled = live & is_chunk & (base < computed)
+    read, rest = lookup(places.recurrent_column, live), lookup(current, unsettled)
+    folds = Folds(
+        slot=slot,
+        base=base,
+        position=computed,
+        read=read,
+        block=lookup(places.fold_column, places.folds),
+        rest=rest,
+        unsettled=unsettled,
+    )
+    # A chunk writes its last state, which is then the base.
+    next_base = jnp.where(is_chunk, computed + batch.num_tokens, places.next_base)
+    return jnp.where(unsettled, rest, read), folds, next_base
+
+
+def settle(
+    spec: AlignConfig, pool: StatePool, folds: Folds, *, implementation: Implementation | None = None
+) -> StatePool:
+    """Writes the states of the rows that are `unsettled`: at the end of a complete fold group, then at their position.
+
+    Args:
+        spec: The configuration. Static.
+        pool: The pool. A jitted caller may donate it.
+        folds: The deferred states of the step.
+        implementation: The implementation of the op.
+    """
+    block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
+    pool = _fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
+    # Of the group that the position is in, only the entries before it count. As zeros the others add nothing to a fold.
+    places = fold_places(folds.base, folds.position, spec.state_block_size, spec.fold_length)
+    read = jnp.where(places.folds, folds.block, folds.read)
+    end = fold_end(places.next_base, spec.fold_length)
+    pool = _clear(spec, pool, jnp.where(folds.unsettled, folds.slot, spec.max_num_seqs), folds.position, end)
+    return _fold(spec, pool, folds.slot, places.next_base, end, read, folds.rest, implementation)
+
+
+def fold_slots(
+    spec: AlignConfig,
+    state: AlignState,
+    pool: StatePool,
+    tables: BlockTables,
+    slots: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[AlignState, StatePool]:
+    """Folds the complete fold group of slots without running a token, so that the boundary at its end can be published.
+
+    Call it between steps, while the slots hold their blocks. Slots whose group is not complete do not change.
+
+    Args:
+        spec: The configuration, with policy "deferred". Static.
+        state: The counts of the slots. A jitted caller may donate it.
+        pool: The pool. A jitted caller may donate it.
+        tables: The block tables.
+        slots: The slots, all distinct, or -1 for padding. int32 [n].
+        implementation: The implementation of the op.
+
+    Returns:
+        The state with the new bases, and the pool.
+    """
+    state, folds = plan_slots(spec, state, tables, slots)
+    where = folds.slot, folds.base, folds.position, folds.read, folds.block
+    return state, _fold(spec, pool, *where, implementation)
+
+
+def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots: jax.Array) -> tuple[AlignState, Folds]:
+    """Does what `fold_slots` does, but returns the folds instead of making them."""
+    state.check(spec)
+    assert state.state_pos is not None
+    slot = jnp.maximum(slots, 0)
+    base, computed = state.state_pos[slot], state.num_computed_tokens[slot]
+    places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
+    lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
+    folds = Folds(
+        slot=slot,
+        base=base,
+        position=computed,
+        read=lookup(places.recurrent_column, slots >= 0),
+        block=lookup(places.fold_column, (slots >= 0) & places.folds),
+        rest=jnp.full((len(spec.groups), *slots.shape), NULL_BLOCK, jnp.int32),
+        unsettled=jnp.zeros(slots.shape, jnp.bool_),
+    )
+    # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
+    to = jnp.where(slots >= 0, slots, state.state_pos.shape[0])
+    state, _ = jax.lax.optimization_barrier((state, (folds, places.next_base)))
+    assert state.state_pos is not None
+    return replace(state, state_pos=state.state_pos.at[to].set(places.next_base, mode="drop")), folds
+
+
+def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
+    """Sets the entries of the positions `first` to `end` - 1 of each row to zero. Slots out of range are left out."""
+    places = 2 * spec.fold_length
+    position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)
+    place = jnp.where(position < end[:, None], position % places, places)
+    rings = []
+    for ring in pool.rings or ():
+        # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
+        rings.append(tuple(x.at[:, slot[:, None], :, place].set(0, mode="drop") for x in ring))
+    return replace(pool, rings=tuple(rings))
+
+
+def _fold(
+    spec: AlignConfig,
+    pool: StatePool,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    read: jax.Array,
+    block: jax.Array,
+    implementation: Implementation | None,
+) -> StatePool:
+    """Runs the op without tokens in every layer: the rows that have a `block` fold."""
+    for number, group in enumerate(spec.groups):
+        if group.ring is None:
+            continue
+        index = next(i for i, kind in enumerate(group.states) if isinstance(kind, RecurrentState))
+        where = slot, base, position, read[number], block[number]
+        states, arrays = list(pool.states[number]), (pool.states[number][index], *pool.ring(number))
+        one = functools.partial(_fold_layer, group.ring, where, spec.window, implementation)
+        states[index], *ring = jax.lax.fori_loop(0, group.num_layers, one, arrays)
+        pool = pool.with_group(number, [*states, *ring])
+    return pool
+
+
+def _fold_layer(
+    ring: StateRing,
+    where: tuple[jax.Array, ...],
+    window: int,
+    implementation: Implementation | None,
+    layer: jax.Array,
+    arrays: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Folds in one layer. `arrays` are the states and the ring, and so is the result."""
+    heads, no_tokens = ring.value_heads, jnp.zeros(where[0].shape[0] + 1, jnp.int32)
+    qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
+    of_token, of_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
+    _, *folded = gated_delta_rule_deferred(
+        qkv,
+        of_token,
+        of_token,
+        of_head,
+        of_head,
+        arrays[0],
+        arrays[1],
+        arrays[2],
+        arrays[3],
+        jnp.int32(layer),
+        no_tokens,
+        where[0],
+        where[1],
+        where[2],
+        where[3],
+        where[4],
+        max_query_tokens=window,
+        implementation=implementation,
+    )
+    return tuple(folded)

@@ -1,0 +1,321 @@
+"""Policy "deferred" with real ops: what is in a boundary's block depends on the tokens, and not on how they were stepped."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_align_jax import (
+    Additions,
+    AlignConfig,
+    AlignState,
+    BlockTables,
+    ConvState,
+    GroupSpec,
+    RecurrentState,
+    StatePool,
+    StateRing,
+    StepBatch,
+    add_requests,
+    begin_step,
+    finish_step,
+    fold_slots,
+    migrate,
+    split_rows,
+)
+from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.metadata.layer_step import LayerStep
+
+BLOCK, L, K, SLOTS, LENGTH = 16, 8, 3, 3, 96
+KEY_HEADS, HEADS, DIM, WIDTH, LAYERS = 1, 2, 4, 4, 2
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
+RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
+GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
+CHUNK = 40
+
+
+def make_spec(**changes):
+    fields = dict(groups=(GROUP,), block_size=BLOCK, num_speculative_tokens=K, max_num_seqs=SLOTS, max_model_len=LENGTH)
+    return AlignConfig(**fields | dict(policy="deferred", fold_length=L) | changes)
+
+
+SPEC = make_spec()
+NUMBERS = np.random.default_rng(0)
+TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
+A_LOG, BIAS = NUMBERS.normal(size=(2, HEADS)).astype(np.float32)
+
+
+def inputs_of(seed, length=LENGTH):
+    """A layer's inputs for each position of a sequence: qkv, a and b side by side. float32 [length, channels]"""
+    return np.random.default_rng(seed).normal(size=(length, CHANNELS + 2 * HEADS)).astype(np.float32)
+
+
+def run_layers(rows, chunks, x, pool):
+    """Runs all layers on the same inputs."""
+    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :]
+    arrays = *pool.states[0], *pool.ring(0)
+    for layer in range(LAYERS):
+        at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
+        out, *arrays = convolved_delta_rule(
+            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG), jnp.asarray(BIAS), at, *arrays
+        )
+    return out, pool.with_group(0, arrays)
+
+
+@functools.partial(jax.jit, static_argnames=("decode_rows", "migrates"))
+def run_step(state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
+    state = add_requests(state, additions)
+    state, indices = begin_step(SPEC, state, batch, tables)
+    pool = migrate(SPEC, pool, indices) if migrates else pool
+    rows = split_rows(batch, indices, decode_rows)
+    out, pool = run_layers(rows, rows.chunks(x.shape[0]), x, pool)
+    state, pool = finish_step(SPEC, state, pool, batch, indices, num_sampled, tables)
+    lost = indices.num_null_reads() + (0 if migrates else indices.folds.num_unsettled())
+    return out, state, pool, lost
+
+
+fold = jax.jit(functools.partial(fold_slots, SPEC))
+
+
+class Server:
+    """Slots with a block in every column. Pool and rings start as NaN."""
+
+    def __init__(self, seed=0):
+        self.rng = np.random.default_rng(seed)
+        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(SPEC, 64))
+        self.state, columns = AlignState.create(SPEC), SPEC.num_columns
+        self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
+        self.sequences, self.entering, self.outputs = {}, {}, {}
+
+    def enter(self, slot, sequence, computed=0, like=None):
+        """Enters a sequence of inputs, on the boundary that slot `like` has left."""
+        self.sequences[slot], self.entering[slot], self.outputs[slot] = sequence, computed, {}
+        if computed:
+            self.blocks[slot, computed // BLOCK - 1] = self.blocks[like, computed // BLOCK - 1]
+
+    def step(self, rows, chunk=None, migrates=False):
+        """Runs verify rows (slot, tokens, accepted) and a chunk (slot, tokens)."""
+        computed = np.asarray(self.state.num_computed_tokens).copy()
+        for slot, count in self.entering.items():
+            computed[slot] = count
+        slots, lengths, accepted = (list(x) for x in zip(*rows, strict=True)) if rows else ([], [], [])
+        padding = SLOTS - len(rows)
+        slots, lengths, accepted = slots + [-1] * padding, lengths + [0] * padding, accepted + [1] * padding
+        drafts = [n - 1 if slot >= 0 else -1 for slot, n in zip(slots, lengths, strict=True)]
+        x = np.full((SLOTS * (1 + K) + CHUNK, CHANNELS + 2 * HEADS), np.nan, np.float32)
+        if chunk:
+            slots, lengths, accepted, drafts = [*slots, chunk[0]], [*lengths, chunk[1]], [*accepted, 1], [*drafts, -1]
+        starts = np.cumsum([0, *lengths]).tolist()
+        for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
+            if n:
+                x[begin : begin + n] = self.sequences[slot][computed[slot] :][:n]
+                if kind >= 0:  # What follows the accepted tokens are wrong drafts.
+                    x[begin + taken : begin + n] = self.rng.normal(size=(n - taken, x.shape[1]))
+        batch = StepBatch.from_host(SPEC, SLOTS + 1, slots, starts, drafts)
+        additions = Additions.from_host(SPEC, SLOTS, list(self.entering), list(self.entering.values()))
+        self.entering = {}
+        tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
+        sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
+        out, self.state, self.pool, lost = run_step(
+            self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
+        )
+        for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
+            for t in range(taken if kind >= 0 else n):
+                self.outputs[slot][int(computed[slot]) + t] = np.asarray(out[begin + t])
+        return int(lost)
+
+    def finish(self, slot, end, schedule):
+        """Runs a slot to `end` by a schedule of (tokens, accepted), and returns its boundaries' blocks."""
+        while (left := end - int(self.state.num_computed_tokens[slot])) > 0:
+            tokens, accepted = schedule()
+            tokens = min(tokens, left)
+            assert self.step([(slot, tokens, min(accepted, tokens))]) == 0
+        self.fold(slot)
+        return {n: self.boundary(slot, n) for n in range(BLOCK, end + 1, BLOCK)}
+
+    def fold(self, slot):
+        tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
+        self.state, self.pool = fold(self.state, self.pool, tables, jnp.array([slot, -1]))
+
+    def boundary(self, slot, tokens):
+        block = self.blocks[slot, tokens // BLOCK - 1]
+        conv, recurrent = (np.asarray(x[:, block]) for x in self.pool.states[0])
+        return conv[:, : WIDTH - 1], recurrent
+
+
+def random_schedule(seed):
+    rng = np.random.default_rng(seed)
+    return lambda: (n := int(rng.integers(1, K + 2)), int(rng.integers(1, n + 1)))
+
+
+SCHEDULES = {
+    "no drafts": lambda: lambda: (1, 1),
+    "all accepted": lambda: lambda: (K + 1, K + 1),
+    "one accepted": lambda: lambda: (K + 1, 1),
+    **{f"random {seed}": functools.partial(random_schedule, seed) for seed in range(3)},
+}
+
+
+@pytest.mark.parametrize("prompt", [0, 5, 16, 21])
+def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
+    sequence, end = inputs_of(1), 80
+    found = {}
+    for seed, (name, schedule) in enumerate(SCHEDULES.items()):
+        server = Server(seed)
+        server.enter(1, sequence)
+        if prompt:
+            server.step([], chunk=(1, prompt))
+        found[name] = server.finish(1, end, schedule()), server.outputs[1]
+    boundaries, outputs = found.pop("no drafts")
+    for name, (others, told) in found.items():
+        for at in range(-(-max(prompt, 1) // BLOCK) * BLOCK, end + 1, BLOCK):
+            for mine, other in zip(boundaries[at], others[at], strict=True):
+                np.testing.assert_array_equal(other, mine, err_msg=f"{name}, boundary {at}")
+        for at in range(prompt, end):
+            np.testing.assert_array_equal(told[at], outputs[at], err_msg=f"{name}, output {at}")
+
+
+def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
+    """A request resumes from the boundary of one that speculated, in a slot whose ring is full of another's entries."""
+    sequence = inputs_of(2)
+    first = Server(0)
+    first.enter(0, sequence)
+    wanted, outputs = first.finish(0, 64, lambda: (1, 1)), first.outputs[0]
+    second = Server(1)
+    second.enter(0, sequence)
+    second.finish(0, 37, SCHEDULES["random 0"]())
+    second.enter(1, inputs_of(3))
+    second.finish(1, 43, SCHEDULES["random 1"]())
+    pool = second.pool
+    rings = tuple(tuple(x.at[:, 1].set(jnp.nan) for x in ring) for ring in pool.rings)
+    second.pool = StatePool(states=pool.states, rings=rings)
+    second.enter(1, sequence, computed=32, like=0)
+    got = second.finish(1, 64, SCHEDULES["random 2"]())
+    for at in (48, 64):
+        for mine, other in zip(got[at], wanted[at], strict=True):
+            np.testing.assert_array_equal(mine, other)
+    for at in range(32, 64):
+        np.testing.assert_array_equal(second.outputs[1][at], outputs[at])
+
+
+@pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
+@pytest.mark.parametrize("accepted", [1, K + 1])
+def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted):
+    """With and without a complete fold group at the chunk's start, which is also the boundary 16."""
+    sequence = inputs_of(4)
+    plain, other = Server(0), Server(1)
+    for server in (plain, other):
+        server.enter(0, sequence)
+    plain.step([], chunk=(0, before))
+    while (left := before - int(other.state.num_computed_tokens[0])) > 0:
+        other.step([(0, min(K + 1, left), min(accepted, left))])
+    for server in (plain, other):
+        assert server.step([], chunk=(0, 33), migrates=True) == 0
+        server.step([(0, K + 1, 2)])
+    for at in range(before, before + 35):
+        np.testing.assert_allclose(other.outputs[0][at], plain.outputs[0][at], rtol=0, atol=1e-5)
+    if before % BLOCK == 0:
+        for mine, theirs in zip(other.boundary(0, before), plain.boundary(0, before), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_chunk_whose_state_was_not_migrated_counts_as_lost():
+    server = Server()
+    server.enter(0, inputs_of(5))
+    server.step([(0, K + 1, 2)])
+    assert server.step([(0, 1, 1)]) == 0
+    assert server.step([], chunk=(0, 4), migrates=False) == 1
+
+
+def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
+    server = Server()
+    for slot, end in enumerate((7, 8, 9)):
+        server.enter(slot, inputs_of(slot))
+        while int(server.state.num_computed_tokens[slot]) < end or slot in server.entering:
+            server.step([(slot, 1, 1)])
+    assert server.state.state_pos.tolist() == [0, 0, 8]
+    before = jax.tree.map(np.asarray, server.pool)
+    tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
+    state, pool = fold(server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    assert state.state_pos.tolist() == [0, 0, 8]
+    jax.tree.map(np.testing.assert_array_equal, pool, before)
+    state, pool = fold(state, pool, tables, jnp.array([1, -1]))
+    assert state.state_pos.tolist() == [0, 8, 8]
+    changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
+    assert changed == [server.blocks[1, 0]]
+    np.testing.assert_array_equal(pool.states[0][0], before.states[0][0])
+
+
+def test_lost_states_are_counted():
+    server = Server()
+    server.enter(0, inputs_of(6))
+    for _ in range(3):
+        # The base is 0, which is no lost state.
+        assert server.step([(0, K + 1, K + 1)]) == 0
+    assert server.state.state_pos[0] == 8
+    server.blocks[0, 0] = 0
+    assert server.step([(0, 1, 1)]) == 1
+
+
+def test_no_state_is_copied_and_a_request_holds_few_blocks():
+    assert (SPEC.window, SPEC.num_columns, SPEC.blocks_per_request(), SPEC.blocks_per_request(1)) == (4, 6, 2, 3)
+    wide = make_spec(block_size=64, fold_length=16, num_speculative_tokens=7, max_model_len=1024)
+    assert [wide.blocks_per_request(n) for n in (0, 1)] == [2, 3]
+    assert [make_spec(policy="copy_free", block_size=64).blocks_per_request(n) for n in (0, 1)] == [5, 6]
+    # The base may be in the block before the last boundary, and the window in the one after it.
+    assert make_spec(block_size=8).blocks_per_request() == 3
+    assert make_spec(mode="none", fold_length=9).blocks_per_request() == 1
+    per_layer = 16 * (KEY_HEADS * DIM + HEADS * DIM + HEADS) * 4
+    assert SPEC.ring_bytes_per_slot == LAYERS * per_layer
+    assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
+
+
+KDA = GroupSpec("kda", 1, STATES)
+BAD = {
+    "fold_length must divide block_size = 16 under policy 'deferred', got 7": dict(fold_length=7),
+    "fold_length must be more than 2 * num_speculative_tokens = 8 under policy 'deferred', got 8": dict(
+        num_speculative_tokens=4
+    ),
+    "fold_length must be at least 1, got 0": dict(fold_length=0),
+    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got group 'kda' without one": dict(
+        groups=(GROUP, KDA)
+    ),
+    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got ['conv']": dict(
+        groups=(GroupSpec("conv", 1, STATES[:1]),)
+    ),
+    "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(
+        groups=(GroupSpec("gdn", 1, (RecurrentState((2, 4, 4), layout="KV"),), RING),)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_specs_are_refused(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_spec(**BAD[message])
+
+
+@pytest.mark.parametrize("policies", [("deferred", "copy_free"), ("pre_copy", "deferred")])
+def test_slots_of_another_policy_are_refused(policies):
+    made, used = (make_spec(policy=policy) for policy in policies)
+    batch = StepBatch.from_host(used, 1, [0], [0, 1], [0])
+    message = f"AlignState: policy must be the one it was made for, .*got '{policies[1]}'"
+    with pytest.raises(ValueError, match=message):
+        begin_step(used, AlignState.create(made), batch, BlockTables.create(used))
+
+
+def test_everything_stays_int32_in_64_bit_mode():
+    with jax.enable_x64(True):
+        state, batch = AlignState.create(SPEC), StepBatch.from_host(SPEC, 2, [0, 2], [0, 1, 3], [0, -1])
+        state, indices = begin_step(SPEC, state, batch, BlockTables.create(SPEC))
+        state, pool = fold_slots(
+            SPEC, state, StatePool.create(SPEC, 8), BlockTables.create(SPEC), jnp.array([0, -1], jnp.int32)
+        )
+        pool = migrate(SPEC, pool, indices)
+    kinds = {x.dtype for x in jax.tree.leaves((state, indices))}
+    assert kinds == {jnp.dtype("int32"), jnp.dtype("bool")}
+    assert {x.dtype for x in jax.tree.leaves(pool)} == {jnp.dtype("float32")}
