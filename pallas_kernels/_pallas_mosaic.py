@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu
+from jax.extend.mlir import ir as ir
+from jax.extend.mlir.dialects import arith as arith
+from jax.extend.mlir.dialects import math as math
+from jax.extend.mlir.dialects import memref as memref
+from jax.extend.mlir.dialects import vector as vector
 
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
 HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
@@ -27,11 +33,14 @@ wait = plgpu.barrier_wait
 arrive = plgpu.barrier_arrive
 Barrier = plgpu.Barrier
 shared = plgpu.SMEM
+union = plgpu.RefUnion  # descriptions of shared memory that take the same place
 slice_of = pl.ds
 when = pl.when
 loop = pl.loop
 set_max_registers = plgpu.set_max_registers  # of a warpgroup; those of all warpgroups must not exceed 512
 axis_index = lax.axis_index
+thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
+warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
 
 
 def missing() -> str | None:
@@ -49,14 +58,18 @@ def unavailable() -> str | None:
     return None if found == HOPPER else f"the kernels need a GPU of compute capability {HOPPER}, got {found}"
 
 
+def tiling(dtype: Any, *, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
+    """Describes how tiles are cut into pieces of `rows` rows of `swizzle` bytes, whose parts of 16 bytes change places."""
+    return plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
 def tiled(*shape: int, dtype: Any, swizzle: int = SWIZZLE) -> Any:
     """Shared memory in the form that copies fill and tensor cores read. `swizzle` is the length of a tile's row in bytes."""
-    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return shared(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+    return shared(shape, dtype, transforms=tiling(dtype, swizzle=swizzle))
 
 
-def token_tiles(shapes: Any, dtype: Any) -> Any:
-    """Shared memory for tokens that start anywhere: a pair of views, one for copies and one for tensor cores.
+def views_of_tokens(shapes: Any, dtype: Any) -> tuple[Any, Any]:
+    """Describes shared memory for tokens that start anywhere: a view for copies, and one for tensor cores.
 
     Copies into the second form, `tiled`, could only start at multiples of eight tokens. The first form has the same bytes,
     but its pieces have one row each. A tile's rows must have `SWIZZLE` bytes.
@@ -67,11 +80,25 @@ def token_tiles(shapes: Any, dtype: Any) -> Any:
     """
 
     def view(rows: int) -> Any:
-        tile = plgpu.TilingTransform((rows, SWIZZLE // jnp.dtype(dtype).itemsize))
-        make = lambda shape: shared(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(SWIZZLE)))
+        make = lambda shape: shared(shape, dtype, transforms=tiling(dtype, rows=rows))
         return {name: make(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else make(shapes)
 
-    return plgpu.RefUnion(view(1), view(8))
+    return view(1), view(8)
+
+
+def token_tiles(shapes: Any, dtype: Any) -> Any:
+    """Shared memory with the two views of `views_of_tokens`."""
+    return union(*views_of_tokens(shapes, dtype))
+
+
+def inline(body: Callable[..., None], *refs: tuple[Any, tuple[Any, ...]]) -> None:
+    """Runs code of single threads, which `body` writes as operations of MLIR.
+
+    Args:
+        body: Gets the lowering's context, and each of `refs` as its bytes are: a tiled one has its pieces' axes last.
+        refs: Shared memory, and the `tiling` of each, or ().
+    """
+    plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType(t) for _, t in refs))(body)(*(ref for ref, _ in refs))
 
 
 def load(ref: Any) -> jax.Array:
@@ -79,9 +106,23 @@ def load(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
 
 
-def load_directly(ref: Any) -> jax.Array:
-    """Loads a tile [64 n, 8 m] from the GPU's memory into registers, without shared memory between. It is slow."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+def load_directly(ref: Any, *, transposed: bool = False) -> jax.Array:
+    """Loads a tile [64 n, 8 m] from the GPU's memory into registers, without shared memory between. It is slow.
+
+    If `transposed` is set, the array in memory is the tile's transpose.
+    """
+    if not transposed:
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    tile = plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(tile, plgpu.Layout.WGMMA)
+
+
+def store_directly(ref: Any, tile: jax.Array, *, transposed: bool = False) -> None:
+    """Stores a tile, or its transpose, from registers to the GPU's memory, without shared memory between."""
+    if transposed:
+        ref.T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
+    else:
+        ref[...] = tile
 
 
 def load_transposed(ref: Any) -> jax.Array:
@@ -150,23 +191,55 @@ def multiply(shape: tuple[int, int], steps: Sequence[Any]) -> jax.Array:
     return lax.optimization_barrier(pl.run_scoped(run, plgpu.ACC(shape, jnp.float32)))
 
 
-def multiply_all(shape: tuple[int, int], sums: Sequence[Sequence[tuple[Any, Any]]]) -> list[jax.Array]:
-    """Sums products of tiles that are in shared memory, all at once. Returns a tile per sum, in float32.
+def multiply_all(
+    shape: tuple[int, int],
+    sums: Sequence[Sequence[tuple[Any, Any]]],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[jax.Array]:
+    """Sums products of tiles on tensor cores, all at once. Returns a tile per sum, in float32.
 
     Args:
         shape: The shape of each sum, [64 n, 8 m].
-        sums: The pairs of operands of each sum.
+        sums: The pairs of operands of each sum. Left ones are in shared memory, or they are functions that return them in
+            registers and that are called when the products before have been started.
+        meanwhile: What the warpgroup does while the tensor cores work.
     """
 
     def run(*totals: Any) -> list[jax.Array]:
         for total, pairs in zip(totals, sums, strict=True):
             for left, right in pairs:
-                plgpu.wgmma(total, left, right)
+                plgpu.wgmma(total, left() if callable(left) else left, right)
+        meanwhile()
         plgpu.wgmma_wait(0)
         return [total[...] for total in totals]
 
     results = pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32) for _ in sums])
+    # Without the barrier the compiler may move arithmetic on the sums before the tensor cores have finished them.
     return list(lax.optimization_barrier(tuple(results)))
+
+
+def keep_rows(tile: Any, count: jax.Array) -> None:
+    """Sets the rows of a tile in shared memory from `count` on to zero, without a `commit`."""
+    shape = tile.shape
+    tile[...] = jnp.where(rows(shape) < count, load(tile), zeros(shape, tile.dtype))
+
+
+def store_rows(source: Any, count: jax.Array, target: Callable[[jax.Array, int], Any]) -> None:
+    """Copies the first `count` of 64 rows of a tile out. Copies have fixed sizes, so there is one per bit of `count`.
+
+    Args:
+        source: The view of `token_tiles` for copies, [64, elements].
+        count: The number of rows, 1 to 64.
+        target: Returns where rows go, given the first one and their number.
+    """
+    full = source.shape[0]
+    when(count == full)(lambda: copy_out(source, target(jnp.int32(0), full)))
+    size = full // 2
+    while size:
+        first = lax.div(count, jnp.int32(2 * size)) * (2 * size)
+        some = lambda first=first, size=size: copy_out(source.at[slice_of(first, size)], target(first, size))
+        when((count < full) & (count & size != 0))(some)
+        size //= 2
 
 
 def run_by_warpgroup(bodies: Sequence[Callable[[], None]], done: Any) -> None:

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_layout, checked, require
 from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule import pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
-from pallas_kernels.gated_delta_rule.prefill import launch
+from pallas_kernels.gated_delta_rule.prefill import launch, launch_mosaic, states_mosaic
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 PoolKV = Float[Array, "layers blocks value_heads key_dim value_dim"]
@@ -372,4 +373,13 @@ def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, int
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),
         triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
         unsupported=unsupported,
+        mosaic_gpu=functools.partial(launch_mosaic.gated_delta_rule_prefill, **options, config=config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
     )
+
+
+def _no_mosaic_gpu(operands, implementation):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+    _, k, v, _, _, _, _, _, chunks = operands[:9]
+    device = pm.missing() if implementation else pm.unavailable()
+    return device or states_mosaic.unsupported(k, v, chunks.chunk_size)

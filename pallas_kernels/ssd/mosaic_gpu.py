@@ -7,7 +7,6 @@ state from chunk to chunk, and one makes the outputs. What the step sizes alone 
 
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +91,6 @@ def _kernel(names, *arrays, checkpoints: int):
         def _(chunk):
             pm.wait(refs.free.at[stage(chunk)])
 
-    def keep_live(tile, live):
-        """Sets the rows of a tile in shared memory from `live` on to zero. They have tokens of other chunks."""
-        tile[...] = jnp.where(pm.rows((_TILE, _TILE)) < live, pm.load(tile), pm.zeros((_TILE, _TILE), tile.dtype))
-
     def carry_state():
         pm.set_max_registers(232, action="increase")
 
@@ -121,7 +116,7 @@ def _kernel(names, *arrays, checkpoints: int):
             @pm.when(live < _TILE)
             def _():
                 for n in columns:
-                    keep_live(B.at[n], live)
+                    pm.keep_rows(B.at[n], live)
 
             x = pm.load(token_tiles["x"].at[at]).astype(jnp.float32)
             weight = pm.along_rows(pm.load_per_row(refs.per_row.at[at, _AT.weight]), _TILE)
@@ -149,7 +144,7 @@ def _kernel(names, *arrays, checkpoints: int):
             @pm.when((block != NULL_BLOCK) & (offset > 0))
             def _():
                 for n in columns:
-                    place(block, n)[...] = state[n].astype(refs.pool.dtype)
+                    pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype))
 
             return stop, state
 
@@ -166,16 +161,7 @@ def _kernel(names, *arrays, checkpoints: int):
 
     def store_tokens(token, live):
         """Stores the first `live` rows of the tile of outputs."""
-
-        def store(first, size):
-            source = out_rows.at[pm.slice_of(first, size)]
-            pm.copy_out(source, refs.out.at[pm.slice_of(token + first, size), head, dims])
-
-        pm.when(live == _TILE)(lambda: store(0, _TILE))
-        for size in (32, 16, 8, 4, 2, 1):
-            pm.when((live < _TILE) & (live & size != 0))(
-                lambda size=size: store(jax.lax.div(live, jnp.int32(2 * size)) * (2 * size), size)
-            )
+        pm.store_rows(out_rows, live, lambda n, size: refs.out.at[pm.slice_of(token + n, size), head, dims])
 
     def write_outputs():
         pm.set_max_registers(232, action="increase")
@@ -196,7 +182,7 @@ def _kernel(names, *arrays, checkpoints: int):
 
             @pm.when(live < _TILE)
             def _():
-                keep_live(x, live)
+                pm.keep_rows(x, live)
                 pm.commit()
 
             pm.wait(refs.state_full.at[state])

@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from kernels import test_gated_delta_rule
-from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, how, skip_if_unavailable
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, how
 from kernels.test_gated_delta_rule import Dims, unpack
 from oracles import deferred_by_hand
 from oracles.ops import gated_delta_rule_entries, gates

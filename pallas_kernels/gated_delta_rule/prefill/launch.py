@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,73 @@ def unsupported(chunk_size: int) -> str | None:
     return None if chunk_size in CHUNK_SIZES else f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size}"
 
 
+def _in_pieces(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Describes an array that later kernels multiply, in pieces [pieces, ...]: bfloat16, or one piece of float32."""
+    if dtype == jnp.bfloat16:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
+
+
+def multiply(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: Chunks,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    config: PrefillConfig,
+    interpret: bool = False,
+) -> dict[str, jax.Array]:
+    """Launches the first kernel. Returns its outputs by name, see products.py."""
+    size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
+    (key_heads, key_dim), value_heads, per_channel = k.shape[1:], g.shape[1], g.ndim == 3
+    array, of_chunk = jax.ShapeDtypeStruct, (value_heads, number, size)
+    outputs = dict(system=array((*of_chunk, size), jnp.float32), attention=_in_pieces(k.dtype, 1, *of_chunk, size))
+    if per_channel:
+        decayed = _in_pieces(k.dtype, config.pieces, *of_chunk, key_dim)
+        outputs |= dict(q_before=_in_pieces(k.dtype, 1, *of_chunk, key_dim), k_before=decayed, k_after=decayed)
+        outputs |= dict(decay=array((value_heads, number, key_dim), jnp.float32))
+    else:
+        outputs |= dict(scales=array((3, *of_chunk), jnp.float32))
+        outputs |= dict(decay=array((value_heads, number), jnp.float32))
+    return pt.call(
+        _of_chunk(
+            products_per_channel if per_channel else products,
+            size=size,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            interpret=interpret,
+        ),
+        name="gated_delta_rule_prefill_products",
+        grid=(value_heads if per_channel else key_heads, number),
+        inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+        | (dict(spans=decay_spans(size, last_block(outputs["k_before"]))) if per_channel else {}),
+        outputs=outputs,
+        updates={},
+        num_warps=config.products_warps,
+        interpret=interpret,
+    )
+
+
+def invert(
+    system: jax.Array, beta: jax.Array, chunks: Chunks, *, dtype: Any, pieces: int, interpret: bool = False
+) -> jax.Array:
+    """Launches the second kernel. Returns `solve`, the solved systems times beta, for inputs of `dtype`."""
+    outputs = dict(solve=_in_pieces(dtype, pieces, *system.shape))
+    return pt.call(
+        _of_chunk(inverse, size=chunks.chunk_size, interpret=interpret),
+        name="gated_delta_rule_prefill_inverse",
+        grid=system.shape[:2],
+        inputs=dict(beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens, system=system),
+        outputs=outputs,
+        updates={},
+        num_warps=1,
+        interpret=interpret,
+    )["solve"]
+
+
 def gated_delta_rule_prefill(
     q: jax.Array,
     k: jax.Array,
@@ -56,53 +124,13 @@ def gated_delta_rule_prefill(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the op that `gated_delta_rule_prefill` in api.py describes, by the Triton kernels."""
-    size, number = chunks.chunk_size, chunks.seq_idx.shape[0]
-    (key_heads, key_dim), (value_heads, value_dim), rows = k.shape[1:], v.shape[1:], read_block.shape[0]
-    per_channel = g.ndim == 3
-    config = config or default_prefill_config(value_heads * value_dim * rows, key_dim, k.dtype.itemsize, per_channel)
-    array = jax.ShapeDtypeStruct
-
-    def in_pieces(count: int, *shape: int) -> jax.ShapeDtypeStruct:
-        """Describes an array per chunk and head that later kernels multiply: in bfloat16 pieces, or in float32."""
-        if k.dtype == jnp.bfloat16:
-            return array((count, value_heads, number, size, *shape), jnp.bfloat16)
-        return array((1, value_heads, number, size, *shape), jnp.float32)
-
-    outputs = dict(system=array((value_heads, number, size, size), jnp.float32), attention=in_pieces(1, size))
-    if per_channel:
-        decayed = in_pieces(config.pieces, key_dim)
-        outputs |= dict(q_before=in_pieces(1, key_dim), k_before=decayed, k_after=decayed)
-        outputs |= dict(decay=array((value_heads, number, key_dim), jnp.float32))
-    else:
-        outputs |= dict(scales=array((3, value_heads, number, size), jnp.float32))
-        outputs |= dict(decay=array((value_heads, number), jnp.float32))
-    multiplied = pt.call(
-        _of_chunk(
-            products_per_channel if per_channel else products,
-            size=size,
-            scale=scale,
-            use_qk_l2norm=use_qk_l2norm,
-            interpret=interpret,
-        ),
-        name="gated_delta_rule_prefill_products",
-        grid=(value_heads if per_channel else key_heads, number),
-        inputs=dict(q=q, k=k, g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
-        | (dict(spans=decay_spans(size, last_block(outputs["k_before"]))) if per_channel else {}),
-        outputs=outputs,
-        updates={},
-        num_warps=config.products_warps,
-        interpret=interpret,
-    )
-    inverted = pt.call(
-        _of_chunk(inverse, size=size, interpret=interpret),
-        name="gated_delta_rule_prefill_inverse",
-        grid=(value_heads, number),
-        inputs=dict(beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens, system=multiplied.pop("system")),
-        outputs=dict(solve=in_pieces(config.pieces, size)),
-        updates={},
-        num_warps=1,
-        interpret=interpret,
-    )
+    size = chunks.chunk_size
+    key_dim, (value_heads, value_dim), rows = k.shape[2], v.shape[1:], read_block.shape[0]
+    config = config or default_prefill_config(value_heads * value_dim * rows, key_dim, k.dtype.itemsize, g.ndim == 3)
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, config=config, interpret=interpret)
+    multiplied = multiply(q, k, g, beta, chunks, **options)
+    launch = dict(dtype=k.dtype, pieces=config.pieces, interpret=interpret)
+    multiplied["solve"] = invert(multiplied.pop("system"), beta, chunks, **launch)
     results = pt.call(
         functools.partial(states, size=size, config=config, layout=layout, interpret=interpret),
         name="gated_delta_rule_prefill_states",
@@ -121,9 +149,8 @@ def gated_delta_rule_prefill(
             checkpoint_block=checkpoint_block,
             scales=None,
         )
-        | inverted
         | multiplied,
-        outputs=dict(out=array(v.shape, v.dtype)),
+        outputs=dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -24,7 +24,7 @@ _MAX_KEYS = 64
 _MAX_EXPONENT = 112.0
 
 
-def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+def sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """Sums log decays (at most 0) along axis 0, up to each and in total, so that differences of sums lose no digits.
 
     Returns the running sums and the total of two parts of `x`, the coarse part and the rest. The coarse part consists
@@ -40,7 +40,7 @@ def _sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     return [(jnp.cumsum(part, axis=0), jnp.sum(part, axis=0)) for part in (coarse, x - coarse)]
 
 
-def _decay(*differences: jax.Array) -> jax.Array:
+def decay_of(*differences: jax.Array) -> jax.Array:
     """Returns the decay for a sum of differences of log decays. Rounding may leave that sum above 0: it is clipped."""
     return jnp.exp2(pt.LOG2_E * jnp.minimum(sum(differences[1:], differences[0]), 0.0))
 
@@ -105,15 +105,15 @@ def products(
         def take(ref):
             return pt.load(ref.at[token, head], mask=inside, other=0.0)
 
-        (coarse, coarse_total), (fine, fine_total) = _sums_on_scaled_grid(take(refs.g))
-        between = _decay(coarse[:, None] - coarse[None, :], fine[:, None] - fine[None, :])
+        (coarse, coarse_total), (fine, fine_total) = sums_on_scaled_grid(take(refs.g))
+        between = decay_of(coarse[:, None] - coarse[None, :], fine[:, None] - fine[None, :])
         at = head, chunk, lane[:, None], lane[None, :]
         pt.store(refs.system.at[at], between * keys * take(refs.beta)[:, None])
         store_pieces(refs.attention, between * queries, *at)
-        before, after = _decay(coarse, fine), _decay(coarse_total - coarse, fine_total - fine)
+        before, after = decay_of(coarse, fine), decay_of(coarse_total - coarse, fine_total - fine)
         for kind, values in enumerate((before * k_norm, before * q_norm, after * k_norm)):
             pt.store(refs.scales.at[jnp.int32(kind), head, chunk, lane], values)
-        refs.decay[head, chunk] = _decay(coarse_total, fine_total)
+        refs.decay[head, chunk] = decay_of(coarse_total, fine_total)
 
     jax.lax.fori_loop(0, repeats, of_value_head, None)
 

@@ -1,0 +1,46 @@
+"""Launches the prefill kernels of Hopper GPUs one after the other."""
+
+import jax
+
+from pallas_kernels.blocks import StateLayout
+from pallas_kernels.chunks import Chunks
+from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
+from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
+from pallas_kernels.gated_delta_rule.prefill.products_mosaic import products
+from pallas_kernels.gated_delta_rule.prefill.states_mosaic import states
+
+
+def gated_delta_rule_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    chunks: Chunks,
+    read_block: jax.Array,
+    write_block: jax.Array,
+    checkpoint_offset: jax.Array | None = None,
+    checkpoint_block: jax.Array | None = None,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    layout: StateLayout,
+    config: PrefillConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the op that `gated_delta_rule_prefill` in api.py describes. A `config` applies to what Triton still does."""
+    per_channel, rows = g.ndim == 3, read_block.shape[0]
+    values = v.shape[1] * v.shape[2] * rows
+    config = config or default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
+    options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
+    if per_channel:
+        made = multiply(q, k, g, beta, chunks, **options, config=config)
+        made |= dict(solve=invert(made.pop("system"), beta, chunks, dtype=k.dtype, pieces=config.pieces))
+    else:
+        made = products(q, k, g, beta, chunks, **options, pieces=config.pieces)
+    made |= dict(q=q, k=k, v=v, layer=layer, query_start_loc=query_start_loc, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+    made |= dict(first_chunk=chunks.first_chunk_indices, read_block=read_block, write_block=write_block)
+    checkpoints = dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    return states(made, checkpoints, pool, layout=layout)
