@@ -30,7 +30,7 @@ def template():
 def continuation(text, length):
     tokens = LETTERS.encode(text)
     for _ in range(length):
-        tokens.append(next_token(tokens, SPELLER.stutter))
+        tokens.append(next_token(tokens, SPELLER.stutter, SPELLER.adds))
     return LETTERS.decode(tokens[-length:])
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.config import check_fold_length
-from mamba_align_jax.align.policy import POLICIES
+from mamba_align_jax.align.policy import POLICIES as POLICIES
 from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
 from mamba_align_jax.engine.grammar import Grammar
 

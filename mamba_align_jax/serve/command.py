@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.engine.config import (
+    POLICIES,
     PREFIX_CACHE_MODES,
     SPECULATIONS,
     STATE_DTYPES,

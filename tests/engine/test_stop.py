@@ -2,7 +2,7 @@
 
 import pytest
 from engine.test_updates import drain, joined
-from failures.test_owners import DRAFTS, SIZES, SPELLER, STUTTER, assert_nothing_is_held, prompts, raising
+from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, prompts, raising
 from fakes.letters import Letters
 from fakes.speller import next_token
 
@@ -25,7 +25,7 @@ def answer(prompt):
     """The tokens that the speller generates."""
     tokens = list(prompt)
     for _ in range(LENGTH):
-        tokens.append(next_token(tokens, STUTTER))
+        tokens.append(next_token(tokens, SPELLER.stutter, SPELLER.adds))
     return tokens[len(prompt) :]
 
 
@@ -82,9 +82,10 @@ def assert_nothing_is_held_in(engine):
 
 
 def test_text_that_may_become_a_stop_string_is_not_shown(rng):
-    engine, prompt = make_engine("sync"), prompts(rng)[0]
-    text = LETTERS.decode(answer(prompt))
-    # The first two letters come, and then another one than the stop string has.
+    engine = make_engine("sync")
+    answers = [(prompt, LETTERS.decode(answer(prompt))) for prompt in prompts(rng)]
+    # The first two letters come, and then another one than the stop string has, which doesn't begin it either.
+    prompt, text = next((prompt, text) for prompt, text in answers if text[4] != text[2])
     stop = text[2:4] + "\n"
     engine.add_request(prompt, params(stop))
     updates, shown, number = drain(engine), {}, 0
@@ -95,9 +96,10 @@ def test_text_that_may_become_a_stop_string_is_not_shown(rng):
 
 
 def test_prompt_is_no_part_of_the_text(rng):
-    engine, prompt = make_engine("sync"), prompts(rng)[0]
-    token = next(token for token in range(61) if token not in answer([*prompt, token]))
-    (output,) = engine.generate([*prompt, token], params(LETTERS.decode([token, *answer([*prompt, token])[:1]])))
+    engine, candidates = make_engine("sync"), ([*prompt, token] for prompt in prompts(rng) for token in range(61))
+    # Its last token is not in its answer.
+    prompt = next(prompt for prompt in candidates if prompt[-1] not in answer(prompt))
+    (output,) = engine.generate(prompt, params(LETTERS.decode([prompt[-1], *answer(prompt)[:1]])))
     assert output.finish_reason == "length"
 
 

@@ -22,6 +22,14 @@ VOCAB, PRIME = 61, 8191
 TAPS = (1, 5, 25, 125)
 
 
+def entry(x, position):
+    """What the token `x` - 1 adds to a state that is a sum.
+
+    Part of it depends on the position alone. Otherwise every third token, once repeated, would be repeated to the end.
+    """
+    return (x + position % 5) * (1 + position % 11)
+
+
 def next_tokens(tokens, stutter=0, adds=False):
     """The token that the model chooses after each of `tokens`.
 
@@ -31,7 +39,7 @@ def next_tokens(tokens, stutter=0, adds=False):
     state = keys = 0
     said = []
     for position, token in enumerate(tokens):
-        state = state + (token + 1) * (1 + position % 11) if adds else (31 * state + token + 1) % PRIME
+        state = state + entry(token + 1, position) if adds else (31 * state + token + 1) % PRIME
         keys += (token + 1) * (1 + position % 7)
         last = tokens[max(position - len(TAPS) + 1, 0) : position + 1][::-1]
         total = state + keys + sum(tap * (token + 1) for tap, token in zip(TAPS[::-1], last, strict=False))
@@ -57,7 +65,7 @@ class Config(NamedTuple):
 class Speller(nnx.Module):
     """The model. With `stutter` 1 or 2, so many thirds of its tokens repeat the last one, which prompt lookup guesses.
 
-    With `adds` its state is the sum of its tokens, each by a factor that depends on its position.
+    With `adds` its state is the sum of what `entry` returns for its tokens.
     """
 
     dtype = "float32"
@@ -94,7 +102,7 @@ class Speller(nnx.Module):
             """What each token adds to the state."""
             if not self.adds:
                 return x
-            return x * (1.0 + ((rows.num_computed_tokens[at.row] + at.offset) % 11).astype(jnp.float32))
+            return entry(x, (rows.num_computed_tokens[at.row] + at.offset).astype(jnp.float32))
 
         def recur(rows, at, x, states, pool, write):
             """Updates the state token by token. `write` is the block that each token writes, NULL_BLOCK for none."""
