@@ -85,7 +85,8 @@ def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
     run = lambda pool, x, weight, layer, *indices: causal_conv1d_update(
         x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
     )
-    return lower(device, run, pool, x, weight, array(jnp.int32), rows(n + 1), rows(n), rows(n), rows(n))
+    indices = rows(n + 1), *[rows(n)] * (3 if case.boundaries is None else 5)
+    return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
 
 
 def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="triton"):
