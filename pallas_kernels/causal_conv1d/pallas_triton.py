@@ -64,20 +64,19 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: Win
     row = jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
-    has_tokens = runs = end > start
-    live = inside
+    boundary_row = boundary = None
     if refs.boundary_block is not None:
-        # A row without tokens may keep a boundary's window, but loads and stores nothing else.
         boundary_row, boundary = refs.boundary_row[row], refs.boundary_block[row]
-        runs, live, keeps = (
-            has_tokens | (boundary != NULL_BLOCK),
-            inside & has_tokens,
-            inside & (boundary != NULL_BLOCK),
-        )
 
     taps, bias = _parameters(refs, channel, inside)
+    is_row, has_tokens = program < rows, end > start
+    runs, live, keeps = has_tokens, inside, inside
+    if boundary is not None:
+        # A row without tokens may keep a boundary's window, but loads and stores nothing else.
+        live, keeps = inside & has_tokens, inside & (boundary != NULL_BLOCK)
+        runs |= boundary != NULL_BLOCK
 
-    @pt.when((program < rows) & runs)
+    @pt.when(is_row & runs)
     def _():
         # Everything is read before anything is written, and one thread handles all rows of a channel. The read block
         # may therefore be the write block or the boundary's block.
@@ -86,7 +85,7 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: Win
 
         history = [_load(old(window_row, j), live & (read != NULL_BLOCK)) for j in range(width - 1)]
         kept = []
-        if refs.boundary_block is not None:
+        if boundary is not None:
             kept = [_load(old(boundary_row, j), keeps & (read != NULL_BLOCK)) for j in range(width - 1)]
         new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], live) for t in range(longest)]
         inputs = history + new
