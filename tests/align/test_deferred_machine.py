@@ -106,5 +106,5 @@ class DeferredKernelMachine(DeferredMachine):
 
 @pytest.mark.deep
 def test_kernels_agree_with_the_replay_in_tokens():
-    events = run(DeferredKernelMachine, depth.examples(quick=5, full=12), steps=depth.examples(quick=80, full=300))
+    events = run(DeferredKernelMachine, depth.examples(quick=5, full=12), steps=depth.examples(quick=80, full=1500))
     assert events["settles and keeps a window"] + events["a window is kept at its end"] > 0 or not depth.is_full()

@@ -327,6 +327,18 @@ def test_a_whole_step_lowers_with_the_expected_number_of_launches():
     assert (calls("_update"), calls("_state_copy")) == (2 * 30, 4)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_of_deferred_states_lowers_to_two_ops_per_layer_and_no_copy(drafts):
+    case = pipeline.Case("deferred", 8, drafts)
+    with on("NVIDIA H200"):
+        text = pipeline.trace(case, "triton").lower(lowering_platforms=("cuda",)).as_text()
+    calls = lambda name: len(re.findall(rf"call @{name}(?:_\d+)?\(", text))
+    assert (calls("_update"), calls("_deferred"), calls("_state_copy")) == (30, 30, 0)
+    # The kernel that keeps windows of boundaries has two more inputs.
+    (operands,) = set(re.findall(r"custom_call @__gpu\$xla.gpu.triton\(([^)]*)\).*causal_conv1d_update", text))
+    assert operands.count("%") == (10 if drafts else 8)
+
+
 def test_shift_of_windows_of_layout_ds_lowers_for_h200():
     run = lambda *arguments: state_copy(*arguments, layout="DS", implementation="triton")
     pool = array(jnp.bfloat16, 30, 512, 8192, 3)
