@@ -151,7 +151,8 @@ class StepChecker:
             if slot < 0:
                 continue
             computed, accepted, column, *base = (int(array[slot]) for array in self._slots.values())
-            first = computed - accepted + 1
+            # A deferred state can't go back before its base.
+            first = max([computed - accepted + 1, *base])
             if not first <= wanted <= computed:
                 raise ValueError(
                     f"slot {slot}: corrections: num_computed_tokens must be in [{first}, {computed}], of which the last "

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,10 +93,9 @@ def test_a_boundary_has_its_window_once_it_is_folded(path, following, layout):
     np.testing.assert_array_equal(kept, window(sequence, BLOCK))
     assert np.isfinite(state).all()
     # The request goes on from its own window, and another one from the boundary.
-    if server.state.state_pos[slot] < 24:
-        server.enter(2, sequence, computed=BLOCK, like=slot)
+    server.enter(2, sequence, computed=BLOCK, like=slot)
     for step in ((4, 1), (4, 4), (2, 2)):
-        assert server.step([(n, *step) for n in (slot, 2) if n in server.sequences]) == 0
+        assert server.step([(n, *step) for n in (slot, 2)]) == 0
     for outputs in (server.outputs[n] for n in server.sequences):
         for at, output in outputs.items():
             np.testing.assert_allclose(output, whole(10)[at], rtol=0, atol=1e-5, err_msg=f"position {at}")
@@ -120,6 +118,18 @@ def test_a_preempted_request_resumes_from_the_boundary_that_it_folded_at_its_end
         np.testing.assert_array_equal(mine, before)
     for at, output in server.outputs[1].items():
         np.testing.assert_allclose(output, whole(11)[at], rtol=0, atol=1e-5)
+
+
+def test_a_chunk_keeps_its_own_boundary_and_not_that_of_a_verify_row_beside_it():
+    """Both rows read their windows in the boundary's block. That of the verify row must not move before it is read."""
+    server = Server(5)
+    for slot in (0, 1):
+        walk(server, slot, inputs_of(16 + slot), PATHS["a row ends on the boundary"])
+    assert server.step([(0, 4, 4)], chunk=(1, 5), migrates=True) == 0
+    for slot in (0, 1):
+        np.testing.assert_array_equal(server.boundary(slot, BLOCK)[0], window(inputs_of(16 + slot), BLOCK))
+        for at, output in server.outputs[slot].items():
+            np.testing.assert_allclose(output, whole(16 + slot)[at], rtol=0, atol=1e-5)
 
 
 def test_a_fold_of_other_slots_moves_no_window():
@@ -158,9 +168,18 @@ def test_finish_step_returns_the_pool_that_it_is_given(num_sampled):
     state, indices = begin_step(spec, state, batch, tables)
     _, after = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
     assert after is pool
-    text = (
-        jax.jit(lambda pool: finish_step(spec, state, pool, batch, indices, num_sampled, tables)[1])
-        .lower(pool)
-        .as_text()
-    )
-    assert "_state_copy" not in text
+
+
+def test_no_slot_goes_back_before_a_boundary_that_was_folded():
+    """Its state is at the boundary, and the entries before it are not read any more."""
+    server = Server(4)
+    assert walk(server, 0, inputs_of(15), PATHS["a row jumps over the boundary"]) == BLOCK + 1
+    server.fold(0)
+    for count, refusals in ((BLOCK - 1, 1), (BLOCK, 0)):
+        corrections = Corrections.from_host(server.spec, 1, [0], [count])
+        server.state, refused = correct_counts(server.state, corrections)
+        assert refused == refusals
+    assert server.state.num_computed_tokens[0] == BLOCK
+    assert server.step([(0, 4, 4)]) == 0
+    for at in range(BLOCK, BLOCK + 4):
+        np.testing.assert_allclose(server.outputs[0][at], whole(15)[at], rtol=0, atol=1e-5)
