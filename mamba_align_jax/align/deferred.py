@@ -186,6 +186,7 @@ def fold_slots(
 ) -> tuple[AlignState, StatePool]:
     """Folds the complete fold group of slots without running a token, so that the boundary at its end can be published.
 
+    If the group ends on a boundary, its window is written, too.
     Call it between steps, while the slots hold their blocks. Slots whose group is not complete do not change.
 
     Args:
@@ -197,7 +198,8 @@ def fold_slots(
         implementation: The implementation of the ops.
 
     Returns:
-        The state with the new bases, and the pool.
+        The state with the new bases, and with the accepted count 1 where a window has moved to row 0 of its block; and the
+        pool.
     """
     state, folds = plan_slots(spec, state, tables, slots)
     pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
@@ -213,10 +215,8 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
     base, computed = state.state_pos[slot], state.num_computed_tokens[slot]
     places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
-    block, conv_read = (
-        lookup(places.fold_column, (slots >= 0) & places.folds),
-        lookup(state.running_column[slot], slots >= 0),
-    )
+    block = lookup(places.fold_column, (slots >= 0) & places.folds)
+    conv_read = lookup(state.running_column[slot], slots >= 0)
     folds = Folds(
         slot=slot,
         base=base,
