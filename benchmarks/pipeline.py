@@ -9,7 +9,8 @@ rows anew (`add_requests`), either half a block before a boundary or right at on
 crossing rows. Each step uses other slots than the one before, until states of five times the size of the L2 were used.
 
 Under "deferred" the rows are spread evenly over the phases of their fold groups, as if every step advanced each of them by
-all of its tokens: in a step with T tokens per row, T rows of 16 fold.
+all of its tokens: in a step with T tokens per row, T rows of 16 fold. A crossing row is one whose last step has
+crossed: it folds the boundary and, with drafts, writes the boundary's window.
 """
 
 import argparse
@@ -113,7 +114,8 @@ class Case:
 class Inputs(NamedTuple):
     """What the host sends for each step; `num_sampled` is int32 [rows].
 
-    `base` has the positions of the rows' states under policy "deferred", int32 [rows], and is None under the others.
+    `base` has the positions of the rows' states under policy "deferred", and `accepted` the tokens that their last steps
+    accepted, int32 [rows] each. Both are None under the others.
     """
 
     updates: TableUpdates
@@ -121,6 +123,7 @@ class Inputs(NamedTuple):
     batch: StepBatch
     num_sampled: jax.Array
     base: jax.Array | None = None
+    accepted: jax.Array | None = None
 
 
 class Buffers(NamedTuple):
@@ -158,11 +161,15 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
     # The running column of a crossing row changes, and the last column of its window gets a block. The first half of a
     # verify row's tokens lie before the boundary.
     computed = np.where(crosses, case.block_size - window // 2, case.block_size // 2).astype(np.int32)
-    base = None
+    base = accepted = None
     if spec.is_deferred:
-        # A base is 1 to `fold_length` tokens before the row's position.
-        computed = np.where(crosses, computed, computed + window * (1 + slots) % spec.fold_length)
-        base = jnp.asarray((computed - 1) // spec.fold_length * spec.fold_length, jnp.int32)
+        # A base is 1 to `fold_length` tokens before the row's position, but that of a crossing row is in the group before
+        # the boundary, which the last step has crossed with all of its tokens.
+        L, size = spec.fold_length, case.block_size
+        passed = size - max(window // 2, 1) + window
+        computed = np.where(crosses, passed, computed + window * (1 + slots) % L).astype(np.int32)
+        base = jnp.asarray(np.where(crosses, size - L, (computed - 1) // L * L), jnp.int32)
+        accepted = jnp.asarray(np.where(crosses, window, 1), jnp.int32)
     entered = [] if spec.mode == "none" else slots[crosses].tolist()
     last = spec.num_columns - 1
     entry = lambda slot: (0, slot, last, 1 + slot * spec.num_columns + last)
@@ -177,6 +184,7 @@ def make_inputs(case: Case, step: int, crosses: np.ndarray) -> Inputs:
         batch=StepBatch.from_host(spec, case.rows, slots.tolist(), lengths.tolist(), [case.drafts] * case.rows),
         num_sampled=jnp.full(case.rows, window, jnp.int32),
         base=base,
+        accepted=accepted,
     )
 
 
@@ -199,7 +207,9 @@ def _begin(spec: AlignConfig, buffers: Buffers, inputs: Inputs) -> tuple[AlignSt
     tables = update_block_tables(buffers.tables, inputs.updates)
     state = add_requests(buffers.state, inputs.additions)
     if inputs.base is not None:
-        state = dataclasses.replace(state, state_pos=state.state_pos.at[inputs.additions.slot].set(inputs.base))
+        put = lambda array, values: array.at[inputs.additions.slot].set(values)
+        accepted = put(state.num_accepted_tokens, inputs.accepted)
+        state = dataclasses.replace(state, state_pos=put(state.state_pos, inputs.base), num_accepted_tokens=accepted)
     state, indices = begin_step(spec, state, inputs.batch, tables)
     return state, tables, indices
 
@@ -219,9 +229,8 @@ def make_step(case: Case, implementation: Implementation | None) -> Any:
         out = tokens["x"]
         for layer in range(case.layers):
             places = dict(query_start_loc=loc, read_block=rows.conv_read[0], write_block=write[:, 0])
-            qkv, conv = causal_conv1d_update(
-                tokens["x"], conv, layer, tokens["weight"], None, window_row=rows.window_row, **places, **how
-            )
+            places |= dict(window_row=rows.window_row, **rows.of_group(0).boundaries)
+            qkv, conv = causal_conv1d_update(tokens["x"], conv, layer, tokens["weight"], None, **places, **how)
             if rows.fold is None:
                 places = dict(query_start_loc=loc, read_block=rows.recurrent_read[0], write_blocks=write)
                 out, recurrent = gated_delta_rule_update(qkv, **gates, pool=recurrent, layer=layer, **places, **how)
@@ -266,7 +275,7 @@ class Steps:
 def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Sequence[Inputs]) -> dict[str, float]:
     """Returns the bytes of states that the ops of a step read and write, and those that its copies do, from the plans.
 
-    Under "deferred" the entries of rings count as bytes of states.
+    Under "deferred" the entries of rings count as bytes of states, and so do the windows of boundaries.
     """
     spec = case.spec
     ((conv, recurrent),) = [group.states for group in spec.groups]
@@ -277,16 +286,17 @@ def moved_bytes(case: Case, state: AlignState, tables: BlockTables, cycle: Seque
         state_, tables_, indices = _begin(spec, Buffers(StatePool(states=()), state, tables), inputs)
         _, plan = plan_finish(spec, state_, inputs.batch, indices, inputs.num_sampled, tables_)
         copies = [plan.num_copies() for plan in (indices.migration, plan) if isinstance(plan, CopyPlan)]
-        reads, writes, entries = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0), 0
+        reads, writes, entries, windows = jnp.sum(indices.recurrent_read > 0), jnp.sum(indices.write > 0), 0, 0
         if indices.folds is not None:
             entries = jnp.sum(indices.folds.position - indices.folds.base) + inputs.batch.query_start_loc[-1]
             writes = jnp.sum(indices.folds.block > 0)
-        return reads, writes, entries, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
+            windows = 0 if indices.folds.windows is None else jnp.sum(indices.folds.windows.block > 0)
+        return reads, writes, entries, windows, jnp.asarray(copies, jnp.int32).reshape(-1, 2).sum(axis=0)
 
     found = zip(*jax.device_get([*map(counts, cycle)]), strict=True)
-    reads, writes, entries, copies = (np.sum(each, axis=0) for each in found)
+    reads, writes, entries, windows, copies = (np.sum(each, axis=0) for each in found)
     # A row reads a window of width - 1 and writes one window row fewer than that, and one more for each token.
-    window_rows = reads * (2 * case.width - 2 + case.drafts)
+    window_rows = reads * (2 * case.width - 2 + case.drafts) + windows * 2 * (case.width - 1)
     window_row_bytes = spec.state_bytes_per_block(0, conv) / conv.block_shape(case.drafts)[0]
     state_bytes = spec.state_bytes_per_block(0, recurrent)
     entry_bytes = spec.ring_bytes_per_slot / (2 * spec.fold_length)

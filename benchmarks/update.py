@@ -16,6 +16,7 @@ from benchmarks.kernel_benchmark import (
     tolerance,
 )
 from pallas_kernels import (
+    NULL_BLOCK,
     causal_conv1d_update,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
@@ -60,13 +61,17 @@ def copy_benchmark(case: state_copy_cases.Case) -> KernelBenchmark:
 
 
 def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
-    """Counts each row's old window (width - 1) and new one (width - 2 + tokens), and each token's input and output."""
+    """Counts each row's old window (width - 1) and new one (width - 2 + tokens), and each token's input and output.
+
+    The window of a boundary is read and written (2 * (width - 1)).
+    """
     rows, tokens = len(case.lengths), sum(case.lengths)
     live = sum(length > 0 for length in case.lengths)
     window = case.width - 1 + case.num_speculative_tokens
-    channel_rows = live * (2 * case.width - 3) + 3 * tokens
+    channel_rows = live * (2 * case.width - 3) + 3 * tokens + (case.boundaries or 0) * 2 * (case.width - 1)
     moved = (channel_rows + case.width) * case.channels * itemsize(case.dtype)
-    blocks, num_blocks = rotate(rows, 1, 2 * rows * window * case.channels * itemsize(case.dtype))
+    columns = 1 if case.boundaries is None else 2
+    blocks, num_blocks = rotate(rows, columns, 2 * rows * window * case.channels * itemsize(case.dtype))
     draw = normal_draws(case.dtype)
     x, weight = draw(tokens, case.channels), draw(case.width, case.channels)
     loc, window_row = locations(case.lengths), jnp.zeros(rows, jnp.int32)
@@ -74,6 +79,9 @@ def conv_benchmark(case: causal_conv1d_cases.Case) -> KernelBenchmark:
     def step(turn, carry, **options):
         block = blocks[turn % len(blocks), :, 0]
         indices = loc, block, window_row, block
+        if case.boundaries is not None:
+            keeps = jnp.arange(rows) < case.boundaries
+            indices += window_row, jnp.where(keeps, blocks[turn % len(blocks), :, 1], NULL_BLOCK)
         y, pool = causal_conv1d_update(x, carry[0], 0, weight, None, *indices, layout=case.layout, **options)
         return pool, y
 

@@ -151,10 +151,10 @@ def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def check_checkpoints(name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None) -> None:
-    """Raises ValueError, in the name of op `name`, if only one of the two checkpoint arguments is given."""
-    given = "checkpoint_block" if checkpoint_offset is None else "checkpoint_offset"
+def check_together(name: str, **arguments: jax.Array | None) -> None:
+    """Raises ValueError, in the name of op `name`, if some of these optional arguments are given and others are not."""
+    given = [argument for argument, value in arguments.items() if value is not None]
+    together = " and ".join(arguments)
     require(
-        (checkpoint_offset is None) == (checkpoint_block is None),
-        f"{name}: checkpoint_offset and checkpoint_block must be given together, got only {given}",
+        len(given) in (0, len(arguments)), f"{name}: {together} must be given together, got only {', '.join(given)}"
     )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from pallas_kernels._check import check_checkpoints, checked, require
+from pallas_kernels._check import check_together, checked, require
 from pallas_kernels.blocks import per_row
 
 CHUNK_SIZE = 64
@@ -126,7 +126,7 @@ def check_prefill(
         f"{name}: chunks must be chunk_rows of {rows} rows in {tokens.shape[0]} tokens ({bound} chunks), "
         f"got {came[0]} rows and {came[1]} chunks",
     )
-    check_checkpoints(name, checkpoint_offset, checkpoint_block)
+    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
 
 
 class Span(NamedTuple):

@@ -18,7 +18,7 @@ from mamba_align_jax.align.columns import (
 )
 from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState
 from mamba_align_jax.align.corrections import Corrections
-from mamba_align_jax.align.policy import POLICIES, ReadPlaces, fold_places
+from mamba_align_jax.align.policy import POLICIES, ReadPlaces, boundary_window, fold_places
 from mamba_align_jax.align.state import Additions, AlignState
 from mamba_align_jax.align.tables import TableUpdates
 from pallas_kernels import NULL_BLOCK
@@ -118,7 +118,7 @@ class StepChecker:
                 self._read(row.slot, row.places.recurrent_column, row.places.conv_column)
         for row in rows:
             if self.spec.is_deferred:
-                self._fold(row.slot, row.base, row.computed)
+                self._fold(row.slot)
             is_kept = row.drafts < 0 or not self.spec.is_deferred
             self._write(row.slot, row.current, *_KINDS if is_kept else (ConvState,))
             for column in range(row.current + 1, row.current + 1 + max(row.drafts, 0) * (not self.spec.is_deferred)):
@@ -151,7 +151,8 @@ class StepChecker:
             if slot < 0:
                 continue
             computed, accepted, column, *base = (int(array[slot]) for array in self._slots.values())
-            first = computed - accepted + 1
+            # A deferred state can't go back before its base.
+            first = max([computed - accepted + 1, *base])
             if not first <= wanted <= computed:
                 raise ValueError(
                     f"slot {slot}: corrections: num_computed_tokens must be in [{first}, {computed}], of which the last "
@@ -162,10 +163,9 @@ class StepChecker:
     def folded(self, slot: int) -> None:
         """Takes note that `fold_slots` was called for a slot, between the checks of the steps before and after it."""
         if self.spec.checked and slot >= 0:
-            base, computed = (int(self._slots[name][slot]) for name in ("state_pos", "num_computed_tokens"))
-            self._fold(slot, base, computed)
-            places = fold_places(base, computed, self.spec.state_block_size, self.spec.fold_length)
-            self._slots["state_pos"][slot] = places.next_base
+            computed, accepted, column, _ = (int(array[slot]) for array in self._slots.values())
+            base, moves = self._fold(slot)
+            self._set(slot, computed, 1 if moves else accepted, column, base)
 
     def _enter(self, additions: Additions) -> dict[int, int]:
         """Initialises the slots that requests enter. Returns the column from which each continues."""
@@ -181,13 +181,22 @@ class StepChecker:
         for array, value in zip(self._slots.values(), counts, strict=False):
             array[slot] = value
 
-    def _fold(self, slot: int, base: int, computed: int) -> None:
-        """Verifies the columns of a deferred state, and of the fold if its group is complete."""
-        places = fold_places(base, computed, self.spec.state_block_size, self.spec.fold_length)
+    def _fold(self, slot: int) -> tuple[int, bool]:
+        """Verifies the columns of a slot's deferred state, and of the fold and the window that a complete group writes.
+
+        Returns the base after the fold, and whether the window of the last step has moved to row 0 of its column.
+        """
+        sizes = self.spec.state_block_size, self.spec.fold_length
+        computed, accepted, old, base = (int(array[slot]) for array in self._slots.values())
+        places, window = fold_places(base, computed, *sizes), boundary_window(old, accepted, base, computed, *sizes)
         if places.folds:
             if base:
                 self._read(slot, places.recurrent_column)
             self._write(slot, places.fold_column, RecurrentState)
+        if window.needed and self.spec.passes_boundaries:
+            self._read(slot, None, old)
+            self._write(slot, places.fold_column, ConvState)
+        return places.next_base, self.spec.passes_boundaries and window.moves
 
     def _allocate(self, updates: TableUpdates, entering: dict[int, int]) -> None:
         for group, slot, column, block in _entries(updates.group, updates.slot, updates.column, updates.block):
@@ -224,12 +233,9 @@ class StepChecker:
     def _finish(self, row: _Row, saves: bool) -> None:
         certain = certain_tokens(row.computed, row.num_tokens, max(row.drafts, 0))
         computed, accepted = tokens_after(certain, row.accepted), row.accepted
-        if saves and self.spec.mode != "none" and self.spec.num_speculative_tokens > 0:
+        if saves and self.spec.passes_boundaries and not self.spec.is_deferred:
             save = boundary_save(certain, computed, self.spec.state_block_size)
-            if save.passed and self.spec.is_deferred:
-                self._read(row.slot, None, row.current)
-                self._write(row.slot, save.target, ConvState)
-            elif save.passed:
+            if save.passed:
                 self._copy(row.slot, row.current + save.offset, row.current, save.target)
             accepted = accepted_after_save(accepted, save.passed, save.target, row.current)
         base = row.computed + row.num_tokens

@@ -309,6 +309,14 @@ class AlignConfig:
         return self.policy == "deferred"
 
     @property
+    def passes_boundaries(self) -> bool:
+        """True if acceptance may pass a boundary inside a step's window, so that it must be kept there.
+
+        Without drafts each step ends in its running column, so a boundary's state and window are in their column already.
+        """
+        return self.mode != "none" and self.num_speculative_tokens > 0
+
+    @property
     def window(self) -> int:
         """The largest number of tokens in a verify row: a certain one and K drafts.
 

@@ -70,7 +70,8 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
     because the boundary that they pass was not saved. Fewer than nc - a + 1 were computed by an earlier step, or are not
     certain any more: the request must enter again. `a` is 1, so that nothing can be taken back, after a chunk, after
     `Additions`, and where all drafts were accepted and end on the boundary of the running column: its state was saved
-    over the window. A host that corrects such steps passes what it is sure of to `finish_step`.
+    over the window. Under policy "deferred" only `fold_slots` saves over a window, and no slot goes back before a boundary
+    that it has folded. A host that corrects such steps passes what it is sure of to `finish_step`.
 
     A boundary after the new count must not be published. If it was saved, it is saved again when the slot passes it.
 
@@ -85,6 +86,8 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
     taken_back = state.num_computed_tokens[slot] - corrections.num_computed_tokens
     accepted = state.num_accepted_tokens[slot] - taken_back
     is_right = is_real & (taken_back >= 0) & (accepted >= 1)
+    if state.state_pos is not None:
+        is_right &= corrections.num_computed_tokens >= state.state_pos[slot]
     # A negative index would wrap around to the last slot, so the index of what is skipped is made too large instead.
     to = jnp.where(is_right, slot, state.running_column.shape[0])
     put = lambda array, new: array.at[to].set(new, mode="drop")

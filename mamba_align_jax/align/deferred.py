@@ -2,7 +2,7 @@
 
 Under policy "deferred" a slot's state is the state at its base, plus the entries of its ring since. Decode and verify rows
 fold in the kernel that runs their tokens. A chunk after a verify row, and a request that ends on a boundary, need the state
-itself: `settle` and `fold_slots` write it.
+itself: `settle` and `fold_slots` write it. Whatever folds a group that ends on a boundary also writes the boundary's window.
 """
 
 import functools
@@ -13,13 +13,32 @@ import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import fold_end
-from mamba_align_jax.align.config import AlignConfig, RecurrentState, StateRing
-from mamba_align_jax.align.policy import fold_places
+from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState, StateRing
+from mamba_align_jax.align.policy import boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
-from pallas_kernels import NULL_BLOCK, Implementation
+from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class BoundaryWindows:
+    """The convolution windows of the boundaries that rows fold.
+
+    Attributes:
+        read: The block with the window of each row's last step. int32 [groups, rows].
+        first_row: The first row of the boundary's window there. int32 [rows].
+        block: The boundary's block, which receives the window from row 0 on. NULL_BLOCK for a row that passes no boundary,
+            and for one whose boundary's window is in place. int32 [groups, rows].
+        moves: True if `block` is `read`, so that the row's own window moves to row 0 of it. bool [rows].
+    """
+
+    read: jax.Array
+    first_row: jax.Array
+    block: jax.Array
+    moves: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +56,7 @@ class Folds:
         rest: The block that receives the state at `position`, for a chunk after a verify row; NULL_BLOCK for other rows.
             int32 [groups, rows].
         unsettled: True for the chunks whose state is not written before `migrate`. bool [rows].
+        windows: The windows of the boundaries that are folded; None if they are in place without drafts.
     """
 
     slot: jax.Array
@@ -46,6 +66,7 @@ class Folds:
     block: jax.Array
     rest: jax.Array
     unsettled: jax.Array
+    windows: BoundaryWindows | None = None
 
     def num_unsettled(self) -> jax.Array:
         """Counts the rows whose states only `migrate` writes. int32 scalar."""
@@ -65,6 +86,7 @@ def plan_folds(
     live: jax.Array,
     computed: jax.Array,
     current: jax.Array,
+    conv_read: jax.Array,
 ) -> tuple[jax.Array, Folds, jax.Array]:
     """Finds where the rows of a step read and write their deferred states.
 
@@ -76,6 +98,7 @@ def plan_folds(
         live: True for the rows that take part. bool [rows].
         computed: The position of each row's first token. int32 [rows].
         current: The running column of each row. int32 [rows].
+        conv_read: The block with the window of each row's last step. int32 [groups, rows].
 
     Returns:
         The block in which each row finds its state, int32 [groups, rows]; the folds; and the base of each row after the
@@ -89,18 +112,43 @@ def plan_folds(
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
     unsettled = live & is_chunk & (base < computed)
     read, rest = lookup(places.recurrent_column, live), lookup(current, unsettled)
+    block = lookup(places.fold_column, places.folds)
     folds = Folds(
         slot=slot,
         base=base,
         position=computed,
         read=read,
-        block=lookup(places.fold_column, places.folds),
+        block=block,
         rest=rest,
         unsettled=unsettled,
+        windows=_plan_windows(spec, state, slot, base, computed, conv_read, block),
     )
     # A chunk writes its last state, which is then the base.
     next_base = jnp.where(is_chunk, computed + batch.num_tokens, places.next_base)
     return jnp.where(unsettled, rest, read), folds, next_base
+
+
+def _plan_windows(
+    spec: AlignConfig,
+    state: AlignState,
+    slot: jax.Array,
+    base: jax.Array,
+    computed: jax.Array,
+    conv_read: jax.Array,
+    fold_block: jax.Array,
+) -> BoundaryWindows | None:
+    """Finds the windows of the boundaries that rows fold, or returns None if they are always in place."""
+    if not spec.passes_boundaries:
+        return None
+    old, accepted = state.running_column[slot], state.num_accepted_tokens[slot]
+    places = boundary_window(old, accepted, base, computed, spec.state_block_size, spec.fold_length)
+    # A row that does not fold has no `fold_block`, and keeps no boundary.
+    return BoundaryWindows(
+        read=conv_read,
+        first_row=jnp.where(places.needed, places.first_row, 0),
+        block=jnp.where(places.needed, fold_block, NULL_BLOCK),
+        moves=places.moves,
+    )
 
 
 def settle(
@@ -108,12 +156,15 @@ def settle(
 ) -> StatePool:
     """Writes the states of the rows that are `unsettled`: at the end of a complete fold group, then at their position.
 
+    If the group ends on a boundary, it writes the boundary's window, too.
+
     Args:
         spec: The configuration. Static.
         pool: The pool. A jitted caller may donate it.
         folds: The deferred states of the step.
-        implementation: The implementation of the op.
+        implementation: The implementation of the ops.
     """
+    pool = _keep_windows(spec, pool, folds.windows, folds.unsettled, implementation)
     block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
     pool = _fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
     # Of the group that the position is in, only the entries before it count. As zeros the others add nothing to a fold.
@@ -135,6 +186,7 @@ def fold_slots(
 ) -> tuple[AlignState, StatePool]:
     """Folds the complete fold group of slots without running a token, so that the boundary at its end can be published.
 
+    If the group ends on a boundary, its window is written, too.
     Call it between steps, while the slots hold their blocks. Slots whose group is not complete do not change.
 
     Args:
@@ -143,12 +195,14 @@ def fold_slots(
         pool: The pool. A jitted caller may donate it.
         tables: The block tables.
         slots: The slots, all distinct, or -1 for padding. int32 [n].
-        implementation: The implementation of the op.
+        implementation: The implementation of the ops.
 
     Returns:
-        The state with the new bases, and the pool.
+        The state with the new bases, and with the accepted count 1 where a window has moved to row 0 of its block; and the
+        pool.
     """
     state, folds = plan_slots(spec, state, tables, slots)
+    pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
     where = folds.slot, folds.base, folds.position, folds.read, folds.block
     return state, _fold(spec, pool, *where, implementation)
 
@@ -161,20 +215,29 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
     base, computed = state.state_pos[slot], state.num_computed_tokens[slot]
     places = fold_places(base, computed, spec.state_block_size, spec.fold_length)
     lookup = lambda column, where: jnp.where(where, tables.lookup(slot, column), NULL_BLOCK)
+    block = lookup(places.fold_column, (slots >= 0) & places.folds)
+    conv_read = lookup(state.running_column[slot], slots >= 0)
     folds = Folds(
         slot=slot,
         base=base,
         position=computed,
         read=lookup(places.recurrent_column, slots >= 0),
-        block=lookup(places.fold_column, (slots >= 0) & places.folds),
+        block=block,
         rest=jnp.full((len(spec.groups), *slots.shape), NULL_BLOCK, jnp.int32),
         unsettled=jnp.zeros(slots.shape, jnp.bool_),
+        windows=_plan_windows(spec, state, slot, base, computed, conv_read, block),
     )
     # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
     to = jnp.where(slots >= 0, slots, state.state_pos.shape[0])
-    state, _ = jax.lax.optimization_barrier((state, (folds, places.next_base)))
+    accepted = state.num_accepted_tokens[slot]
+    state, _ = jax.lax.optimization_barrier((state, (folds, accepted, places.next_base)))
     assert state.state_pos is not None
-    return replace(state, state_pos=state.state_pos.at[to].set(places.next_base, mode="drop")), folds
+    state = replace(state, state_pos=state.state_pos.at[to].set(places.next_base, mode="drop"))
+    if folds.windows is not None:
+        # A window that has moved to row 0 is as after a step that accepted one token.
+        accepted = jnp.where(folds.windows.moves, 1, accepted)
+        state = replace(state, num_accepted_tokens=state.num_accepted_tokens.at[to].set(accepted, mode="drop"))
+    return state, folds
 
 
 def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
@@ -187,6 +250,57 @@ def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array
         # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
         rings.append(tuple(x.at[:, slot[:, None], :, place].set(0, mode="drop") for x in ring))
     return replace(pool, rings=tuple(rings))
+
+
+def _keep_windows(
+    spec: AlignConfig,
+    pool: StatePool,
+    windows: BoundaryWindows | None,
+    live: jax.Array,
+    implementation: Implementation | None,
+) -> StatePool:
+    """Writes the windows of the boundaries of the rows that are `live`, in every layer."""
+    if windows is None:
+        return pool
+    for number, group in enumerate(spec.groups):
+        where = windows.read[number], windows.first_row, jnp.where(live, windows.block[number], NULL_BLOCK)
+        arrays = list(pool.states[number])
+        for index, kind in enumerate(group.states):
+            if isinstance(kind, ConvState):
+                one = functools.partial(_keep_layer, kind, where, implementation)
+                arrays[index] = jax.lax.fori_loop(0, group.num_layers, one, arrays[index])
+        pool = pool.with_group(number, arrays)
+    return pool
+
+
+def _keep_layer(
+    kind: ConvState,
+    where: tuple[jax.Array, jax.Array, jax.Array],
+    implementation: Implementation | None,
+    layer: jax.Array,
+    pool: jax.Array,
+) -> jax.Array:
+    """Runs the op of the convolution without tokens in one layer: the rows that have a block write a window."""
+    read, first_row, block = where
+    # A device of several has a part of the channels.
+    channels = pool.shape[3 if kind.layout == "SD" else 2]
+    no_tokens, nothing = jnp.zeros((0, channels), pool.dtype), jnp.zeros_like(read)
+    _, pool = causal_conv1d_update(
+        no_tokens,
+        pool,
+        jnp.int32(layer),
+        jnp.zeros((kind.width, channels), pool.dtype),
+        None,
+        jnp.zeros(read.shape[0] + 1, jnp.int32),
+        read,
+        nothing,
+        nothing,
+        first_row,
+        block,
+        layout=kind.layout,
+        implementation=implementation,
+    )
+    return pool
 
 
 def _fold(

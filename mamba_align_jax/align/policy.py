@@ -99,5 +99,42 @@ def fold_places(base: Any, computed: Any, block_size: int, fold_length: int) -> 
     return FoldPlaces(column_of(base, block_size), folds, column_of(end, block_size), choose(folds, end, base))
 
 
+class BoundaryWindow(NamedTuple):
+    """Where the convolution window of the boundary is that a row has passed, before the row folds its group.
+
+    Attributes:
+        needed: True if the row must write the window to row 0 of the boundary's column, which is the fold's column.
+        first_row: The first row of that window in the window of the last step.
+        moves: True if the boundary's column is the one that the row reads. The row's own window, which ends on the
+            boundary, is then at row 0 once the boundary's window is written.
+    """
+
+    needed: Any
+    first_row: Any
+    moves: Any
+
+
+def boundary_window(
+    old: Any, accepted: Any, base: Any, computed: Any, block_size: int, fold_length: int
+) -> BoundaryWindow:
+    """Finds the window of the boundary at the end of a row's fold group, if the group is complete and ends on one.
+
+    The window of the last step has a row for each of its tokens, so the boundary's window begins as many rows before the
+    row's own as there are tokens since the boundary.
+
+    Args:
+        old: The running column before the step.
+        accepted: The tokens accepted in the last step.
+        base: The position of each row's state.
+        computed: The position of each row's first token.
+        block_size: Tokens per column.
+        fold_length: Tokens per fold group.
+    """
+    end = fold_end(base, fold_length)
+    first_row, in_place = accepted - 1 + end - computed, column_of(end, block_size) == old
+    needed = (computed >= end) & (end % block_size == 0) & ((first_row > 0) | (column_of(end, block_size) != old))
+    return BoundaryWindow(needed, first_row, needed & in_place)
+
+
 Policy = Callable[[Any, Any, Any], ReadPlaces]
 POLICIES: Mapping[str, Policy] = MappingProxyType({"copy_free": copy_free, "pre_copy": pre_copy, "deferred": deferred})

@@ -171,10 +171,14 @@ def _begin_deferred(
     spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables, indices: StepIndices
 ) -> tuple[AlignState, StepIndices]:
     """Finds the deferred states: what `begin_step` returns for policy "deferred", whose windows `indices` has."""
-    live, current, write = _live(batch), indices.running_column, indices.write
-    read, folds, base = plan_folds(spec, state, batch, tables, live, indices.num_computed_tokens, current)
+    live, current, write, window_row = _live(batch), indices.running_column, indices.write, indices.window_row
+    computed, conv_read = indices.num_computed_tokens, indices.conv_read
+    read, folds, base = plan_folds(spec, state, batch, tables, live, computed, current, conv_read)
     write = jnp.where(jnp.arange(write.shape[-1]) == 0, write, NULL_BLOCK)
-    indices = replace(indices, recurrent_read=read, write=write, folds=folds)
+    if folds.windows is not None:
+        # `migrate` writes the boundaries before chunks, which find their own window where it is then.
+        window_row = jnp.where(folds.windows.moves & folds.unsettled, 0, window_row)
+    indices = replace(indices, recurrent_read=read, write=write, window_row=window_row, folds=folds)
     state, _ = jax.lax.optimization_barrier((state, (indices, base)))
     put = lambda array, values: _scatter(array, batch, live, values)
     return replace(
@@ -185,10 +189,7 @@ def _begin_deferred(
 def copy_states(
     spec: AlignConfig, pool: StatePool, plan: CopyPlan | None, *, implementation: Implementation | None = None
 ) -> StatePool:
-    """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`.
-
-    Under policy "deferred" only windows are copied, because boundaries are the ends of fold groups.
-    """
+    """Makes the copies of `plan`, if there are any, in every array of the pool. A jitted caller may donate `pool`."""
     if plan is None:
         return pool
     for g, group in enumerate(spec.groups):
@@ -199,8 +200,6 @@ def copy_states(
                 implementation=implementation,
             )
             if isinstance(kind, ConvState)
-            else array
-            if spec.is_deferred
             else state_copy(array, plan.recurrent_source[g], plan.destination[g], implementation=implementation)
             for kind, array in zip(group.states, pool.states[g], strict=True)
         ]
@@ -248,7 +247,7 @@ def plan_saves(
     passed = live & save.passed
     lookup = lambda column: jnp.where(passed, tables.lookup(slot, column), NULL_BLOCK)
     plan = CopyPlan(
-        recurrent_source=lookup(save.target if spec.is_deferred else column + save.offset),
+        recurrent_source=lookup(column + save.offset),
         conv_source=lookup(column),
         window_row=jnp.where(passed, save.offset, 0),
         destination=lookup(save.target),
@@ -271,8 +270,8 @@ def plan_finish(
     accepted = jnp.maximum(jnp.broadcast_to(jnp.int32(1 if num_sampled is None else num_sampled), slot.shape), 1)
     certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
     plan, computed = None, tokens_after(certain, accepted)
-    # Without drafts each step ends in its running column, so the state of a boundary is already in its own column.
-    if spec.mode != "none" and spec.num_speculative_tokens > 0 and num_sampled is not None:
+    # Under policy "deferred" the step after the boundary keeps it.
+    if spec.passes_boundaries and not spec.is_deferred and num_sampled is not None:
         plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
     return replace(
         state,
@@ -293,6 +292,8 @@ def finish_step(
     implementation: Implementation | None = None,
 ) -> tuple[AlignState, StatePool]:
     """Records what each row accepted, and saves the state of the block boundary that it passed.
+
+    Under policy "deferred" it saves nothing: the next step of the row folds the boundary and writes its window.
 
     Args:
         spec: The configuration. Static.

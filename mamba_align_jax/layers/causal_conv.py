@@ -42,13 +42,13 @@ class CausalConv1d(ConvTaps):
         """
         weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
 
-        def run(op, rows: LayerRows, x, pool, **checkpoints):
+        def run(op, rows: LayerRows, x, pool, **kept):
             where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
             options = dict(activation=self.activation, layout=self.window_layout, implementation=at.implementation)
-            return op(x, pool, at.layer, weight, bias, *where, **checkpoints, **options)
+            return op(x, pool, at.layer, weight, bias, *where, **kept, **options)
 
         def decode(rows: LayerRows, x, pool):
-            return run(causal_conv1d_update, rows, x, pool)
+            return run(causal_conv1d_update, rows, x, pool, **rows.boundaries)
 
         def prefill(rows: LayerRows, x, pool):
             return run(causal_conv1d_prefill, rows, x, pool, **rows.checkpoints)

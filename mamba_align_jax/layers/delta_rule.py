@@ -73,7 +73,7 @@ def convolved_delta_rule(
         return op(qkv, conv, layer, conv_weight, None, *where, **options, **of_windows)
 
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
-        qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv)
+        qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv, **rows.boundaries)
         if rows.fold is not None:
             at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
             options = dict(max_query_tokens=rows.write.shape[-1], implementation=at.implementation)

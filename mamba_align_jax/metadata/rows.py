@@ -24,11 +24,21 @@ class FoldRows:
         slot: The slot whose ring each row reads and writes. [rows]
         base: The position of the state in the block that the row reads. [rows]
         block: The block that receives the state at the end of the row's fold group; NULL_BLOCK for none. [rows]
+        boundary_row: The first row of the window that is kept for the boundary at that end, in the block of `conv_read`;
+            None if such windows are always in place. [rows]
+        boundary_block: The block that receives that window; NULL_BLOCK for none. None as `boundary_row`. [rows]
     """
 
     slot: jax.Array
     base: jax.Array
     block: jax.Array
+    boundary_row: jax.Array | None = None
+    boundary_block: jax.Array | None = None
+
+    def of_group(self, group: int) -> "FoldRows":
+        """Returns the folds of one group, given those of all groups, whose blocks are [groups, rows]."""
+        boundary = None if self.boundary_block is None else self.boundary_block[group]
+        return replace(self, block=self.block[group], boundary_block=boundary)
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +76,16 @@ class LayerRows:
         """The arguments of the prefill ops by which they keep the boundaries inside rows."""
         return dict(checkpoint_offset=self.checkpoint_offset, checkpoint_block=self.checkpoint_block)
 
+    @property
+    def boundaries(self) -> dict[str, Any]:
+        """The arguments of `causal_conv1d_update` by which it keeps the windows of boundaries that rows have passed.
+
+        Only policy "deferred" has such arguments. The others copy these windows in `finish_step`.
+        """
+        if self.fold is None:
+            return {}
+        return dict(boundary_row=self.fold.boundary_row, boundary_block=self.fold.boundary_block)
+
 
 @renamed_fields(conv_row="window_row")
 @jax.tree_util.register_dataclass
@@ -82,7 +102,7 @@ class Rows:
         write: Blocks that each row writes; see `LayerRows`. [groups, rows, 1 + K]
         checkpoint_offset: As in `LayerRows`. [rows, boundaries]
         checkpoint_block: As in `LayerRows`. [groups, rows, boundaries]
-        fold: As in `LayerRows`, but with `fold.block` [groups, rows].
+        fold: As in `LayerRows`, but with blocks [groups, rows].
     """
 
     query_start_loc: jax.Array
@@ -111,7 +131,7 @@ class Rows:
             write=self.write[group],
             checkpoint_offset=self.checkpoint_offset,
             checkpoint_block=None if self.checkpoint_block is None else self.checkpoint_block[group],
-            fold=None if self.fold is None else replace(self.fold, block=self.fold.block[group]),
+            fold=None if self.fold is None else self.fold.of_group(group),
         )
 
 
@@ -221,6 +241,9 @@ def split_rows(
         loc, folds, fold = batch.query_start_loc[begin : None if end is None else end + 1], indices.folds, None
         if folds is not None:
             fold = FoldRows(slot=folds.slot[begin:end], base=folds.base[begin:end], block=folds.block[:, begin:end])
+            if folds.windows is not None:
+                row, block = folds.windows.first_row[begin:end], folds.windows.block[:, begin:end]
+                fold = replace(fold, boundary_row=row, boundary_block=block)
         return Rows(
             query_start_loc=loc - loc[0],
             num_computed_tokens=indices.num_computed_tokens[begin:end],

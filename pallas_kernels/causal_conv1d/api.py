@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_checkpoints, check_layout, checked, require, sizes_of
+from pallas_kernels._check import check_layout, check_together, checked, require, sizes_of
 from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
@@ -45,6 +45,8 @@ def causal_conv1d_update(
     read_block: Int32[Array, " rows"],
     window_row: Int32[Array, " rows"],
     write_block: Int32[Array, " rows"],
+    boundary_row: Int32[Array, " rows"] | None = None,
+    boundary_block: Int32[Array, " rows"] | None = None,
     *,
     activation: Activation = "silu",
     layout: WindowLayout = "SD",
@@ -58,6 +60,10 @@ def causal_conv1d_update(
     window is rows window_row .. window_row + width-2 of the read block. The new block holds rows 1 .. width-2 of that
     window and then all of the row's tokens. After n of them have been accepted, the next step therefore reads from
     window row n - 1. The rows of the new block after the last token are unspecified.
+
+    A row may also keep an older window, that of a boundary which it has passed: rows boundary_row .. boundary_row +
+    width-2 of the read block go to rows 0 .. width-2 of `boundary_block`, whose other rows are unspecified. A row keeps
+    it even if it has no tokens. All other rows without tokens take no part.
 
     Numerics: products and sums are float32, tap by tap.
 
@@ -78,6 +84,9 @@ def causal_conv1d_update(
         window_row: The first window row that each row reads: the number of tokens accepted in the last step, minus one.
         write_block: The block that receives each row's new window. NULL_BLOCK skips the write. It may be the row's own
             read block.
+        boundary_row: The first row of each row's boundary window in the read block, at most window - (width-1).
+        boundary_block: The block that receives that window. NULL_BLOCK means no boundary, whatever `boundary_row` is. It
+            may be the row's own read block, and must not be its write block.
         activation: The activation function, "silu" or None.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
@@ -89,14 +98,21 @@ def causal_conv1d_update(
         The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract.
+        ValueError: if a shape or dtype breaks the contract, or if only one of the boundary arguments is given.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
-    _check("causal_conv1d_update", x, pool, weight, activation, layout)
-    operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
-    if x.shape[0] == 0 or read_block.shape[0] == 0:
+    name = "causal_conv1d_update"
+    _check(name, x, pool, weight, activation, layout)
+    check_together(name, boundary_row=boundary_row, boundary_block=boundary_block)
+    no_tokens = x.shape[0] == 0
+    if read_block.shape[0] == 0 or (no_tokens and boundary_block is None):
         return jnp.zeros_like(x), pool
-    return _update(operands, activation, layout, implementation, config, interpret)
+    # Kernels have no arrays of no tokens. A token after the last row changes nothing.
+    inputs = jnp.zeros((1, x.shape[1]), x.dtype) if no_tokens else x
+    operands = (inputs, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
+    operands += boundary_row, boundary_block
+    y, pool = _update(operands, activation, layout, implementation, config, interpret)
+    return (x if no_tokens else y), pool
 
 
 @renamed_keywords(read_row="window_row")
@@ -163,7 +179,7 @@ def causal_conv1d_prefill(
     """
     name, channels = "causal_conv1d_prefill", weight.shape[1]
     _check(name, x, pool, weight, activation, layout)
-    check_checkpoints(name, checkpoint_offset, checkpoint_block)
+    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
     require(x.shape[1] >= channels, f"{name}: x must have at least weight's {channels} channels, got {x.shape[1]}")
     sizes = sizes_of(name, parts, channels)
     if x.shape[0] == 0 or read_block.shape[0] == 0:

@@ -7,7 +7,10 @@ from pallas_kernels.blocks import WindowLayout
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the op: the lengths of its rows, the sizes and dtype of its arrays, and the layout of its windows."""
+    """One call of the op: the lengths of its rows, the sizes and dtype of its arrays, and the layout of its windows.
+
+    The first `boundaries` rows keep a boundary's window; None calls the op without the arguments for boundaries.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -16,6 +19,7 @@ class Case:
     dtype: str = "bfloat16"
     num_speculative_tokens: int = 0
     layout: WindowLayout = "SD"
+    boundaries: int | None = None
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -31,6 +35,14 @@ UPDATE_CASES = (
     Case("conv_verify odd 3", (9, 0, 9), channels=1000, width=5, dtype="float16", num_speculative_tokens=8),
     Case("conv_update_ds 64", (1,) * 64, layout="DS"),
     Case("conv_verify_ds 64", (3,) * 64, num_speculative_tokens=2, layout="DS"),
+    *(Case(f"conv_verify_k3 {rows}", (4,) * rows, num_speculative_tokens=3) for rows in (8, 64)),
+    # Rows of policy "deferred": no boundary in most steps, or one in every fourth row.
+    *(
+        Case(f"conv_verify_k3 {rows}, {n} boundaries", (4,) * rows, num_speculative_tokens=3, boundaries=n)
+        for rows in (8, 64)
+        for n in (0, rows // 4)
+    ),
+    Case("conv_verify_ds 64, 16 boundaries", (3,) * 64, num_speculative_tokens=2, layout="DS", boundaries=16),
 )
 PREFILL_CASES = (
     Case("conv_prefill 1x8192", (8192,)),

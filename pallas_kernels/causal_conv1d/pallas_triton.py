@@ -64,21 +64,35 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: Win
     row = jnp.minimum(program, rows - 1)
     start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
     layer, read, window_row, write = refs.layer[...], refs.read_block[row], refs.window_row[row], refs.write_block[row]
+    boundary_row = boundary = None
+    if refs.boundary_block is not None:
+        boundary_row, boundary = refs.boundary_row[row], refs.boundary_block[row]
 
     taps, bias = _parameters(refs, channel, inside)
+    is_row, has_tokens = program < rows, end > start
+    runs, live, keeps = has_tokens, inside, inside
+    if boundary is not None:
+        # A row without tokens may keep a boundary's window, but loads and stores nothing else.
+        live, keeps = inside & has_tokens, inside & (boundary != NULL_BLOCK)
+        runs |= boundary != NULL_BLOCK
 
-    @pt.when((program < rows) & (end > start))
+    @pt.when(is_row & runs)
     def _():
         # Everything is read before anything is written, and one thread handles all rows of a channel. The read block
-        # and the write block may therefore be the same.
-        def old(j):
-            return _place(refs, layout, layer, read, window_row + j, channel)
+        # may therefore be the write block or the boundary's block.
+        def old(first, j):
+            return _place(refs, layout, layer, read, first + j, channel)
 
-        history = [_load(old(j), inside & (read != NULL_BLOCK)) for j in range(width - 1)]
-        new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], inside) for t in range(longest)]
+        history = [_load(old(window_row, j), live & (read != NULL_BLOCK)) for j in range(width - 1)]
+        kept = []
+        if boundary is not None:
+            kept = [_load(old(boundary_row, j), keeps & (read != NULL_BLOCK)) for j in range(width - 1)]
+        new = [_load(refs.x.at[jnp.minimum(start + t, end - 1), channel], live) for t in range(longest)]
         inputs = history + new
+        for j, value in enumerate(kept):
+            pt.store(_place(refs, layout, layer, boundary, jnp.int32(j), channel), value, mask=keeps)
         for j, value in enumerate(inputs[1:]):
-            keep = inside & (write != NULL_BLOCK) & (j < width - 2 + end - start)
+            keep = live & (write != NULL_BLOCK) & (j < width - 2 + end - start)
             pt.store(_place(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
         for t in range(longest):
             y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
@@ -100,6 +114,8 @@ def causal_conv1d_update(
     read_block: jax.Array,
     window_row: jax.Array,
     write_block: jax.Array,
+    boundary_row: jax.Array | None = None,
+    boundary_block: jax.Array | None = None,
     *,
     activation: str | None,
     layout: WindowLayout,
@@ -122,6 +138,8 @@ def causal_conv1d_update(
             read_block=read_block,
             window_row=window_row,
             write_block=write_block,
+            boundary_row=boundary_row,
+            boundary_block=boundary_block,
         ),
         outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
         updates=dict(pool=pool),

@@ -70,6 +70,8 @@ def causal_conv1d_update(
     read_block: jax.Array,
     window_row: jax.Array,
     write_block: jax.Array,
+    boundary_row: jax.Array | None = None,
+    boundary_block: jax.Array | None = None,
     *,
     activation: str | None,
     layout: WindowLayout,
@@ -81,7 +83,13 @@ def causal_conv1d_update(
     y = _convolve(x, history, weight, bias, query_start_loc, activation)
     at = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32) - (width - 2), (length.shape[0], window))
     kept = jnp.where((at < length[:, None])[..., None], _windows(x, history, start, at), 0)
-    return y, _keep(pool, layer, jnp.where(length > 0, write_block, NULL_BLOCK), kept, layout)
+    block = jnp.where(length > 0, write_block, NULL_BLOCK)
+    if boundary_row is not None and boundary_block is not None:
+        # All windows are written at once, so that they are read before the pool changes.
+        boundary = _history(pool, layer, read_block, boundary_row, width, layout)
+        boundary = jnp.pad(boundary, ((0, 0), (0, window - (width - 1)), (0, 0)))
+        block, kept = jnp.concatenate([boundary_block, block]), jnp.concatenate([boundary, kept])
+    return y, _keep(pool, layer, block, kept, layout)
 
 
 def causal_conv1d_prefill(

@@ -54,39 +54,38 @@ def inputs_of(seed, length=LENGTH):
     return np.random.default_rng(seed).normal(size=(length, CHANNELS + 2 * HEADS)).astype(np.float32)
 
 
-def run_layers(rows, chunks, x, pool):
+def run_layers(spec, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
     qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :]
     arrays = *pool.states[0], *pool.ring(0)
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-        out, *arrays = convolved_delta_rule(
-            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG), jnp.asarray(BIAS), at, *arrays
-        )
+        weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), spec.groups[0].states[0].layout
+        out, *arrays = convolved_delta_rule(qkv, a, b, *weights, at, *arrays, window_layout=layout)
     return out, pool.with_group(0, arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "migrates"))
-def run_step(state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
+@functools.partial(jax.jit, static_argnames=("spec", "decode_rows", "migrates"))
+def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
     state = add_requests(state, additions)
-    state, indices = begin_step(SPEC, state, batch, tables)
-    pool = migrate(SPEC, pool, indices) if migrates else pool
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices) if migrates else pool
     rows = split_rows(batch, indices, decode_rows)
-    out, pool = run_layers(rows, rows.chunks(x.shape[0]), x, pool)
-    state, pool = finish_step(SPEC, state, pool, batch, indices, num_sampled, tables)
+    out, pool = run_layers(spec, rows, rows.chunks(x.shape[0]), x, pool)
+    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
     lost = indices.num_null_reads() + (0 if migrates else indices.folds.num_unsettled())
     return out, state, pool, lost
 
 
-fold = jax.jit(functools.partial(fold_slots, SPEC))
+fold = jax.jit(fold_slots, static_argnums=0)
 
 
 class Server:
     """Slots with a block in every column. Pool and rings start as NaN."""
 
-    def __init__(self, seed=0):
-        self.rng = np.random.default_rng(seed)
-        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(SPEC, 64))
+    def __init__(self, seed=0, spec=SPEC):
+        self.rng, self.spec = np.random.default_rng(seed), spec
+        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
         self.state, columns = AlignState.create(SPEC), SPEC.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
         self.sequences, self.entering, self.outputs = {}, {}, {}
@@ -121,7 +120,7 @@ class Server:
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
         sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
         out, self.state, self.pool, lost = run_step(
-            self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
+            self.spec, self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
         )
         for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
             for t in range(taken if kind >= 0 else n):
@@ -139,11 +138,12 @@ class Server:
 
     def fold(self, slot):
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
-        self.state, self.pool = fold(self.state, self.pool, tables, jnp.array([slot, -1]))
+        self.state, self.pool = fold(self.spec, self.state, self.pool, tables, jnp.array([slot, -1]))
 
     def boundary(self, slot, tokens):
         block = self.blocks[slot, tokens // BLOCK - 1]
         conv, recurrent = (np.asarray(x[:, block]) for x in self.pool.states[0])
+        conv = conv if self.spec.groups[0].states[0].layout == "SD" else conv.swapaxes(1, 2)
         return conv[:, : WIDTH - 1], recurrent
 
 
@@ -240,10 +240,10 @@ def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
     assert server.state.state_pos.tolist() == [0, 0, 8]
     before = jax.tree.map(np.asarray, server.pool)
     tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
-    state, pool = fold(server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    state, pool = fold(SPEC, server.state, server.pool, tables, jnp.array([0, 2, -1]))
     assert state.state_pos.tolist() == [0, 0, 8]
     jax.tree.map(np.testing.assert_array_equal, pool, before)
-    state, pool = fold(state, pool, tables, jnp.array([1, -1]))
+    state, pool = fold(SPEC, state, pool, tables, jnp.array([1, -1]))
     assert state.state_pos.tolist() == [0, 8, 8]
     changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
     assert changed == [server.blocks[1, 0]]

@@ -76,7 +76,9 @@ def make_step(spec, num_decode_rows, implementation):
         taps, A_log, dt_bias = weights(x.dtype)
         loc, write = rows.query_start_loc, rows.write[0]
         qkv, conv = causal_conv1d_update(
-            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]), **of_windows
+            *(x, conv, layer, taps, None, loc, rows.conv_read[0], rows.window_row, write[:, 0]),
+            **rows.of_group(0).boundaries,
+            **of_windows,
         )
         if rows.fold is not None:
             where = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read[0], rows.fold.block[0]
@@ -180,10 +182,13 @@ def test_a_donated_step_copies_no_pool(decode_rows, num_tokens, policy, K, imple
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
-@pytest.mark.parametrize(("decode_rows", "num_tokens"), [(ROWS, 3 * ROWS), (2, 128)])
-def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_tokens, implementation, dtype):
-    """Chunks may follow verify rows, so that `migrate` writes states too. The rings are small."""
-    spec = make_spec("deferred", 2, dtype)
+@pytest.mark.parametrize(
+    ("decode_rows", "num_tokens", "windows"),
+    [(ROWS, 3 * ROWS, "SD"), (2, 128, "SD"), pytest.param(2, 128, "DS", marks=pytest.mark.deep)],
+)
+def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_tokens, windows, implementation, dtype):
+    """Chunks may follow verify rows, so that `migrate` writes states and windows too. The rings are small."""
+    spec = make_spec("deferred", 2, dtype, layouts=(windows, "VK"))
     pool, *others = arguments(spec, num_tokens, dtype)
     compiled = make_step(spec, decode_rows, implementation).lower(pool, *others).compile()
     assert pool_copies(compiled, (pool.states, pool.rings, *others[:2])) == []

@@ -54,7 +54,8 @@ def test_every_step_reads_its_own_past():
 
 DEFERRED_EVENTS = (EVENTS - {"moves left"}) | {
     *("folds", "crosses without a fold", "settles", "settles after a fold", "folds at its end"),
-    *("published by the next step", "published by a step in flight"),
+    *("published by the next step", "published by a step in flight", "settles and keeps a window"),
+    "a window is kept at its end",
 }
 
 
@@ -133,6 +134,7 @@ class KernelMachine(Machine):
     """Checks that every block of a real pool is the state of the literal pool's tokens, and that outputs are right."""
 
     width, keeps_interior = WIDTH, False
+    decay, beta = DECAY, BETA
 
     def start(self):
         empty = lambda: jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(WIDEST, BLOCKS))
@@ -141,6 +143,10 @@ class KernelMachine(Machine):
 
     def fill(self, block, tokens):
         super().fill(block, tokens)
+        self.fill_arrays(block, tokens)
+
+    def fill_arrays(self, block, tokens):
+        """Puts the state of tokens into a block of every pool."""
         window = [INPUTS[t % 512] if t >= 0 else np.zeros(CHANNELS) for t in last_inputs(tokens, WIDTH)]
         for policy, arrays in self.arrays.items():
             (conv, recurrent), (short,) = arrays.states
@@ -205,7 +211,7 @@ class KernelMachine(Machine):
             history[WIDTH - len(ids) :] = INPUTS[ids[:-1]]
             y, _ = causal_conv1d(INPUTS[ids[-1:]], history, TAPS, None, silu=True)
             token = ids[-1:]
-            out, states = gated_delta_rule(*heads(y), DECAY[token], BETA[token], state, DIM**-0.5)
+            out, states = gated_delta_rule(*heads(y), self.decay[token], self.beta[token], state, DIM**-0.5)
             self.past[tokens] = states[-1], np.concatenate([out[0, 0], y[0]])
         return self.past[tokens]
 

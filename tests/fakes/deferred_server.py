@@ -1,5 +1,7 @@
 """The random server under policy "deferred": other blocks, fold groups of any length, and folds at the end of requests."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 from fakes.any_config import DEFERRED, LONGEST, SLOTS, AnyConfig, make_spec, run_deferred_step
@@ -34,6 +36,8 @@ class DeferredMachine(Machine):
     """Slots under policy "deferred". All chunks are published at their dispatch, as the engine does it."""
 
     policies, main = DEFERRED, "deferred"
+    # The lengths of fold groups. None for any.
+    lengths = None
 
     @initialize(
         mode=st.sampled_from(["align", "align", "align", "none", "all"]),
@@ -47,6 +51,8 @@ class DeferredMachine(Machine):
         first=st.lists(TURN, min_size=1, max_size=SLOTS),
     )
     def configure(self, mode, L, groups, K, width, lag, room, never, first):
+        L, width = self.lengths[L % len(self.lengths)] if self.lengths else L, self.width or width
+        mode = mode if self.keeps_interior or mode != "all" else "align"
         K, block_size = min(K, (L - 1) // 2), L * groups
         self.spec = make_spec(
             width=width,
@@ -119,22 +125,28 @@ class DeferredMachine(Machine):
             slots = np.array([slot, -1], np.int32)
             sizes = np.int32(self.size), np.int32(self.spec.fold_length)
             state, folds = plan_fold(*sizes, self.states["deferred"], self.tables, slots)
-            before, after = self.states["deferred"].state_pos, state.state_pos
-            self.states["deferred"] = state
+            before, after = to_numpy(self.states["deferred"]), to_numpy(state)
+            self.before_fold, self.states["deferred"], self.known = self.states["deferred"], state, after
             folds, pool = to_numpy(folds), self.pools["deferred"]
-            self.check_mirrored((folds.read, folds.block))
+            self.check_mirrored((folds.read, folds.block, folds.windows))
             # The device may have accepted more tokens than the host counts.
             columns = self.manager.columns(request.name)
-            block = pool.fold_only(slot, request.computed, folds)
+            block = pool.fold_only(slot, request.computed, folds, columns, after)
             # A chunk of one token that ended on the boundary has written its state itself.
             assert block == (0 if folds.base[0] == boundary else columns[boundary // self.size - 1])
-            assert after[slot] == boundary
-            assert (np.delete(before, slot) == np.delete(after, slot)).all()
+            assert after.state_pos[slot] == boundary
+            others = lambda state: jax.tree.map(lambda counts: np.delete(counts, slot).tolist(), state)
+            assert others(before) == others(after)
             assert self.manager.folded(request.name) == boundary
+            self.folded(slots)
             pool.check_boundary(columns[boundary // self.size - 1], request.computed[:boundary])
             self.cached.add(columns[boundary // self.size - 1])
             self.events["folds at its end"] += 1
+            self.events["a window is kept at its end"] += bool(folds.windows.block[0, 0])
         super().drop(slot, how)
+
+    def folded(self, slots):
+        """Does nothing here. A subclass repeats the fold, before which the state was `before_fold`, elsewhere."""
 
     def commit(self, request, row):
         if row.slot < 0 and self.spec.mode != "none":
@@ -145,8 +157,16 @@ class DeferredMachine(Machine):
             return len(row.after) if found else 0
         return super().commit(request, row)
 
+    def check_moves_nothing(self, plan):
+        """Nothing is copied in any configuration: `count_events` checks windows."""
+
     def count_events(self, rows, indices, plan, before, after):
-        super().count_events(rows, indices, plan, before, after)
+        assert plan is None
+        windows = indices.folds.windows
+        if self.K == 0 or self.spec.mode == "none":
+            assert not windows.block.any()
+        no_copies = SimpleNamespace(destination=windows.block, conv_source=windows.read, window_row=windows.first_row)
+        super().count_events(rows, indices, no_copies, before, after)
         for r, row in enumerate(rows):
             if row.inputs and row.drafts >= 0:
                 self.events["folds"] += bool(indices.folds.block[0, r])
@@ -157,3 +177,4 @@ class DeferredMachine(Machine):
                 )
             self.events["settles"] += bool(indices.folds.unsettled[r])
             self.events["settles after a fold"] += bool(indices.folds.unsettled[r] and indices.folds.block[0, r])
+            self.events["settles and keeps a window"] += bool(indices.folds.unsettled[r] and windows.block[0, r])

@@ -85,7 +85,8 @@ def lower_conv(device, case, layers=30, blocks=512, implementation="triton"):
     run = lambda pool, x, weight, layer, *indices: causal_conv1d_update(
         x, pool, layer, weight, None, *indices, layout=case.layout, implementation=implementation
     )
-    return lower(device, run, pool, x, weight, array(jnp.int32), rows(n + 1), rows(n), rows(n), rows(n))
+    indices = rows(n + 1), *[rows(n)] * (3 if case.boundaries is None else 5)
+    return lower(device, run, pool, x, weight, array(jnp.int32), *indices)
 
 
 def lower_conv_prefill(device, case, layers=30, blocks=512, implementation="triton"):
@@ -324,6 +325,18 @@ def test_a_whole_step_lowers_with_the_expected_number_of_launches():
     assert "__gpu$xla.gpu.triton" in text
     calls = lambda name: len(re.findall(rf"call @{name}(?:_\d+)?\(", text))
     assert (calls("_update"), calls("_state_copy")) == (2 * 30, 4)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_of_deferred_states_lowers_to_two_ops_per_layer_and_no_copy(drafts):
+    case = pipeline.Case("deferred", 8, drafts)
+    with on("NVIDIA H200"):
+        text = pipeline.trace(case, "triton").lower(lowering_platforms=("cuda",)).as_text()
+    calls = lambda name: len(re.findall(rf"call @{name}(?:_\d+)?\(", text))
+    assert (calls("_update"), calls("_deferred"), calls("_state_copy")) == (30, 30, 0)
+    # The kernel that keeps windows of boundaries has two more inputs.
+    (operands,) = set(re.findall(r"custom_call @__gpu\$xla.gpu.triton\(([^)]*)\).*causal_conv1d_update", text))
+    assert operands.count("%") == (10 if drafts else 8)
 
 
 def test_shift_of_windows_of_layout_ds_lowers_for_h200():

@@ -1,6 +1,6 @@
 """A pool of tokens for policy "deferred": states at bases in blocks, and a ring of (position, token) for each slot."""
 
-from oracles.tokens import ZERO, Pool, last_inputs
+from oracles.tokens import JUNK, ZERO, Pool, last_inputs
 
 
 class DeferredPool(Pool):
@@ -28,6 +28,22 @@ class DeferredPool(Pool):
         assert position < self.end(base) + self.L, "two folds are due"
         return position >= self.end(base)
 
+    def keep_window(self, end, tokens, windows, r, held, check_write):
+        """Does what a fold that ends at `end` does with the window of a boundary, and checks what it keeps."""
+        read, first, block = int(windows.read[0, r]), int(windows.first_row[r]), int(windows.block[0, r])
+        if end % self.block_size:
+            assert block == 0, f"a window is kept at {end}, which is no boundary"
+            return
+        own = held[end // self.block_size - 1]
+        if block:
+            assert block == own, f"the window of the boundary at {end} goes to another column"
+            check_write(block)
+            assert first or read != block, f"the window of the boundary at {end} is in place"
+            self.conv[block] = self.conv[read][first : first + self.width - 1] + [JUNK] * (self.window - self.width + 1)
+        assert bool(windows.moves[r]) == (block == read != 0)
+        window = self.conv[own][: self.width - 1]
+        assert window == last_inputs(tokens[:end], self.width), f"conv window of the boundary at {end}"
+
     def settle(self, indices):
         """Does what `migrate` does: writes the states of chunks after verify rows."""
         folds = indices.folds
@@ -40,25 +56,38 @@ class DeferredPool(Pool):
             if self.read(row.slot, row.before, base, len(row.before), int(folds.read[0, r]), r):
                 self.check_write(block, r)
                 self.recurrent[block] = row.before[: self.end(base)]
+                self._check_read(int(folds.windows.read[0, r]), r)
+                write = lambda block, r=r: self.check_write(block, r)
+                self.keep_window(self.end(base), row.before, folds.windows, r, row.held, write)
             else:
-                assert block == 0
+                assert block == folds.windows.block[0, r] == 0
             self.check_write(rest, r)
             self.recurrent[rest] = row.before
 
-    def fold_only(self, slot, tokens, folds):
-        """Does what `fold_slots` does for one slot."""
+    def fold_only(self, slot, tokens, folds, held, state):
+        """Does what `fold_slots` does for one slot, which then has the counts of `state`."""
         base, block = int(folds.base[0]), int(folds.block[0, 0])
         assert folds.slot[0] == slot
         if self.read(slot, tokens, base, int(folds.position[0]), int(folds.read[0, 0])):
             self.recurrent[block] = tokens[: self.end(base)]
+            write = lambda block: self._check_own(block, held)
+            self.keep_window(self.end(base), tokens, folds.windows, 0, held, write)
         else:
-            assert block == 0
+            assert block == folds.windows.block[0, 0] == 0
+        column, first = int(state.running_column[slot]), int(state.num_accepted_tokens[slot]) - 1
+        live = self.conv[held[column]][first : first + self.width - 1]
+        assert live == last_inputs(tokens, self.width), f"slot {slot}: live conv window after a fold"
         return block
+
+    def _check_own(self, block, held):
+        assert block in held.values(), f"block {block} is written, which is not held"
+        assert block not in self.cached, f"block {block} is written, which is cached"
 
     def forward(self, indices):
         self.settle(indices)
         for r, row in enumerate(self.rows):
             if row.inputs:
+                # All windows are read before one is written.
                 window = self.window_of(row, r, indices)
                 run = self.verify if row.drafts >= 0 else self.chunk
                 run(row, r, indices)
@@ -97,8 +126,10 @@ class DeferredPool(Pool):
             base = self.end(base)
             self.check_write(block, r)
             self.recurrent[block] = row.before[:base]
+            self._check_read(int(folds.windows.read[0, r]), r)
+            self.keep_window(base, row.before, folds.windows, r, row.held, lambda block: self.check_write(block, r))
         else:
-            assert block == 0, f"{row} folds a group that is not complete"
+            assert block == folds.windows.block[0, r] == 0, f"{row} folds a group that is not complete"
         assert position + len(row.inputs) - 1 < self.end(base) + self.L, f"{row} reaches a third group"
         for at, token in enumerate(row.inputs, position):
             assert at % (2 * self.L) not in reads, f"{row} writes an entry that it reads"
@@ -114,7 +145,4 @@ class DeferredPool(Pool):
             self.read(row.slot, after, base, len(after), row.held[(base - 1) // self.block_size] if base else 0)
             live = self.conv[row.held[column]][accepted - 1 : accepted + self.width - 2]
             assert live == last_inputs(after, self.width), f"{row}: live conv window"
-            if boundary := row.boundary(self.block_size):
-                window = self.conv[row.held[boundary // self.block_size - 1]][: self.width - 1]
-                assert window == last_inputs(after[:boundary], self.width), f"conv window of the boundary at {boundary}"
         self._check_rows_are_apart()

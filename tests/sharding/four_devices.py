@@ -145,11 +145,10 @@ def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh):
     for engine in (one, four):
         poison(engine)
     run([one, four])
-    stats, other = (dataclasses.replace(engine.stats, state_bytes_copied=0) for engine in (one, four))
-    assert stats == other
-    assert stats.null_reads == 0
-    assert sum(stats.accepted_tokens) > 0
-    assert stats.hit_requests > 0
+    assert one.stats == four.stats
+    assert (one.stats.null_reads, one.stats.state_bytes_copied) == (0, 0)
+    assert sum(one.stats.accepted_tokens) > 0
+    assert one.stats.hit_requests > 0
     keys, corrections, decays = four.runner.device_state.pool.rings[0]
     assert [x.sharding.shard_shape(x.shape)[2] for x in (keys, corrections, decays)] == [1, 2, 2]
     states = [engine.runner.device_state.state for engine in (one, four)]
