@@ -276,7 +276,7 @@ def gated_delta_rule_prefill(
     of bfloat16 (a relative error of 2^-16), or in one piece where only outputs depend on them. It multiplies other
     inputs as float32, in three products of tf32 (2^-21). With a decay per key channel, "triton" decays bfloat16 keys,
     rounds them to bfloat16 and multiplies them in one piece (2^-8) unless `config` asks for two. How small a single
-    token's decay can be there is described in docs/kernels.md.
+    token's decay can be there is described in docs/kernels.md. "mosaic_gpu" is as exact as "triton".
 
     Source: the UT transform of Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024).
 
@@ -303,8 +303,8 @@ def gated_delta_rule_prefill(
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
             value_dim].
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
+            on any CUDA GPU, and XLA that can run the arguments.
         config: Launch configuration of the Triton kernels. None selects the default.
         interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
 
@@ -314,7 +314,9 @@ def gated_delta_rule_prefill(
     Raises:
         ValueError: if a shape or dtype breaks the contract, if `chunks` was made for other rows, or if only one of the
             checkpoint arguments is given.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments. If it is "mosaic_gpu",
+            because q, k or v is not bfloat16, the chunk size is not 64, key_dim is not 64 or 128, value_dim is not a
+            multiple of 64, a `config` is given, or JAX is too old.
     """
     name = "gated_delta_rule_prefill"
     _check_heads(name, k, v, pool, layout)
@@ -373,13 +375,14 @@ def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, int
         xla=functools.partial(xla.gated_delta_rule_prefill, **options),
         triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
         unsupported=unsupported,
-        mosaic_gpu=functools.partial(launch_mosaic.gated_delta_rule_prefill, **options, config=config),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
+        mosaic_gpu=functools.partial(launch_mosaic.gated_delta_rule_prefill, **options),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
     )
 
 
-def _no_mosaic_gpu(operands, implementation):
-    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+def _no_mosaic_gpu(operands, implementation, config):
+    """Returns the reason why the Mosaic GPU kernels cannot run, or None. Named ones may run on another device."""
     _, k, v, _, _, _, _, _, chunks = operands[:9]
     device = pm.missing() if implementation else pm.unavailable()
-    return device or states_mosaic.unsupported(k, v, chunks.chunk_size)
+    reason = device or states_mosaic.unsupported(k, v, chunks.chunk_size)
+    return reason or (config and "a configuration of the Triton kernels is given")

@@ -1,6 +1,6 @@
 """What ssd's Mosaic GPU kernel needs of the step sizes, for all chunks at once: decays and weights of tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ class Factors(NamedTuple):
         end: The decay of the whole chunk, the same for all tokens.
     """
 
-    from_state: int = 0
-    weight: int = 1
-    whole: int = 2
-    rest: int = 3
-    dt: int = 4
-    end: int = 5
+    from_state: Any = 0
+    weight: Any = 1
+    whole: Any = 2
+    rest: Any = 3
+    dt: Any = 4
+    end: Any = 5
 
 
 def sums_on_fixed_grid(g: jax.Array) -> tuple[jax.Array, jax.Array]:

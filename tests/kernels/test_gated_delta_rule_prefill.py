@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import assert_close, assert_untouched, how, pack
-from kernels.test_gated_delta_rule import DIMS, LAYER, Dims, make, state_of, unpack
+from kernels import test_gated_delta_rule
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, how, pack
+from kernels.test_gated_delta_rule import LAYER, Dims, make, state_of, unpack
 from oracles.ops import gated_delta_rule
 
 from pallas_kernels import (
@@ -19,6 +20,9 @@ from pallas_kernels.gated_delta_rule.config import PrefillConfig
 
 CHUNK = 64
 GPU = pytest.mark.gpu
+DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128), "three heads": Dims(1, 3, 128, 64)}
+# Sizes that the Mosaic GPU kernels take. With a decay per key channel, key heads are value heads.
+MOSAIC_GPU_DIMS = [("kimi", False), ("kimi", True), ("64 x 128", False), ("three heads", False)]
 
 
 # Most calls are padded to these sizes, so that they share a program.
@@ -105,6 +109,11 @@ CASES = [
         )
         for kda in (False, True)
     ),
+    *(
+        pytest.param(dims, jnp.bfloat16, state_dtype, kda, "mosaic_gpu", marks=GPU)
+        for dims, kda in MOSAIC_GPU_DIMS
+        for state_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    ),
 ]
 
 
@@ -125,12 +134,13 @@ def test_prefill_matches_the_oracle(rng, dims, dtype, state_dtype, kda, implemen
     assert_rows_match_the_oracle(inputs, lengths, read, kept, out, pool, after, dims.key_dim**-0.5, terms_of(dims))
 
 
-@pytest.mark.parametrize("implementation", ["xla", *(pytest.param("triton", marks=GPU),)])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=GPU), MOSAIC_GPU])
 @pytest.mark.parametrize("kda", [False, True])
 def test_prefill_of_rows_of_1_to_64_tokens(rng, kda, implementation):
     """Each of the rows starts at another position within a chunk."""
-    dims, lengths = DIMS["grouped"], list(range(1, 65))
-    inputs, pool = make_prefill(rng, lengths, dims, kda=kda)
+    mosaic_gpu = implementation == "mosaic_gpu"
+    dims, lengths = DIMS["kimi" if mosaic_gpu else "grouped"], list(range(1, 65))
+    inputs, pool = make_prefill(rng, lengths, dims, jnp.bfloat16 if mosaic_gpu else jnp.float32, kda=kda)
     read, computed = [0, 3, 4, 5] * 16, [7 * n % 64 for n in lengths]
     out, after = prefill(inputs, pool, lengths, computed, read, [0] * 64, **how(implementation))
     kept = [{} for _ in lengths]
@@ -146,6 +156,7 @@ SPLITS = [
         for dtype in (jnp.float32, jnp.bfloat16)
         for kda in (False, True)
     ),
+    *(pytest.param(dims, jnp.bfloat16, kda, "mosaic_gpu", marks=GPU) for dims, kda in MOSAIC_GPU_DIMS),
 ]
 
 
@@ -186,14 +197,17 @@ def test_prefill_split_off_the_grid_is_close(rng, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kda", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_prefill_of_a_row_is_the_same_with_every_default_configuration(rng, dtype, kda):
-    """A row gives the same bits alone and as one of 24, for which the default configurations differ."""
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [(jnp.float32, "triton"), (jnp.bfloat16, "triton"), pytest.param(jnp.bfloat16, "mosaic_gpu")],
+)
+def test_prefill_of_a_row_is_the_same_alone_and_among_many(rng, dtype, kda, implementation):
+    """Triton's default configurations for one row and for 24 differ."""
     dims = Dims(16, 32, 128, 128)
     inputs, pool = make_prefill(rng, [200], dims, dtype, kda=kda)
-    alone, after = prefill(inputs, pool, [200], [0], [3], [6], implementation="triton")
+    alone, after = prefill(inputs, pool, [200], [0], [3], [6], **how(implementation))
     many = [np.concatenate([x] * 24) for x in inputs]
-    out, pool = prefill(many, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, implementation="triton")
+    out, pool = prefill(many, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, **how(implementation))
     for n in range(24):
         np.testing.assert_array_equal(out[200 * n : 200 * (n + 1)], alone[:200])
     np.testing.assert_array_equal(pool[LAYER, 6], after[LAYER, 6])
@@ -209,11 +223,12 @@ def test_prefill_of_a_row_is_the_same_with_every_default_configuration(rng, dtyp
             for beta in (1.0, 2.0)
             for dtype, kda in ((jnp.float32, False), (jnp.float32, True), (jnp.bfloat16, False))
         ),
+        *(pytest.param(beta, jnp.bfloat16, False, "mosaic_gpu", marks=GPU) for beta in (1.0, 2.0)),
     ],
 )
 def test_prefill_of_one_repeated_key_without_decay(rng, beta, dtype, kda, implementation):
     """With identical normalised keys and no decay, an inverse by repeated doubling would overflow."""
-    dims, n = DIMS["grouped"], 192
+    dims, n = DIMS["64 x 128" if implementation == "mosaic_gpu" else "grouped"], 192
     (q, k, v, g, b), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     inputs = (*(np.broadcast_to(x[:1], x.shape) for x in (q, k, v)), np.zeros_like(g), np.full_like(b, beta))
     out, after = prefill(inputs, pool, [n], [0], [3], [6], **how(implementation))
@@ -242,11 +257,12 @@ DECAYS = (-1e4, -1e-7, "strong, then weak")
             for dtype in (jnp.float32, jnp.bfloat16)
             for kda in (False, True)
         ),
+        *(pytest.param(decay, jnp.bfloat16, kda, "mosaic_gpu", marks=GPU) for decay in DECAYS for kda in (False, True)),
     ],
 )
 def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, implementation):
     """The difference of two large sums of decays would lose the small decay between two tokens close to each other."""
-    dims, n = DIMS["grouped"], 70
+    dims, n = DIMS["kimi" if implementation == "mosaic_gpu" else "grouped"], 70
     (q, k, v, g, beta), pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     if decay == "strong, then weak":
         strong = (np.arange(n) % 37 < 21).reshape(-1, *(1,) * (g.ndim - 1))
@@ -269,7 +285,7 @@ def test_prefill_with_extreme_decays_matches_the_oracle(rng, decay, dtype, kda, 
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=GPU)])
 def test_prefill_then_update_continues_one_recurrence(rng, implementation):
     """Both ops use the same layout of states, [value_dim, key_dim]."""
-    dims, n = DIMS["grouped"], 70
+    dims, n = DIMS["kimi" if implementation == "mosaic_gpu" else "grouped"], 70
     qkv, a, b, A_log, dt_bias, pool = make(rng, [n], dims, extra_tokens=0)
     q, k, v = (x.astype(np.float32) for x in unpack(qkv, dims))
     inputs = q, k, v, *map(np.asarray, gated_delta_rule_gates(a, b, A_log, dt_bias))
@@ -322,7 +338,7 @@ def test_every_prefill_config_computes_the_same_bits(rng):
     "implementation", [pytest.param("interpret", marks=pytest.mark.deep), pytest.param("triton", marks=GPU)]
 )
 def test_two_pieces_of_decayed_keys_are_nearly_float32(rng, implementation):
-    dims, n = DIMS["grouped"], 70
+    dims, n = DIMS["kimi" if implementation == "mosaic_gpu" else "grouped"], 70
     inputs, pool = make_prefill(rng, [n], dims, jnp.bfloat16, kda=True)
     _, after = prefill(inputs, pool, [n], [0], [3], [6], config=PrefillConfig(32, 4, 1, 4, 2), **how(implementation))
     _, states = gated_delta_rule(*float64(*inputs), state_of(pool, 3), dims.key_dim**-0.5)
@@ -330,23 +346,28 @@ def test_two_pieces_of_decayed_keys_are_nearly_float32(rng, implementation):
     assert_close(after[LAYER, 6], states[-1], jnp.float32, 2**14 * (CHUNK + dims.key_dim), "state")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("kda", [False, True])
-def test_triton_matches_xla_on_a_long_row(rng, kda):
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=GPU), MOSAIC_GPU])
+def test_a_kernel_matches_xla_on_a_long_row(rng, kernel, kda):
     dims, n = Dims(1, 1, 64, 64), 65536
-    inputs, pool = make_prefill(rng, [n], dims, kda=kda)
+    dtype = jnp.bfloat16 if kernel == "mosaic_gpu" else jnp.float32
+    inputs, pool = make_prefill(rng, [n], dims, dtype, kda=kda)
     wanted = prefill(inputs, pool, [n], [0], [3], [6], implementation="xla")
-    actual = prefill(inputs, pool, [n], [0], [3], [6], implementation="triton")
-    # Decays forget, so errors add up over some chunks only, not over all of them.
-    assert_close(actual[0], *float64(wanted[0]), jnp.float32, 16 * terms_of(dims), "outputs")
-    assert_close(actual[1][LAYER, 6], *float64(wanted[1][LAYER, 6]), jnp.float32, 16 * terms_of(dims), "state")
+    actual = prefill(inputs, pool, [n], [0], [3], [6], **how(kernel))
+    # Decays forget, so errors add up over some chunks only, not over all of them. With bfloat16 inputs the pieces have a
+    # relative error of 2^-16, 2^7 times that of float32, and keys that are decayed per channel one of 2^-8.
+    terms = 16 * terms_of(dims) * (2**14 if dtype == jnp.bfloat16 else 1)
+    assert_close(actual[0], *float64(wanted[0]), dtype, terms, "outputs")
+    state_dtype = dtype if kda else jnp.float32
+    assert_close(actual[1][LAYER, 6], *float64(wanted[1][LAYER, 6]), state_dtype, terms, "state")
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [pytest.param("triton", marks=GPU), MOSAIC_GPU])
 @pytest.mark.usefixtures("large_pool")
-def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
+def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
     dims, blocks, n = Dims(4, 8, 128, 128), 16500, 70
-    inputs, small = make_prefill(rng, [n], dims)
+    dtype, limit = (jnp.bfloat16, 2e-2) if implementation == "mosaic_gpu" else (jnp.float32, 1e-5)
+    inputs, small = make_prefill(rng, [n], dims, dtype)
     pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
     last = blocks - 1
     wrapped = last - 2**31 // (8 * 128 * 128)
@@ -355,14 +376,14 @@ def test_prefill_reaches_blocks_beyond_2_to_the_31_elements(rng):
     chunks = chunk_rows(loc, jnp.array([0]), n)
     step = jax.jit(
         lambda pool: gated_delta_rule_prefill(
-            *map(jnp.asarray, inputs), pool, 0, loc, chunks, row, row, implementation="triton"
+            *map(jnp.asarray, inputs), pool, 0, loc, chunks, row, row, **how(implementation)
         ),
         donate_argnums=0,
     )
     out, pool = step(pool)
     wanted, after = prefill(inputs, small, [n], [0], [3], [3], implementation="xla")
-    np.testing.assert_allclose(out, wanted[:n], atol=1e-5)
-    np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=1e-5)
+    np.testing.assert_allclose(out.astype(jnp.float32), wanted[:n].astype(np.float32), atol=limit)
+    np.testing.assert_allclose(pool[0, last], after[LAYER, 3], atol=limit)
     assert float(pool[0, wrapped].min()) == float(pool[0, wrapped].max()) == 7.0
 
 
@@ -381,3 +402,20 @@ def test_errors_name_the_bad_argument(rng):
         gated_delta_rule_prefill(*map(jnp.asarray, inputs), pool, 0, pack([2]), chunks, row, row)
     with pytest.raises(UnsupportedError, match=r"chunk_size must be one of .*, got 24"):
         run(chunk=24, implementation="triton")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    ("dims", "changes", "message"),
+    [
+        ("kimi", dict(dtype=jnp.float32), "q, k and v must be bfloat16, got float32 and float32"),
+        ("kimi", dict(chunk=32), "chunk_size must be 64, got 32"),
+        ("kimi", dict(config=PrefillConfig(32, 4, 1, 2, 2)), "a configuration of the Triton kernels is given"),
+        ("256 x 64", {}, "key_dim must be 64 or 128 and value_dim a multiple of 64, got 256 and 64"),
+    ],
+)
+def test_what_the_mosaic_gpu_kernels_cannot_run_is_refused(rng, dims, changes, message):
+    options = dict(changes)
+    inputs, pool = make_prefill(rng, [2], DIMS[dims], options.pop("dtype", jnp.bfloat16))
+    with pytest.raises(UnsupportedError, match=message):
+        prefill(inputs, pool, [2], [0], [3], [6], implementation="mosaic_gpu", **options)

@@ -390,6 +390,21 @@ def test_ssd_lowers_by_mosaic_gpu(state_dtype, changes):
     assert "ssd_decays" in text
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(layout="KV"), dict(key_dim=64, value_dim=192), dict(value_heads=48), dict(kda=True, key_heads=32)],
+    ids=str,
+)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+def test_prefill_of_the_delta_rule_lowers_by_mosaic_gpu(state_dtype, changes):
+    base = gated_delta_rule_cases.PREFILL_CASES[0]
+    case = dataclasses.replace(base, lengths=(130, 0, 65), state_dtype=state_dtype, **changes)
+    text = lower_gated_delta_rule_prefill("NVIDIA H200", case, implementation="mosaic_gpu")
+    assert "mosaic_gpu" in text
+    assert ("gated_delta_rule_prefill_decays" in text) == (not case.kda)
+
+
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
 @pytest.mark.parametrize("op", EVERY)
 def test_one_case_of_each_op_lowers_for_other_gpus(op, device):

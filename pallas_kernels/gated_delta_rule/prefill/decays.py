@@ -1,6 +1,6 @@
 """What Mosaic GPU's prefill kernels need of log decays and betas, for all chunks at once, for decays per head."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,11 @@ class Factors(NamedTuple):
         beta: The correction strengths, 0 for places without a token.
     """
 
-    coarse: int = 0
-    fine: int = 1
-    before: int = 2
-    after: int = 3
-    beta: int = 4
+    coarse: Any = 0
+    fine: Any = 1
+    before: Any = 2
+    after: Any = 3
+    beta: Any = 4
 
 
 def decays(g: jax.Array, beta: jax.Array, chunks: Chunks, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:

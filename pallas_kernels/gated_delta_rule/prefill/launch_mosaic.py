@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.config import PrefillConfig, default_prefill_config
+from pallas_kernels.gated_delta_rule.config import default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
 from pallas_kernels.gated_delta_rule.prefill.products_mosaic import products
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import states
@@ -28,12 +28,11 @@ def gated_delta_rule_prefill(
     scale: float,
     use_qk_l2norm: bool,
     layout: StateLayout,
-    config: PrefillConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the op that `gated_delta_rule_prefill` in api.py describes. A `config` applies to what Triton still does."""
+    """Runs the op that `gated_delta_rule_prefill` in api.py describes. Some of it is still by Triton."""
     per_channel, rows = g.ndim == 3, read_block.shape[0]
     values = v.shape[1] * v.shape[2] * rows
-    config = config or default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
+    config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     if per_channel:
         made = multiply(q, k, g, beta, chunks, **options, config=config)

@@ -6,6 +6,7 @@ comes from a launch before this one (decays.py).
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +43,12 @@ def _kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                 pm.copy_in(refs.factors.at[head, chunk], target.at[half], refs.factors_full)
             pm.copy_in(refs.factors.at[head, chunk, _AT.beta], refs.beta.at[half], refs.factors_full)
 
-    def norms(tile_of):
-        """Returns the factors that normalise the vectors in a chunk's tiles, [tokens]."""
-        if not use_qk_l2norm:
-            return None
-        squares = None
+    def norm_of(tiles_of):
+        """Returns the factors that normalise a chunk's keys or queries, [tokens]."""
+        squares: Any = 0.0
         for n in tiles:
-            x = pm.load(tile_of.at[n]).astype(jnp.float32)
-            own = jnp.sum(x * x, axis=1)
-            squares = own if squares is None else squares + own
+            x = pm.load(tiles_of.at[n]).astype(jnp.float32)
+            squares = squares + jnp.sum(x * x, axis=1)
         return jax.lax.rsqrt(squares + L2_EPSILON)
 
     @pm.when(end > start)
@@ -73,15 +71,16 @@ def _kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         keys, queries = pm.multiply_all(
             _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]]
         )
-        k_norm, q_norm = norms(k), norms(q)
+        k_norm: Any = 1.0
+        q_norm: Any = 1.0
         if use_qk_l2norm:
+            k_norm, q_norm = norm_of(k), norm_of(q)
             refs.norms[...] = k_norm
             pm.commit()
             of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
             keys = keys * (pm.along_rows(k_norm, SIZE) * of_columns)
-            queries = queries * (scale * pm.along_rows(q_norm, SIZE) * of_columns)
-        else:
-            queries = scale * queries
+            queries = queries * (pm.along_rows(q_norm, SIZE) * of_columns)
+        queries = scale * queries
         keys, queries = jnp.where(column < row, keys, nothing), jnp.where(column <= row, queries, nothing)
 
         def of_pair(pair, _):
@@ -97,9 +96,7 @@ def _kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                 system[half] = between * keys * per_row(_AT.beta)
                 refs.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
                 before, after = vector(_AT.before), vector(_AT.after)
-                kinds = before, scale * before, after
-                if use_qk_l2norm:
-                    kinds = before * k_norm, scale * (before * q_norm), after * k_norm
+                kinds = before * k_norm, scale * (before * q_norm), after * k_norm
                 for kind, values in enumerate(kinds):
                     refs.kinds[half, kind] = values
             pm.commit()
