@@ -31,6 +31,7 @@ FAST = (
     "tests/align/test_machine.py::test_every_step_reads_its_own_past_from_deferred_states",
     "tests/align/test_deferred.py",
     "tests/align/test_boundary_windows.py",
+    "tests/align/test_deferred_machine.py",
 )
 OPTIONS = (
     *("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--depth=full"),
