@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import UnsupportedError
+from pallas_kernels._pallas_mosaic import unavailable
+
 ROTATION_BYTES = 5 * 60 * 2**20  # five times an H200's L2 cache of 60 MiB
 
 
@@ -30,7 +33,7 @@ class KernelBenchmark:
         step: Runs one turn: step(turn, carry, **inputs, implementation=..., config=...) takes and returns the pools and
             outputs.
         given: Arrays for peers, by name: inputs, and the blocks of each set as `read` and `write`.
-        config: The launch configuration that the op selects by default.
+        config: The launch configuration of Triton that the op selects by default.
         draw: Draws the inputs that are too large to be constants of a program. `step` takes them by name. Only prefill
             ops have such inputs.
         min_scale: Differences between two arrays are in units of the largest value, or of `min_scale` if that is
@@ -56,6 +59,17 @@ class KernelBenchmark:
     def inputs(self) -> dict[str, Any]:
         """The inputs, drawn once, on the device."""
         return jax.jit(self.draw)()
+
+    @functools.cached_property
+    def implementation(self) -> str:
+        """The name of the implementation that the op selects for the case on a GPU."""
+        if unavailable():
+            return "triton"
+        try:
+            jax.eval_shape(lambda: self.run(1, self.inputs, implementation="mosaic_gpu"))
+        except UnsupportedError:
+            return "triton"
+        return "mosaic_gpu"
 
     def advance(self, turn: Any, carry: tuple[jax.Array, ...], inputs: dict[str, Any], **options: Any):
         """Runs one turn. The compiler cannot share any part of it with another turn, not even what is the same."""

@@ -28,7 +28,9 @@ MIN_SPAN_US = 20_000  # the shortest time over which a span is measured
 
 def time_ours(benchmark: KernelBenchmark, **options: Any) -> Callable[[], float]:
     """Returns a function that measures once and returns microseconds per turn."""
-    launch = _launch(lambda inputs: benchmark.run(TURNS, inputs, implementation="triton", **options), benchmark)
+    launch = _launch(
+        lambda inputs: benchmark.run(TURNS, inputs, implementation=benchmark.implementation, **options), benchmark
+    )
     return lambda: time_per_turn(launch, TURNS, benchmark.kernel)
 
 
@@ -48,7 +50,7 @@ def span_of_ours(benchmark: KernelBenchmark, us: float) -> float:
     rounds = _rounds(benchmark, us)
 
     def launch(n):
-        return _launch(lambda inputs: benchmark.run_sets(n, inputs, implementation="triton"), benchmark)
+        return _launch(lambda inputs: benchmark.run_sets(n, inputs, implementation=benchmark.implementation), benchmark)
 
     launches = {n: launch(n) for n in (rounds, 2 * rounds)}
     return span_per_turn(lambda n: launches[n](), rounds, benchmark.span_sets)
@@ -82,7 +84,7 @@ class Peer:
             outputs[0] = pools[0].at[0, given["write"][0]].set(outputs[0].astype(pools[0].dtype))
         # The peer has written into the buffers of `pools`. If it made its own outputs, they replace the last buffers.
         theirs = (*pools[: len(pools) - len(outputs)], *outputs)
-        self.error = float(benchmark.difference(theirs, benchmark.first_turn(implementation="triton")))
+        self.error = float(benchmark.difference(theirs, benchmark.first_turn(implementation=benchmark.implementation)))
         self.rms_error = benchmark.rms_error(theirs[-1])
 
     def turns(self, turns: int) -> None:
@@ -142,8 +144,8 @@ def measure(benchmark: KernelBenchmark) -> dict[str, Any]:
 
     The row has no `us` if the outputs are wrong.
     """
-    row: dict[str, Any] = {"case": benchmark.case.name, "implementation": "triton"}
-    first = benchmark.first_turn(implementation="triton")
+    row: dict[str, Any] = {"case": benchmark.case.name, "implementation": benchmark.implementation}
+    first = benchmark.first_turn(implementation=benchmark.implementation)
     row["max_error"] = float(benchmark.difference(first, benchmark.first_turn(implementation="xla")))
     rms_error = benchmark.rms_error(first[-1])
     if rms_error is not None:
@@ -160,7 +162,9 @@ def measure(benchmark: KernelBenchmark) -> dict[str, Any]:
         times.append(ours())
         for peer in found:
             peer_times[peer.name].append(peer.time())
-    row |= {"us": statistics.median(times), "bytes": benchmark.bytes, "config": str(benchmark.config)}
+    row |= {"us": statistics.median(times), "bytes": benchmark.bytes}
+    if benchmark.implementation == "triton":
+        row["config"] = str(benchmark.config)
     if benchmark.reference is not None:
         row["span_us"] = span_of_ours(benchmark, row["us"])
     if found:
