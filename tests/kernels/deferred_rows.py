@@ -44,9 +44,25 @@ class Kind:
     lower_bound: float | None = None
     beta_max: int = 1
 
+    @property
+    def pool_shape(self):
+        """The shape of a pool of these states."""
+        dims = DIMS[self.dims]
+        return LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim
+
+    def sequences(self, rng, lengths):
+        """Draws the tokens of rows of these lengths."""
+        return Sequences(rng, self, lengths)
+
+    def rings(self, slots=SLOTS):
+        """NaN in every place of every ring."""
+        return dirty_rings(self, slots)
+
 
 class Sequences:
     """What the rows of a call have read and will read: random projections of all tokens from each row's base on."""
+
+    inputs = "qkv", "a", "b"
 
     def __init__(self, rng, kind, lengths, head_rng=None):
         self.kind, self.dims = kind, DIMS[kind.dims]

@@ -42,6 +42,8 @@ from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
+from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
+from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
@@ -151,6 +153,18 @@ def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, impleme
         *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
     )
     return lower(device, run, pools, array(jnp.int32), inputs, rows(n + 1), *[rows(n)] * 5)
+
+
+def lower_selective_state_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
+    head = array(jnp.float32, case.heads)
+    inputs = array(case.dtype, tokens, case.channels), array(case.dtype, tokens, case.heads), head
+    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
+    run = lambda pools, layer, inputs, D, dt_bias, *indices: selective_state_deferred(
+        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), D=D, dt_bias=dt_bias, **options
+    )
+    return lower(device, run, pools, array(jnp.int32), inputs, head, head, rows(n + 1), *[rows(n)] * 5)
 
 
 def lower_selective_state_update(device, case, layers=30, blocks=512, implementation="triton"):
@@ -274,6 +288,11 @@ OPS = {
         gated_delta_rule_cases.PREFILL_CASES[0],
     ),
     "gated_delta_rule_deferred": (lower_gated_delta_rule_deferred, deferred_cases.CASES, deferred_cases.CASES[0]),
+    "selective_state_deferred": (
+        lower_selective_state_deferred,
+        deferred_mamba2_cases.CASES,
+        deferred_mamba2_cases.CASES[0],
+    ),
     "mixture_of_experts": (
         lower_mixture_of_experts,
         mixture_of_experts_cases.CASES,

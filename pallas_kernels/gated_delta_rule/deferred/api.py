@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_groups, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
@@ -137,16 +137,7 @@ def gated_delta_rule_deferred(
     )
     require(ring_k.dtype == qkv.dtype, f"{name}: ring_k must have qkv's dtype {qkv.dtype}, got {ring_k.dtype}")
     require(ring_k.shape[1] > 0, f"{name}: ring_k must have at least one slot, got {list(ring_k.shape)}")
-    require(
-        places >= 2 and places % 2 == 0,
-        f"{name}: ring_k must have two places for each token of a group, an even number of them, got {places}",
-    )
-    require(max_query_tokens >= 1, f"{name}: max_query_tokens must be at least 1, got {max_query_tokens}")
-    require(
-        2 * max_query_tokens - 2 < places // 2,
-        f"{name}: max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
-        f"(2 * max_query_tokens - 2 < {places // 2}), got {max_query_tokens}",
-    )
+    check_groups(name, "ring_k", places, max_query_tokens)
     require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
     if slot.shape[0] == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool, ring_k, ring_u, ring_g

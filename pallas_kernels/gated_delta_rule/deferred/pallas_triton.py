@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._dot import dot
+from pallas_kernels._dot import operand as _operand
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
@@ -35,13 +36,6 @@ class _Group(NamedTuple):
     g: jax.Array
     new: jax.Array
     at: jax.Array
-
-
-def _operand(x: jax.Array, count: int = 3) -> Operand:
-    """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
-    if x.dtype == jnp.bfloat16:
-        return x
-    return pieces(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
 
 
 def _row(tile: jax.Array, index: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import NULL_BLOCK, read_blocks, write_blocks
+from pallas_kernels._deferred_rows import advance_rows
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 
@@ -98,38 +98,7 @@ def gated_delta_rule_deferred(
         known, weight = seen(q, q_factor)
         return out.at[token].set((known + jnp.sum(weight * u, axis=1)).astype(out.dtype)), rings
 
-    def run_row(row, carry):
-        out, pool, rings = carry
-        start, count = query_start_loc[row], query_start_loc[row + 1] - query_start_loc[row]
-
-        def turn(n, carry):
-            state, base, out, pool, rings = carry
-            boundary = (base // group + 1) * group
-            crosses = position[row] + n >= boundary
-            state = jax.lax.cond(crosses, lambda: fold(state, rings, slot[row], base), lambda: state)
-            # The first token's fold has no drafts, and it is the only one that is kept.
-            target = jnp.where(crosses & (n == 0), fold_block[row], NULL_BLOCK)
-            pool = write_blocks(pool, layer, target, state)
-            base = jnp.where(crosses, boundary, base)
-            out, rings = jax.lax.cond(
-                n < count,
-                lambda: advance(start + n, slot[row], base, position[row] + n, state, out, rings),
-                lambda: (out, rings),
-            )
-            return state, base, out, pool, rings
-
-        # A row that only folds has a turn without a token. Folds and tokens have one place in the program each, because
-        # a copy of either might be compiled to other bits.
-        state = read_blocks(pool, layer, read_block[row])
-        carry = state, base[row], out, pool, rings
-        _, _, *carry = jax.lax.fori_loop(0, turns[row], turn, carry)
-        return tuple(carry)
-
-    folds = (position >= (base // group + 1) * group) & (fold_block != NULL_BLOCK)
-    turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
-    # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
-    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1), 0))
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
-    carry = out, pool, (ring_k, ring_u, ring_g)
-    out, pool, rings = jax.lax.fori_loop(0, last, run_row, carry)
+    where = query_start_loc, slot, base, position, read_block, fold_block
+    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, (ring_k, ring_u, ring_g))
     return out, pool, *rings
