@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import deferred, pipeline
+from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
 from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
@@ -369,8 +369,11 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
 def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
     """What `benchmarks.deferred` times."""
     case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
-    for config in deferred.variants(case):
+    for config in filter(None, deferred_delta_rule.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
+    case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    for config in deferred_mamba2.variants(case, every=True):
+        assert "__gpu$xla.gpu.triton" in lower_selective_state_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
