@@ -33,8 +33,9 @@ class StateSpaceBench(Bench):
         self.parameters = dict(A=-jnp.exp(A - 2), D=D, dt_bias=dt_bias)
 
     def adjust(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Makes step sizes positive."""
-        return arrays | dict(ring_dt=jnp.abs(arrays["ring_dt"]))
+        """Makes step sizes positive, and log decays what follows from them."""
+        dt = jnp.abs(arrays["ring_dt"])
+        return arrays | dict(ring_dt=dt, ring_g=self.parameters["A"][:, None] * dt)
 
     def reference(self, turn: int, row: int, head: int, part: dict[str, np.ndarray]) -> Any:
         """Runs the recurrence token by token: see `Bench`."""

@@ -49,6 +49,7 @@ class Kind:
             full(self.dtype, dims.heads, places, dims.head_dim),
             full(self.dtype, dims.groups, places, dims.state_dim),
             full("float32", dims.heads, places),
+            full("float32", dims.heads, places),
         ]
 
 

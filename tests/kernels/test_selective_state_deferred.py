@@ -41,7 +41,7 @@ def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
     grow = lambda x: x + x // 16 * (kind.length - 16)  # the same places in groups of another length
     cases = [dataclasses.replace(row, base=grow(row.base), position=grow(row.position)) for row in ROWS.values()]
     sequences = kind.sequences(rng, [row.position - row.base + row.count for row in cases])
-    dims = DIMS[kind.dims]
+    dims, rates = DIMS[kind.dims], np.asarray(sequences.A, np.float64)
     pool = dirty_pool(rng, kind.pool_shape, kind.state, range(1, 10))
     rings, wanted = kind.rings(), []
     for r, row in enumerate(cases):
@@ -56,7 +56,7 @@ def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
         steps = sequences.steps(r, slice(None))
         for t in range(row.position - row.base):
             at = LAYER, SLOTS - 1 - r, slice(None), (row.base + t) % (2 * kind.length)
-            rings[0][at], rings[1][at], rings[2][at] = x[t], B[t], steps[t]
+            rings[0][at], rings[1][at], rings[2][at], rings[3][at] = x[t], B[t], steps[t], rates * steps[t]
     tokens = [(r, row.position - row.base + t) for r, row in enumerate(cases) for t in range(row.count)]
     arrays = pool, *map(jnp.asarray, rings)
     every = [*cases, PADDING, PADDING]
@@ -82,6 +82,7 @@ def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
             np.testing.assert_array_equal(exact(kept[0])[at], x[t])
             np.testing.assert_array_equal(exact(kept[1])[at], B[t])
             assert_close(kept[2][at], steps[t], jnp.float32, 16, f"step sizes of row {r}")
+            assert_close(kept[3][at], rates * steps[t], jnp.float32, 16, f"log decays of row {r}")
     assert not exact(out[len(tokens) :]).any()
     assert len(places) == len(tokens)
     assert_untouched(pool, after, written)
@@ -214,6 +215,7 @@ def refused(**changes):
         ring_x=jnp.zeros((1, 3, 2, 32, 16)),
         ring_B=jnp.zeros((1, 3, 1, 32, 16)),
         ring_dt=jnp.zeros((1, 3, 2, 32)),
+        ring_g=jnp.zeros((1, 3, 2, 32)),
         layer=0,
         query_start_loc=jnp.arange(3, dtype=jnp.int32),
         slot=jnp.arange(2, dtype=jnp.int32),

@@ -14,7 +14,7 @@ from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
 Pool = Float[Array, "layers blocks heads head_dim state_dim"]
 RingX = Float[Array, "layers slots heads places head_dim"]
 RingB = Float[Array, "layers slots groups places state_dim"]
-RingDt = Float32[Array, "layers slots heads places"]
+RingOfHead = Float32[Array, "layers slots heads places"]
 
 
 @checked
@@ -25,7 +25,8 @@ def selective_state_deferred(
     pool: Pool,
     ring_x: RingX,
     ring_B: RingB,
-    ring_dt: RingDt,
+    ring_dt: RingOfHead,
+    ring_g: RingOfHead,
     layer: int | Int32[Array, ""],
     query_start_loc: Int32[Array, " rows_plus_1"],
     slot: Int32[Array, " rows"],
@@ -41,15 +42,15 @@ def selective_state_deferred(
     implementation: Implementation | None = None,
     config: DeferredConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens heads head_dim"], Pool, RingX, RingB, RingDt]:
+) -> tuple[Float[Array, "tokens heads head_dim"], Pool, RingX, RingB, RingOfHead, RingOfHead]:
     """Runs Mamba-2's recurrence over decode and verify rows, and writes a state only where a group of tokens ends.
 
     It computes what `selective_state_update` computes, which has the equations. Instead of a state after each token it
     keeps an entry for each token in a ring. Positions are cut into groups of L = places // 2 tokens, at the multiples of
-    L. An entry is (x, B, dt), where dt is the step size after bias and softplus. For one head::
+    L. An entry is (x, B, dt, g), where dt is the step size after bias and softplus, and g = A dt. For one head::
 
-        S[p] = exp(A (dt[base] + .. + dt[p - 1])) S[base]
-             + the sum over base <= i < p of exp(A (dt[i + 1] + .. + dt[p - 1])) dt[i] x[i] B[i]^T
+        S[p] = exp(g[base] + .. + g[p - 1]) S[base]
+             + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) dt[i] x[i] B[i]^T
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
     in the ring of its slot, position i at place i mod 2 L. Let B = (base // L + 1) * L be the end of base's group. The row
@@ -81,10 +82,11 @@ def selective_state_deferred(
         dt: Raw step sizes, per head.
         A: -exp(A_log), per head.
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
-            otherwise, as the three arrays of the ring are.
+            otherwise, as the four arrays of the ring are.
         ring_x: Inputs of the entries, in xBC's dtype.
         ring_B: Input projections of the entries, in xBC's dtype.
-        ring_dt: Step sizes of the entries. The places of a ring that hold no entry of the row may hold anything.
+        ring_dt: Step sizes of the entries.
+        ring_g: Log decays of the entries. The places of a ring that hold no entry of the row may hold anything.
         layer: The layer whose blocks and rings are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -104,8 +106,8 @@ def selective_state_deferred(
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        The outputs in xBC's dtype, which are 0 for tokens after the last row, and the updated pool, ring_x, ring_B and
-        ring_dt.
+        The outputs in xBC's dtype, which are 0 for tokens after the last row, and the updated pool, ring_x, ring_B,
+        ring_dt and ring_g.
 
     Raises:
         ValueError: if a shape or dtype breaks the contract, or if 2 * max_query_tokens - 2 is not less than L: a row
@@ -128,16 +130,14 @@ def selective_state_deferred(
     require(ring_x.shape[1] > 0, f"{name}: ring_x must have at least one slot, got {list(ring_x.shape)}")
     check_groups(name, "ring_x", ring_x.shape[3], max_query_tokens)
     if slot.shape[0] == 0:
-        return jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype), pool, ring_x, ring_B, ring_dt
+        return jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype), pool, ring_x, ring_B, ring_dt, ring_g
     tokens = xBC.shape[0]
     if tokens == 0:  # Rows without tokens may fold, but no array of a kernel may be empty.
         xBC, dt = (jnp.zeros((1, x.shape[1]), x.dtype) for x in (xBC, dt))
-    operands = (xBC, dt, A, pool, ring_x, ring_B, ring_dt, jnp.int32(layer), query_start_loc)
+    operands = (xBC, dt, A, pool, ring_x, ring_B, ring_dt, ring_g, jnp.int32(layer), query_start_loc)
     operands += (slot, base, position, read_block, fold_block, D, dt_bias)
-    out, pool, ring_x, ring_B, ring_dt = _deferred(
-        operands, max_query_tokens, dt_softplus, implementation, config, interpret
-    )
-    return out[:tokens], pool, ring_x, ring_B, ring_dt
+    out, *updated = _deferred(operands, max_query_tokens, dt_softplus, implementation, config, interpret)
+    return out[:tokens], *updated
 
 
 _STATIC = ("max_query_tokens", "dt_softplus", "implementation", "config", "interpret")

@@ -30,6 +30,7 @@ class Case:
             ring_x=((layers, slots, self.heads, places, self.head_dim), self.dtype),
             ring_B=((layers, slots, self.groups, places, self.state_dim), self.dtype),
             ring_dt=((layers, slots, self.heads, places), "float32"),
+            ring_g=((layers, slots, self.heads, places), "float32"),
         )
 
 

@@ -26,6 +26,7 @@ class _Group(NamedTuple):
         x: Inputs, [places, channels].
         B: Input projections, [places, states].
         dt: Step sizes, [places].
+        g: Log decays, [places].
         new: Which places belong to tokens of this call, [places].
         at: The indices of the places in the ring, [places].
     """
@@ -33,6 +34,7 @@ class _Group(NamedTuple):
     x: jax.Array
     B: jax.Array
     dt: jax.Array
+    g: jax.Array
     new: jax.Array
     at: jax.Array
 
@@ -41,8 +43,8 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
     """Handles one row, head and block of channels.
 
     Args:
-        refs: Reads the arguments of `selective_state_deferred`, updates `pool`, `ring_x`, `ring_B` and `ring_dt`, and
-            writes `out`.
+        refs: Reads the arguments of `selective_state_deferred`, updates `pool`, `ring_x`, `ring_B`, `ring_dt` and
+            `ring_g`, and writes `out`.
         max_query_tokens: The largest number of tokens of a row.
         config: The launch configuration.
         dt_softplus: Whether a softplus is applied to `dt`.
@@ -102,8 +104,10 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         dt = pt.load(refs.dt.at[token, head], mask=new, other=0.0).astype(jnp.float32)
         dt = dt if dt_bias is None else dt + dt_bias
         dt = softplus(dt) if dt_softplus else dt
-        kept = pt.load(refs.ring_dt.at[layer, slot, head, at], mask=old, other=0.0)
-        return _Group(x, B, jnp.where(new, dt, kept), new, at)
+        # A place that is neither old nor new gets 0.
+        of_head = (pt.load(ring.at[layer, slot, head, at], mask=old, other=0.0) for ring in (refs.ring_dt, refs.ring_g))
+        dt, g = (jnp.where(new, call, kept) for call, kept in zip((dt, rate * dt), of_head, strict=True))
+        return _Group(x, B, dt, g, new, at)
 
     def store_entries(entries: _Group) -> None:
         """Stores this call's tokens in the ring. What programs share is stored by one of them."""
@@ -111,6 +115,7 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         at = refs.ring_x.at[layer, slot, head, entries.at[:, None], channel[None, :]]
         pt.store(at, entries.x, mask=new[:, None] & channel_inside[None, :])
         pt.store(refs.ring_dt.at[layer, slot, head, entries.at], entries.dt, mask=once)
+        pt.store(refs.ring_g.at[layer, slot, head, entries.at], entries.g, mask=once)
         stores = once & (head == group * repeats)
         at = refs.ring_B.at[layer, slot, group, entries.at[:, None], column[None, :]]
         pt.store(at, entries.B, mask=stores[:, None] & column_inside[None, :])
@@ -118,7 +123,7 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
     def fold(state: jax.Array) -> jax.Array:
         """Returns the state at the end of the first group, and keeps it if all of the group is accepted."""
         entries = load_group(first_group, base)
-        g = rate * entries.dt
+        g = entries.g
         later = index[None, :] > index[:, None]
         weight = jnp.exp(jnp.sum(jnp.where(later, g[None, :], 0.0), axis=1)) * entries.dt
         weighted = operand(weight[:, None] * entries.x.astype(jnp.float32), config.pieces)
@@ -150,7 +155,7 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         store_entries(entries)
 
         # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
-        g = rate * entries.dt
+        g = entries.g
         until = index[None, :] <= place[:, None]
         later = jnp.where(index[None, :] > index[:, None], g[None, :], 0.0)
         between = product(until.astype(jnp.bfloat16), operand(later), contract=(1, 1))
@@ -189,6 +194,7 @@ def selective_state_deferred(
     ring_x: jax.Array,
     ring_B: jax.Array,
     ring_dt: jax.Array,
+    ring_g: jax.Array,
     layer: jax.Array,
     query_start_loc: jax.Array,
     slot: jax.Array,
@@ -210,14 +216,15 @@ def selective_state_deferred(
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
     rows |= dict(read_block=read_block, fold_block=fold_block)
     options = dict(max_query_tokens=max_query_tokens, dt_softplus=dt_softplus, interpret=interpret)
+    updates = dict(pool=pool, ring_x=ring_x, ring_B=ring_B, ring_dt=ring_dt, ring_g=ring_g)
     results = pt.call(
         functools.partial(_kernel, config=config, **options),
         name="selective_state_deferred",
         grid=(-(-head_dim // config.block_dim), heads, slot.shape[0]),
         inputs=dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias) | rows,
         outputs={"out": jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype)},
-        updates=dict(pool=pool, ring_x=ring_x, ring_B=ring_B, ring_dt=ring_dt),
+        updates=updates,
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return tuple(results[name] for name in ("out", "pool", "ring_x", "ring_B", "ring_dt"))
+    return tuple(results[name] for name in ("out", *updates))

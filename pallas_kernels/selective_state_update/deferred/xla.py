@@ -15,6 +15,7 @@ def selective_state_deferred(
     ring_x: jax.Array,
     ring_B: jax.Array,
     ring_dt: jax.Array,
+    ring_g: jax.Array,
     layer: jax.Array,
     query_start_loc: jax.Array,
     slot: jax.Array,
@@ -39,24 +40,23 @@ def selective_state_deferred(
         return jnp.repeat(x, heads // groups, axis=0)
 
     def entries(rings, slot, first, low, high):
-        """Returns x, B and dt of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
+        """Returns x, B, dt and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
         position = first + place
         inside = (position >= low) & (position < high)
-        x, B, dt = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
+        x, B, dt, g = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
         x, B = (jnp.where(inside[:, None], v, 0.0) for v in (x, B))
-        return x, B, jnp.where(inside, dt, 0.0)
+        return x, B, *(jnp.where(inside, v, 0.0) for v in (dt, g))
 
-    def decays(dt, last):
+    def decays(g, last):
         """Returns the decay from each place to the place `last`, and the decay of the whole group up to it."""
-        g = A[:, None] * dt
         later = (place[None, :] > place[:, None]) & (place[None, :] <= last)
         after = jnp.sum(jnp.where(later, g[:, None, :], 0.0), axis=-1)
         return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(place <= last, g, 0.0), axis=-1))
 
     def fold(state, rings, slot, base):
         first = base // group * group
-        x, B, dt = entries(rings, slot, first, base, first + group)
-        decay, of_state = decays(dt, group - 1)
+        x, B, dt, g = entries(rings, slot, first, base, first + group)
+        decay, of_state = decays(g, group - 1)
         weighted = (decay * dt)[:, :, None] * x
         added = jnp.einsum("hip,hin->hpn", weighted, per_head(B), precision=jax.lax.Precision.HIGHEST)
         return (of_state[:, None, None] * state + added).astype(pool.dtype).astype(jnp.float32)
@@ -69,9 +69,10 @@ def selective_state_deferred(
         step = dt[token].astype(jnp.float32)
         step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)
         step = softplus(step) if dt_softplus else step
-        rings = tuple(ring.at[layer, slot, :, at].set(v) for ring, v in zip(rings, (x, B, step), strict=True))
-        xs, Bs, steps = entries(rings, slot, first, base, position + 1)
-        decay, of_state = decays(steps, here)
+        entry = x, B, step, A * step
+        rings = tuple(ring.at[layer, slot, :, at].set(v) for ring, v in zip(rings, entry, strict=True))
+        xs, Bs, steps, g = entries(rings, slot, first, base, position + 1)
+        decay, of_state = decays(g, here)
         C = C.astype(jnp.float32)
         weight = decay * steps * per_head(jnp.sum(Bs * C[:, None, :], axis=-1))
         y = of_state[:, None] * jnp.sum(state * per_head(C)[:, None, :], axis=-1)
@@ -81,5 +82,6 @@ def selective_state_deferred(
 
     out = jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype)
     where = query_start_loc, slot, base, position, read_block, fold_block
-    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, (ring_x, ring_B, ring_dt))
+    rings = ring_x, ring_B, ring_dt, ring_g
+    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, rings)
     return out, pool, *rings
