@@ -69,7 +69,7 @@ class MambaRing(Ring):
         head_dim: Channels of a head.
         groups: Groups of heads that share their B. They divide the heads.
         state_dim: Dims of B.
-        dtype: The dtype of x and B: "float32", "bfloat16" or "float16". Step sizes are float32.
+        dtype: The dtype of x and B: "float32", "bfloat16" or "float16". Step sizes and log decays are float32.
     """
 
     heads: int
@@ -92,10 +92,11 @@ class MambaRing(Ring):
         return self.heads, self.head_dim, self.state_dim
 
     def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of one layer's arrays for one slot: x, B and step sizes."""
+        """Returns the shape and dtype of one layer's arrays for one slot: x, B, step sizes and log decays."""
         places = 2 * fold_length
         return (
             ((self.heads, places, self.head_dim), self.dtype),
             ((self.groups, places, self.state_dim), self.dtype),
+            ((self.heads, places), "float32"),
             ((self.heads, places), "float32"),
         )
