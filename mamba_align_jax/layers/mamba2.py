@@ -108,7 +108,7 @@ class Mamba2Mixer(nnx.Module):
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
-        def parts(xBC: jax.Array, dt: jax.Array) -> tuple[jax.Array, ...]:
+        def parts(xBC: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
             """Returns x, dt, A, B and C of packed tokens."""
             inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
             fold = lambda y, heads: y.reshape(y.shape[0], heads, -1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mamba_align_jax import (
     Additions,
@@ -27,11 +28,13 @@ from mamba_align_jax import (
     split_rows,
 )
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.metadata.layer_step import LayerStep
 
 BLOCK, L, K, SLOTS, LENGTH = 16, 8, 3, 3, 96
 KEY_HEADS, HEADS, DIM, WIDTH, LAYERS = 1, 2, 4, 4, 2
-CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM  # of the convolution, in both kinds of layers
+WIDE = CHANNELS + HEADS * DIM + HEADS
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
 RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
@@ -44,20 +47,46 @@ def make_spec(**changes):
 
 
 SPEC = make_spec()
+# The same for Mamba-2: two heads that share one B.
+MAMBA = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
+MAMBA_SPEC = make_spec(groups=(GroupSpec("mamba2", LAYERS, MAMBA.states("float32", "float32"), MAMBA.ring("float32")),))
+SPECS = pytest.mark.parametrize("spec", [SPEC, MAMBA_SPEC], ids=["delta net", "mamba2"])
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
 A_LOG, BIAS = NUMBERS.normal(size=(2, HEADS)).astype(np.float32)
 
 
 def inputs_of(seed, length=LENGTH):
-    """A layer's inputs for each position of a sequence: qkv, a and b side by side. float32 [length, channels]"""
-    return np.random.default_rng(seed).normal(size=(length, CHANNELS + 2 * HEADS)).astype(np.float32)
+    """A layer's inputs for each position of a sequence, side by side. float32 [length, channels]
+
+    For a gated delta net they are qkv, a and b, for Mamba-2 [x, B, C], z and dt.
+    """
+    return np.random.default_rng(seed).normal(size=(length, WIDE)).astype(np.float32)
 
 
-def run_layers(rows, chunks, x, pool):
+class NoProjections:
+    """In place of Mamba-2's projections, whose sums a CPU may compute in another order for other rows of a matrix."""
+
+    def __call__(self, x):
+        xBC, rest = jnp.split(x, [CHANNELS], axis=1)
+        return rest[:, : HEADS * DIM], xBC, rest[:, HEADS * DIM :][:, :HEADS]
+
+    def sums(self, x):
+        return x
+
+
+MAMBA.in_proj = MAMBA.out_proj = NoProjections()
+
+
+def run_layers(spec, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
-    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :]
     arrays = *pool.states[0], *pool.ring(0)
+    if spec is MAMBA_SPEC:
+        for layer in range(LAYERS):
+            at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
+            out, *arrays = MAMBA(x, at, *arrays)
+        return out, pool.with_group(0, arrays)
+    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :][:, :HEADS]
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
         out, *arrays = convolved_delta_rule(
@@ -66,28 +95,29 @@ def run_layers(rows, chunks, x, pool):
     return out, pool.with_group(0, arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "migrates"))
-def run_step(state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
+@functools.partial(jax.jit, static_argnames=("spec", "decode_rows", "migrates"))
+def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
     state = add_requests(state, additions)
-    state, indices = begin_step(SPEC, state, batch, tables)
-    pool = migrate(SPEC, pool, indices) if migrates else pool
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices) if migrates else pool
     rows = split_rows(batch, indices, decode_rows)
-    out, pool = run_layers(rows, rows.chunks(x.shape[0]), x, pool)
-    state, pool = finish_step(SPEC, state, pool, batch, indices, num_sampled, tables)
+    out, pool = run_layers(spec, rows, rows.chunks(x.shape[0]), x, pool)
+    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
     lost = indices.num_null_reads() + (0 if migrates else indices.folds.num_unsettled())
     return out, state, pool, lost
 
 
-fold = jax.jit(functools.partial(fold_slots, SPEC))
+fold = jax.jit(fold_slots, static_argnums=0)
 
 
 class Server:
     """Slots with a block in every column. Pool and rings start as NaN."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, spec=SPEC):
+        self.spec = spec
         self.rng = np.random.default_rng(seed)
-        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(SPEC, 64))
-        self.state, columns = AlignState.create(SPEC), SPEC.num_columns
+        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
+        self.state, columns = AlignState.create(spec), spec.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
         self.sequences, self.entering, self.outputs = {}, {}, {}
 
@@ -106,7 +136,7 @@ class Server:
         padding = SLOTS - len(rows)
         slots, lengths, accepted = slots + [-1] * padding, lengths + [0] * padding, accepted + [1] * padding
         drafts = [n - 1 if slot >= 0 else -1 for slot, n in zip(slots, lengths, strict=True)]
-        x = np.full((SLOTS * (1 + K) + CHUNK, CHANNELS + 2 * HEADS), np.nan, np.float32)
+        x = np.full((SLOTS * (1 + K) + CHUNK, WIDE), np.nan, np.float32)
         if chunk:
             slots, lengths, accepted, drafts = [*slots, chunk[0]], [*lengths, chunk[1]], [*accepted, 1], [*drafts, -1]
         starts = np.cumsum([0, *lengths]).tolist()
@@ -115,13 +145,13 @@ class Server:
                 x[begin : begin + n] = self.sequences[slot][computed[slot] :][:n]
                 if kind >= 0:  # What follows the accepted tokens are wrong drafts.
                     x[begin + taken : begin + n] = self.rng.normal(size=(n - taken, x.shape[1]))
-        batch = StepBatch.from_host(SPEC, SLOTS + 1, slots, starts, drafts)
-        additions = Additions.from_host(SPEC, SLOTS, list(self.entering), list(self.entering.values()))
+        batch = StepBatch.from_host(self.spec, SLOTS + 1, slots, starts, drafts)
+        additions = Additions.from_host(self.spec, SLOTS, list(self.entering), list(self.entering.values()))
         self.entering = {}
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
         sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
         out, self.state, self.pool, lost = run_step(
-            self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
+            self.spec, self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
         )
         for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
             for t in range(taken if kind >= 0 else n):
@@ -139,7 +169,7 @@ class Server:
 
     def fold(self, slot):
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
-        self.state, self.pool = fold(self.state, self.pool, tables, jnp.array([slot, -1]))
+        self.state, self.pool = fold(self.spec, self.state, self.pool, tables, jnp.array([slot, -1]))
 
     def boundary(self, slot, tokens):
         block = self.blocks[slot, tokens // BLOCK - 1]
@@ -160,12 +190,13 @@ SCHEDULES = {
 }
 
 
+@SPECS
 @pytest.mark.parametrize("prompt", [0, 5, 16, 21])
-def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
+def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, spec):
     sequence, end = inputs_of(1), 80
     found = {}
     for seed, (name, schedule) in enumerate(SCHEDULES.items()):
-        server = Server(seed)
+        server = Server(seed, spec)
         server.enter(1, sequence)
         if prompt:
             server.step([], chunk=(1, prompt))
@@ -179,13 +210,14 @@ def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
             np.testing.assert_array_equal(told[at], outputs[at], err_msg=f"{name}, output {at}")
 
 
-def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
+@SPECS
+def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
     """A request resumes from the boundary of one that speculated, in a slot whose ring is full of another's entries."""
     sequence = inputs_of(2)
-    first = Server(0)
+    first = Server(0, spec)
     first.enter(0, sequence)
     wanted, outputs = first.finish(0, 64, lambda: (1, 1)), first.outputs[0]
-    second = Server(1)
+    second = Server(1, spec)
     second.enter(0, sequence)
     second.finish(0, 37, SCHEDULES["random 0"]())
     second.enter(1, inputs_of(3))
@@ -202,12 +234,13 @@ def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
         np.testing.assert_array_equal(second.outputs[1][at], outputs[at])
 
 
+@SPECS
 @pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
 @pytest.mark.parametrize("accepted", [1, K + 1])
-def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted):
+def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, spec):
     """With and without a complete fold group at the chunk's start, which is also the boundary 16."""
     sequence = inputs_of(4)
-    plain, other = Server(0), Server(1)
+    plain, other = Server(0, spec), Server(1, spec)
     for server in (plain, other):
         server.enter(0, sequence)
     plain.step([], chunk=(0, before))
@@ -231,8 +264,9 @@ def test_a_chunk_whose_state_was_not_migrated_counts_as_lost():
     assert server.step([], chunk=(0, 4), migrates=False) == 1
 
 
-def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
-    server = Server()
+@SPECS
+def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(spec):
+    server = Server(0, spec)
     for slot, end in enumerate((7, 8, 9)):
         server.enter(slot, inputs_of(slot))
         while int(server.state.num_computed_tokens[slot]) < end or slot in server.entering:
@@ -240,10 +274,10 @@ def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
     assert server.state.state_pos.tolist() == [0, 0, 8]
     before = jax.tree.map(np.asarray, server.pool)
     tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
-    state, pool = fold(server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    state, pool = fold(spec, server.state, server.pool, tables, jnp.array([0, 2, -1]))
     assert state.state_pos.tolist() == [0, 0, 8]
     jax.tree.map(np.testing.assert_array_equal, pool, before)
-    state, pool = fold(state, pool, tables, jnp.array([1, -1]))
+    state, pool = fold(spec, state, pool, tables, jnp.array([1, -1]))
     assert state.state_pos.tolist() == [0, 8, 8]
     changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
     assert changed == [server.blocks[1, 0]]
@@ -271,6 +305,8 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert make_spec(mode="none", fold_length=9).blocks_per_request() == 1
     per_layer = 16 * (KEY_HEADS * DIM + HEADS * DIM + HEADS) * 4
     assert SPEC.ring_bytes_per_slot == LAYERS * per_layer
+    of_mamba = 16 * (HEADS * DIM + KEY_HEADS * DIM + 2 * HEADS) * 4
+    assert MAMBA_SPEC.ring_bytes_per_slot == LAYERS * of_mamba
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
 
 
@@ -281,10 +317,8 @@ BAD = {
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got group 'kda' without one": dict(
-        groups=(GROUP, KDA)
-    ),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got ['conv']": dict(
+    "which only gated delta nets and Mamba-2 have, got group 'kda' without one": dict(groups=(GROUP, KDA)),
+    "policy 'deferred' must have groups with a ring, which only gated delta nets and Mamba-2 have, got ['conv']": dict(
         groups=(GroupSpec("conv", 1, STATES[:1]),)
     ),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(

@@ -136,8 +136,9 @@ def selective_state_deferred(
         xBC, dt = (jnp.zeros((1, x.shape[1]), x.dtype) for x in (xBC, dt))
     operands = (xBC, dt, A, pool, ring_x, ring_B, ring_dt, ring_g, jnp.int32(layer), query_start_loc)
     operands += (slot, base, position, read_block, fold_block, D, dt_bias)
-    out, *updated = _deferred(operands, max_query_tokens, dt_softplus, implementation, config, interpret)
-    return out[:tokens], *updated
+    options = max_query_tokens, dt_softplus, implementation, config, interpret
+    out, pool, ring_x, ring_B, ring_dt, ring_g = _deferred(operands, *options)
+    return out[:tokens], pool, ring_x, ring_B, ring_dt, ring_g
 
 
 _STATIC = ("max_query_tokens", "dt_softplus", "implementation", "config", "interpret")
