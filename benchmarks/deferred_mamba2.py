@@ -73,22 +73,27 @@ class StateSpaceBench(Bench):
 
 def default(case: Case) -> DeferredConfig:
     """The configuration that the op selects for a case."""
-    return default_config(len(case.lengths), case.state_dim, itemsize(case.state_dtype))
+    return default_config(case.state_dim, itemsize(case.state_dtype))
 
 
-def variants(case: Case, every: bool) -> list[DeferredConfig]:
-    """The default configuration, and others if `every` is true."""
+Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+
+
+def variants(case: Case, every: bool) -> list[Variant]:
+    """The Mosaic GPU kernel and the default configuration of the Triton kernel; others too if `every` is true."""
     if not every:
-        return [default(case)]
+        return [None, default(case)]
     make = functools.partial(DeferredConfig, pieces=3 if case.state_dtype == "float32" else 2)
     blocks = ((64, 4), (64, 2), (64, 8), (32, 4), (32, 2), (32, 1), (16, 1), (16, 2))
-    found = [default(case), *(make(*block, dims_first=False) for block in blocks)]
+    found: list[Variant] = [None, default(case), *(make(*block, dims_first=False) for block in blocks)]
     found += [make(*block, dims_first=True) for block in ((64, 4), (64, 8), (32, 2), (16, 1))]
     return list(dict.fromkeys(found))
 
 
-def short(c: DeferredConfig) -> str:
-    """A configuration in few letters."""
+def short(c: Variant) -> str:
+    """A variant in few letters."""
+    if c is None:
+        return "mosaic_gpu"
     return f"triton_b{c.block_dim}_w{c.num_warps}_p{c.pieces}_{'dx' if c.dims_first else 'xd'}"
 
 

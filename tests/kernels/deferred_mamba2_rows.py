@@ -7,6 +7,7 @@ import numpy as np
 from kernels.common import how
 from kernels.deferred_rows import BLOCKS, LAYER, LAYERS, SLOTS
 from kernels.test_selective_state_update import Dims
+from oracles import deferred_mamba2_by_hand
 from oracles.ops import selective_state_update as oracle
 
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
@@ -17,6 +18,7 @@ DIMS = {
     "wide states": Dims(2, 32, 256, 1),
     "odd": Dims(3, 24, 20, 3),
     "narrow": Dims(2, 8, 10, 1),
+    "many heads": Dims(40, 64, 64, 2),
 }
 
 
@@ -98,4 +100,6 @@ class Sequences:
 
         options |= self.given | dict(max_query_tokens=max_query_tokens, dt_softplus=self.kind.dt_softplus)
         operands = packed(self.xBC), packed(self.dt), self.A, *arrays, LAYER, *rows
+        if implementation == "by hand":
+            return deferred_mamba2_by_hand.selective_state_deferred(*operands, **options)
         return selective_state_deferred(*operands, **how(implementation), **options)

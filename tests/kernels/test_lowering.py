@@ -372,7 +372,7 @@ def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
     for config in filter(None, deferred_delta_rule.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
     case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
-    for config in deferred_mamba2.variants(case, every=True):
+    for config in filter(None, deferred_mamba2.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_selective_state_deferred("NVIDIA H200", case, config=config)
 
 
@@ -385,6 +385,11 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
     text = lower_gated_delta_rule_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
     assert "mosaic_gpu" in text
     assert "gated_delta_rule_deferred_weights" in text
+    for dims in (dict(), dict(heads=80, state_dim=64, groups=1), dict(heads=48, state_dim=256, groups=1)):
+        case = deferred_mamba2_cases.Case("any", (tokens,) * 8, state_dtype=state_dtype, **dims)
+        text = lower_selective_state_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
+        assert "mosaic_gpu" in text
+        assert "selective_state_deferred_weights" in text
 
 
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_groups, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.selective_state_update.deferred import pallas_triton, xla
+from pallas_kernels.selective_state_update.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
 
 Pool = Float[Array, "layers blocks heads head_dim state_dim"]
@@ -69,9 +70,9 @@ def selective_state_deferred(
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
     group has the order of the group's places. So a state at a multiple of L and the output of an accepted token depend, to
     the bit, on the state from which the row started and on the accepted tokens, and not on how many came with a call,
-    which drafts were rejected, or what other rows are. The kernel multiplies on tensor cores, bfloat16 values as they are
+    which drafts were rejected, or what other rows are. The kernels multiply on tensor cores, bfloat16 values as they are
     and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of 2^-24), two otherwise, or as
-    many as `config` says.
+    many as the `config` of "triton" says.
 
     Sources: Dao, Gu, "Transformers are SSMs" (2024), for the sum over entries; ReplaySSM of the Dao lab for a cache of
     entries instead of states.
@@ -101,7 +102,10 @@ def selective_state_deferred(
         D: Skip connection, per head, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
+            on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
+            JAX 0.11.2, bfloat16 inputs, head_dim and state_dim that are multiples of 64 (state_dim at most 256), and
+            groups of 16 or 32 tokens.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -112,6 +116,7 @@ def selective_state_deferred(
     Raises:
         ValueError: if a shape or dtype breaks the contract, or if 2 * max_query_tokens - 2 is not less than L: a row
             would then write places that it reads.
+        UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
     """
     name = "selective_state_deferred"
     heads, head_dim, state_dim = pool.shape[2:]
@@ -153,4 +158,15 @@ def _deferred(operands, max_query_tokens, dt_softplus, implementation, config, i
         operands,
         xla=functools.partial(xla.selective_state_deferred, dt_softplus=dt_softplus),
         triton=functools.partial(pallas_triton.selective_state_deferred, dt_softplus=dt_softplus, **launch),
+        mosaic_gpu=functools.partial(
+            mosaic_gpu.selective_state_deferred, dt_softplus=dt_softplus, max_query_tokens=max_query_tokens
+        ),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
     )
+
+
+def _no_mosaic_gpu(operands, implementation):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+    xBC, pool, ring_x = operands[0], operands[3], operands[4]
+    device = pm.missing() if implementation else pm.unavailable()
+    return device or mosaic_gpu.unsupported(xBC, pool, ring_x)

@@ -212,7 +212,7 @@ def selective_state_deferred(
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    config = config or default_config(slot.shape[0], state_dim, pool.dtype.itemsize)
+    config = config or default_config(state_dim, pool.dtype.itemsize)
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
     rows |= dict(read_block=read_block, fold_block=fold_block)
     options = dict(max_query_tokens=max_query_tokens, dt_softplus=dt_softplus, interpret=interpret)
