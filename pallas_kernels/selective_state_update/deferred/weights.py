@@ -78,9 +78,9 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
     of_C = of_B + groups * state_dim
     at_factor = Factors.of(vectors, places)
 
-    def per_head(ref):
-        """Loads a parameter of each head; 0 if there is no such array."""
-        return 0.0 if ref is None else pt.load(ref.at[head], mask=exists, other=0.0).astype(jnp.float32)
+    def per_head(ref) -> jax.Array:
+        """Loads a parameter of each head, [heads, 1]."""
+        return pt.load(ref.at[head], mask=exists, other=0.0).astype(jnp.float32)[:, None]
 
     def store_factor(place, values):
         pt.store(refs.factors.at[row, head, place], values, mask=exists)
@@ -111,10 +111,10 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
         of_call = exists[:, None] & new[None, :]
         dt = pt.load(refs.dt.at[own[None, :], head[:, None]], mask=of_call, other=0.0).astype(jnp.float32)
         if refs.dt_bias is not None:
-            dt = dt + per_head(refs.dt_bias)[:, None]
+            dt = dt + per_head(refs.dt_bias)
         dt = softplus(dt) if dt_softplus else dt
         known = []
-        for ring, value in ((refs.ring_dt, dt), (refs.ring_g, per_head(refs.A)[:, None] * dt)):
+        for ring, value in ((refs.ring_dt, dt), (refs.ring_g, per_head(refs.A) * dt)):
             ring_at = ring.at[layer, slot, head[:, None], at[None, :]]
             kept = pt.load(ring_at, mask=exists[:, None] & old[None, :], other=0.0)
             pt.store(ring_at, value, mask=of_call)
@@ -138,7 +138,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
             weight = jnp.exp(sums_after(g, here)) * dt * of_token[None, :]
             weight = jnp.where(until[None, :], weight, 0.0)
             if refs.D is not None:
-                weight = weight + jnp.where((index == here)[None, :], per_head(refs.D)[:, None], 0.0)
+                weight = weight + jnp.where((index == here)[None, :], per_head(refs.D), 0.0)
             at = refs.weight.at[row, head[:, None], n, index[None, :]]
             pt.store(at, weight, mask=jnp.broadcast_to(exists[:, None], weight.shape))
             store_factor(at_factor.of_state + n, jnp.exp(jnp.sum(jnp.where(until[None, :], g, 0.0), axis=1)))
@@ -149,8 +149,8 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
             pt.store(ring_at, pt.load(x, mask=mask, other=0.0), mask=mask)
 
         # From the first token in this group to the first one after it.
-        tokens = (jnp.clip(at - position, 0, count) for at in (first, first + length))
-        jax.lax.fori_loop(*tokens, run_token, None)
+        begin, stop = (jnp.clip(at - position, 0, count) for at in (first, first + length))
+        jax.lax.fori_loop(begin, stop, run_token, None)
 
     @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
