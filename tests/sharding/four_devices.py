@@ -138,8 +138,10 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
 
 
-def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh):
-    """The rings are split by heads: two key heads are repeated, as those of the windows are."""
+@pytest.mark.parametrize(("name", "heads"), [(None, [1, 2, 2]), ("mamba2", [2, 1, 2, 2])], ids=str)
+def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, name, heads):
+    """The rings are split by heads: two key heads or groups are repeated, as those of the windows are."""
+    model = load_model(DATA / name) if name else model
     config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="deferred", fold_length=8, checked=True)
     one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
     for engine in (one, four):
@@ -148,10 +150,10 @@ def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh):
     stats, other = (dataclasses.replace(engine.stats, state_bytes_copied=0) for engine in (one, four))
     assert stats == other
     assert stats.null_reads == 0
-    assert sum(stats.accepted_tokens) > 0
+    assert sum(stats.draft_tokens if name else stats.accepted_tokens) > 0
     assert stats.hit_requests > 0
-    keys, corrections, decays = four.runner.device_state.pool.rings[0]
-    assert [x.sharding.shard_shape(x.shape)[2] for x in (keys, corrections, decays)] == [1, 2, 2]
+    ring = four.runner.device_state.pool.rings[0]
+    assert [x.sharding.shard_shape(x.shape)[2] for x in ring] == heads
     states = [engine.runner.device_state.state for engine in (one, four)]
     assert_same_everywhere(states[1])
     jax.tree.map(np.testing.assert_array_equal, *states)
