@@ -21,8 +21,12 @@ _WARPS = 4
 
 
 def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
-    """Returns the number of tokens and of places in tiles, for groups of `length` tokens."""
-    return max(pt.power_of_two(max_query_tokens), BLOCK), max(pt.power_of_two(length), BLOCK)
+    """Returns the number of tokens and of places in tiles, for groups of `length` tokens.
+
+    The number of tokens does not follow `max_query_tokens` up to eight, so that decode and verify rows run the same
+    instructions.
+    """
+    return max(pt.power_of_two(max_query_tokens), 8), max(pt.power_of_two(length), BLOCK)
 
 
 class Factors(NamedTuple):
@@ -71,7 +75,8 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
     head = group * repeats + in_group
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
-    index, vector = iota((places,), 0), iota((vectors,), 0)
+    # A product needs 16 tokens, some of which may not exist.
+    index, vector = iota((places,), 0), iota((max(vectors, BLOCK),), 0)
     channel, channel_inside = pt.lanes(0, key_lanes(head_dim), head_dim)
     column, column_inside = pt.lanes(0, key_lanes(state_dim), state_dim)
     of_B = heads * head_dim + group * state_dim
@@ -157,7 +162,7 @@ def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> 
         C = refs.xBC.at[(start + vector)[:, None], of_C + column[None, :]]
         C = pt.load(C, mask=(vector < count)[:, None] & column_inside[None, :], other=0.0)
         C_at = refs.C.at[row, group, vector[:, None], column[None, :]]
-        pt.store(C_at, C, mask=jnp.broadcast_to(column_inside[None, :] & first_block, C.shape))
+        pt.store(C_at, C, mask=(vector < vectors)[:, None] & column_inside[None, :] & first_block)
         crosses = jnp.maximum(position, position + count - 1) >= boundary
         jax.lax.fori_loop(0, 1 + crosses.astype(jnp.int32), lambda n, _: of_group(n, C), None)
 
