@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.ssd import pallas_triton, xla
+from pallas_kernels.ssd import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.ssd.config import Config
 
 
@@ -51,7 +52,8 @@ def ssd(
 
     Numerics: states, decays and sums are float32. Each decay is as exact as if its log decays were summed alone. "xla"
     multiplies at Precision.HIGHEST. If x, B and C are all bfloat16, "triton" multiplies them exactly with states and
-    decayed inputs of 16 bits (two bfloat16 numbers). Otherwise it multiplies everything in three products of tf32.
+    decayed inputs of 16 bits (two bfloat16 numbers), and so does "mosaic_gpu". Otherwise "triton" multiplies everything in
+    three products of tf32.
 
     Source: Dao, Gu, "Transformers are SSMs" (2024).
 
@@ -78,8 +80,8 @@ def ssd(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.
         dt_softplus: Whether a softplus is applied to `dt`. If not, `dt` must not be negative.
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
+            on any CUDA GPU, and XLA that can run the arguments.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -91,6 +93,8 @@ def ssd(
             checkpoint arguments is given.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because the chunk
             size is not a power of two from 16 to 256, or because a chunk's tiles do not fit into a GPU's shared memory.
+            If it is "mosaic_gpu", because x, B or C is not bfloat16, the chunk size is not 64, head_dim is not a multiple
+            of 64, state_dim is not 64 or 128, a `config` is given, or JAX is too old.
     """
     require(
         x.shape[1] % B.shape[1] == 0,
@@ -114,4 +118,14 @@ def _prefill(operands, dt_softplus, implementation, config, interpret, unsupport
         xla=functools.partial(xla.ssd, dt_softplus=dt_softplus),
         triton=functools.partial(pallas_triton.ssd, dt_softplus=dt_softplus, config=config, interpret=interpret),
         unsupported=unsupported,
+        mosaic_gpu=functools.partial(mosaic_gpu.ssd, dt_softplus=dt_softplus),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
     )
+
+
+def _no_mosaic_gpu(operands, implementation, config):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
+    x, _, _, B, C, pool, _, _, chunks = operands[:9]
+    device = pm.missing() if implementation else pm.unavailable()
+    reason = device or mosaic_gpu.unsupported(x, B, C, pool, chunks.chunk_size)
+    return reason or (config and "a configuration of the Triton kernel is given")

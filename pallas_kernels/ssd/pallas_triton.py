@@ -17,6 +17,7 @@ from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.ssd.config import Config, default_config
+from pallas_kernels.ssd.decays import sums_on_fixed_grid
 
 # If x, B and C are bfloat16, the number of bfloat16 pieces into which the float32 side of a product is split.
 _STATE_PIECES = 2  # for products that read or update the state: a relative error of 2^-16
@@ -62,23 +63,6 @@ def unsupported(
 def _extent(extent: int) -> int:
     """Returns the size of a tile's axis that holds a whole axis of an array. A product needs at least 16."""
     return max(pt.power_of_two(extent), 16)
-
-
-def _sums_on_fixed_grid(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums the log2 decays `g` [chunk] (at most 0) up to each token, so that differences of sums lose no digits.
-
-    Returns the running sums of two parts of `g`: multiples of a unit (2^-10 for chunks of 64 tokens), and the rests.
-    The first part adds up exactly, and the rests add up to less than chunk^2 * 2^-16. A difference of two sums is
-    therefore off by at most 2^-27 for chunks of 64 tokens and 2^-23 for chunks of 256. Values below -256 are set to
-    -256, because 2^-256 is 0 in float32.
-
-    gated_delta_rule's prefill cuts its sums on a grid that scales with their total. That needs values loaded from
-    memory, and `g` is a product that the compiler may fuse with other operations.
-    """
-    unit = 2**16 // g.shape[0]
-    g = jnp.maximum(g, -256.0)
-    whole = (g * float(unit)).astype(jnp.int32).astype(jnp.float32) * (1.0 / unit)
-    return jax.lax.cumsum(whole), jax.lax.cumsum(g - whole)
 
 
 def _advance_row(
@@ -151,7 +135,7 @@ def _advance_row(
         dt = raw_dt.astype(jnp.float32)
         dt = dt if dt_bias is None else dt + dt_bias
         dt = jnp.where(live, softplus(dt) if dt_softplus else dt, 0.0)
-        whole, rest = _sums_on_fixed_grid(rate * dt)
+        whole, rest = sums_on_fixed_grid(rate * dt)
         last = lane == chunk_size - 1
         whole_end, rest_end = (jnp.sum(jnp.where(last, x, 0.0)) for x in (whole, rest))
 

@@ -1,11 +1,24 @@
 """Helpers of the kernel tests: packed rows, dirty pools, tolerances, and the options that run each implementation."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 # "triton" compiles the kernel and needs a GPU. "interpret" runs the same kernel body as plain JAX anywhere.
 IMPLEMENTATIONS = ["xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu)]
+
+
+# Mosaic GPU kernels cannot be interpreted: their products take operands from registers, or tokens that start anywhere.
+MOSAIC_GPU = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
+
+
+def skip_if_unavailable(implementation):
+    """Skips a test of Mosaic GPU with a GPU or a JAX for which its kernels are not made."""
+    if implementation == "mosaic_gpu":
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        if capability != "9.0" or jax.__version_info__ < (0, 11, 2):
+            pytest.skip(f"compute capability {capability}, JAX {jax.__version__}")
 
 
 # Pairs (window, implementation). A window of one has its own Triton kernel, but shares its XLA program with wider ones.
@@ -17,6 +30,7 @@ WINDOWS = [
 
 def how(implementation):
     """Returns the op's options that run an entry of `IMPLEMENTATIONS`."""
+    skip_if_unavailable(implementation)
     if implementation == "interpret":
         return dict(implementation="triton", interpret=True)
     return dict(implementation=implementation)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import test_gated_delta_rule
-from kernels.common import IMPLEMENTATIONS, how
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, how, skip_if_unavailable
 from kernels.test_gated_delta_rule import Dims, unpack
 from oracles import deferred_by_hand
 from oracles.ops import gated_delta_rule_entries, gates
@@ -18,17 +18,8 @@ LAYER, LAYERS, BLOCKS, SLOTS = 1, 2, 16, 9
 
 
 DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
-# The Mosaic GPU kernel cannot be interpreted: its products take operands from registers. "by hand" stands for it there.
-MOSAIC_GPU = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
+# The Mosaic GPU kernel cannot be interpreted. "by hand" stands for it there.
 EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
-
-
-def skip_if_unavailable(implementation):
-    """Skips a test of Mosaic GPU with a GPU or a JAX for which its kernels are not made."""
-    if implementation == "mosaic_gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", None)
-        if capability != "9.0" or jax.__version_info__ < (0, 11, 2):
-            pytest.skip(f"compute capability {capability}, JAX {jax.__version__}")
 
 
 @dataclasses.dataclass(frozen=True)

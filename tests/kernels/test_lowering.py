@@ -392,6 +392,18 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
         assert "selective_state_deferred_weights" in text
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    "changes", [{}, dict(gated=True, checkpoints=2), dict(state_dim=64), dict(head_dim=128)], ids=str
+)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
+def test_ssd_lowers_by_mosaic_gpu(state_dtype, changes):
+    case = dataclasses.replace(ssd_cases.CASES[0], lengths=(130, 0, 65), state_dtype=state_dtype, **changes)
+    text = lower_ssd("NVIDIA H200", case, implementation="mosaic_gpu")
+    assert "mosaic_gpu" in text
+    assert "ssd_decays" in text
+
+
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
 @pytest.mark.parametrize("op", EVERY)
 def test_one_case_of_each_op_lowers_for_other_gpus(op, device):

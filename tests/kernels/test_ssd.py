@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack
 from oracles.ops import selective_state_update as oracle
 
 from pallas_kernels import UnsupportedError, chunk_rows, selective_state_update, ssd
@@ -30,6 +30,7 @@ DIMS = {
     "24 x 96": Dims(2, 24, 96),
     "64 x 128": Dims(2, 64, 128),
     "80 x 256": Dims(1, 80, 256),
+    "128 x 64": Dims(4, 128, 64, 2, skip_per_channel=True),
 }
 
 
@@ -113,6 +114,17 @@ def assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, before, out
     ],
 )
 def test_ssd_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
+    check_rows(rng, dims, dtype, state_dtype, implementation)
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dims", ["64 x 128", "128 x 64"])
+def test_mosaic_gpu_matches_the_oracle(rng, dims, state_dtype, implementation):
+    check_rows(rng, dims, jnp.bfloat16, state_dtype, implementation)
+
+
+def check_rows(rng, dims, dtype, state_dtype, implementation):
     """Rows start between ends of chunks. One is fresh, some are empty or padding, some write their own read block."""
     lengths, computed = [1, 63, 0, 64, 65, 130, 5, 0, 0], [0, 1, 64, 64, 37, 128, 63, 0, 7]
     read, write = [0, 3, 4, 4, 5, 3, 5, 5, 0], [6, 3, 7, 8, 9, 10, 0, 20, 20]
@@ -129,24 +141,30 @@ def test_ssd_matches_the_oracle(rng, dims, dtype, state_dtype, implementation):
     assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, MOSAIC_GPU])
 def test_rows_of_every_length_match_the_oracle(rng, implementation):
     """Rows have every length modulo the chunk size and start anywhere within a chunk."""
-    lengths = [*range(67), 127, 128, 129]
+    lengths, dtype = [*range(67), 127, 128, 129], jnp.float32
     rows, dims = len(lengths), Dims(1, 4, 8)
+    if implementation == "mosaic_gpu":
+        dims, dtype = Dims(2, 64, 64), jnp.bfloat16
     computed, read = rng.integers(0, 200, rows), np.arange(1, rows + 1) * (rng.random(rows) < 0.7)
     write = np.arange(rows + 1, 2 * rows + 1)
-    packed, fixed, pool = make(rng, lengths, dims, extra_tokens=100, clean=range(1, rows + 1), blocks=2 * rows + 1)
+    packed, fixed, pool = make(
+        rng, lengths, dims, dtype, extra_tokens=100, clean=range(1, rows + 1), blocks=2 * rows + 1
+    )
     out, after = prefill(packed | fixed, pool, lengths, computed, read, write, **how(implementation))
     kept = [(r, n, write[r]) for r, n in enumerate(lengths)]
     assert_rows_match_the_oracle(packed, fixed, lengths, read, kept, pool, out, after)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, MOSAIC_GPU])
 @pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
 def test_optional_arguments_match_the_oracle(rng, given, dt_softplus, implementation):
     lengths = [70, 3]
-    packed, fixed, pool = make(rng, lengths, DIMS["grouped"], extra_tokens=0)
+    mosaic_gpu = ("64 x 128", jnp.bfloat16)
+    dims, dtype = mosaic_gpu if implementation == "mosaic_gpu" else ("grouped", jnp.float32)
+    packed, fixed, pool = make(rng, lengths, DIMS[dims], dtype, extra_tokens=0)
     packed["dt"] = packed["dt"] if dt_softplus else np.abs(packed["dt"])
     keep = lambda tree: {name: v for name, v in tree.items() if name in (*"xABC", "dt", *given)}
     packed, fixed = keep(packed), keep(fixed)
@@ -183,6 +201,7 @@ SPLITS = [
         for dims in ("grouped", "64 x 128")
         for dtype in (jnp.float32, jnp.bfloat16)
     ),
+    *(pytest.param(dims, jnp.bfloat16, "mosaic_gpu", marks=pytest.mark.gpu) for dims in ("64 x 128", "128 x 64")),
 ]
 
 
@@ -230,12 +249,14 @@ def test_split_on_the_grid_is_bit_identical(rng, dims, dtype, implementation):
         assert_close(last[LAYER, 8], in_float64(after[LAYER, 6]), jnp.float32, terms, "state")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, MOSAIC_GPU])
 @pytest.mark.parametrize("strong_first", [False, True])
 def test_extreme_decays_match_the_oracle(rng, strong_first, implementation):
     """The difference of two large sums of decays would lose the small decay between two tokens close to each other."""
-    lengths, dims = [130], DIMS["grouped"]
-    packed, fixed, pool = make(rng, lengths, dims, extra_tokens=0)
+    lengths, dims, dtype = [130], DIMS["grouped"], jnp.float32
+    if implementation == "mosaic_gpu":
+        dims, dtype = DIMS["128 x 64"], jnp.bfloat16
+    packed, fixed, pool = make(rng, lengths, dims, dtype, extra_tokens=0)
     fixed = {"A": np.float32([-1e4, -1e-7, -30.0, -0.1])}
     packed = {name: v for name, v in packed.items() if name != "z"} | {"dt": np.ones((130, 4), np.float32)}
     if strong_first:
@@ -292,26 +313,25 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
             assert_close(state_of(after, block), state_of(state, block), jnp.float32, 16 * (64 + 16), "state")
 
 
-@pytest.mark.gpu
-def test_a_row_is_the_same_with_every_default_configuration(rng):
+@pytest.mark.parametrize("implementation", [pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
+def test_a_row_is_the_same_alone_and_among_many(rng, implementation):
     """A row gives the same bits alone and as one of 24, for which the default configurations differ."""
     packed, fixed, pool = make(rng, [200], Dims(16, 64, 128), jnp.bfloat16, extra_tokens=0)
-    alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], implementation="triton")
+    alone, after = prefill(packed | fixed, pool, [200], [0], [3], [6], **how(implementation))
     many = {name: np.concatenate([x] * 24) for name, x in packed.items()}
-    out, pool = prefill(many | fixed, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, implementation="triton")
+    out, pool = prefill(many | fixed, pool, [200] * 24, [0] * 24, [3] * 24, [6] + [0] * 23, **how(implementation))
     for n in range(24):
         np.testing.assert_array_equal(out[200 * n : 200 * (n + 1)], alone)
     np.testing.assert_array_equal(pool[LAYER, 6], after[LAYER, 6])
 
 
-@pytest.mark.gpu
-def test_triton_matches_xla_on_a_long_row(rng):
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
+def test_a_kernel_matches_xla_on_a_long_row(rng, kernel):
     n = 65536
     packed, fixed, pool = make(rng, [n], Dims(2, 64, 128), jnp.bfloat16, extra_tokens=0)
     fixed["A"] = np.float32([-1e-4, -1.0])  # one head remembers 10,000 tokens, the other one forgets
     results = [
-        prefill(packed | fixed, pool, [n], [0], [3], [6], implementation=implementation)
-        for implementation in ("triton", "xla")
+        prefill(packed | fixed, pool, [n], [0], [3], [6], **how(implementation)) for implementation in (kernel, "xla")
     ]
     (out, after), (wanted, state) = in_float64(results)
     # The slow head's state holds the decays of a thousand chunks, each with an error of 2^-22 on the GPU.
@@ -320,23 +340,23 @@ def test_triton_matches_xla_on_a_long_row(rng):
     assert_close(after[LAYER, 6], state[LAYER, 6], jnp.float32, terms, "state")
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
 @pytest.mark.usefixtures("large_pool")
-def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng):
-    dims, blocks = Dims(8, 128, 128), 16500
-    packed, fixed, small = make(rng, [70], dims, extra_tokens=0)
+def test_ssd_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
+    dims, blocks, dtype = Dims(8, 128, 128), 16500, jnp.bfloat16 if implementation == "mosaic_gpu" else jnp.float32
+    packed, fixed, small = make(rng, [70], dims, dtype, extra_tokens=0)
     last = blocks - 1
     wrapped = last - 2**31 // (8 * 128 * 128)
     fill = lambda: jnp.zeros((2, blocks // 2, 8, 128, 128)).at[1, blocks // 2 - 1].set(small[LAYER, 3])
     pool = jax.jit(lambda: fill().at[divmod(wrapped, blocks // 2)].set(7.0))()
     end = blocks // 2 - 1
     step = jax.jit(
-        lambda pool: prefill(packed | fixed, pool, [70], [0], [end], [end], implementation="triton"), donate_argnums=0
+        lambda pool: prefill(packed | fixed, pool, [70], [0], [end], [end], **how(implementation)), donate_argnums=0
     )
     out, pool = step(pool)
     wanted, after = prefill(packed | fixed, small, [70], [0], [3], [3], implementation="xla")
     terms = 16 * (64 + 128)
-    assert_close(out, in_float64(wanted), jnp.float32, terms, "outputs")
+    assert_close(out, in_float64(wanted), dtype, terms, "outputs")
     assert_close(pool[1, end], in_float64(after[LAYER, 3]), jnp.float32, terms, "state")
     sentinel = pool[divmod(wrapped, blocks // 2)]
     assert float(sentinel.min()) == float(sentinel.max()) == 7.0
@@ -382,3 +402,20 @@ def test_errors_name_the_bad_argument(rng):
         prefill(
             inputs | dict(B=wide, C=wide), jnp.zeros((2, 2, 4, 16, 4096)), [2], [0], [0], [1], implementation="triton"
         )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    ("dims", "changes", "message"),
+    [
+        ("64 x 128", dict(dtype=jnp.float32), "x, B and C must be bfloat16, got float32, float32 and float32"),
+        ("64 x 128", dict(chunk_size=32), "chunk_size must be 64, got 32"),
+        ("64 x 128", dict(config=Config(64, 4, 1)), "a configuration of the Triton kernel is given"),
+        ("80 x 256", {}, "head_dim must be a multiple of 64 and state_dim 64 or 128, got 80 and 256"),
+    ],
+)
+def test_what_the_mosaic_gpu_kernel_cannot_run_is_refused(rng, dims, changes, message):
+    options = dict(changes)
+    packed, fixed, pool = make(rng, [2], DIMS[dims], options.pop("dtype", jnp.bfloat16))
+    with pytest.raises(UnsupportedError, match=message):
+        prefill(packed | fixed, pool, [2], [0], [3], [6], implementation="mosaic_gpu", **options)
