@@ -3,7 +3,8 @@
 Every variant is first compared with float64 on a sample of rows and heads: outputs, corrections, and folds. Then `us` is the
 mean duration of a call over the phases of the fold: rows start at random places of their groups, and each call accepts one
 to all of its tokens. `copy_free_us` is the duration of `gated_delta_rule_update` on the same sizes, in the same run. The
-variants are the Mosaic GPU kernel and the Triton kernel's default configuration, and with `--every` other configurations.
+variants are the Mosaic GPU kernel, if it can run the case, and the Triton kernel's default configuration, and with
+`--every` other configurations. "gdn" cases have a decay per head and "kda" cases one per key channel.
 `--tiny` tries the command on a machine without a GPU.
 """
 
@@ -45,14 +46,21 @@ KEYS = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block
 Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
+def default(case: Case) -> DeferredConfig:
+    """The Triton kernel's default configuration for a case."""
+    return default_config(len(case.lengths), itemsize(case.state_dtype), case.kda)
+
+
 def variants(case: Case) -> list[DeferredConfig]:
     """The configurations of the Triton kernel that `--every` tries for a case, the default first."""
     wide = case.state_dtype == "float32"
     make = functools.partial(DeferredConfig, pieces=3 if wide else 2)
     found = [
-        default_config(len(case.lengths), itemsize(case.state_dtype)),
+        default(case),
         make(128, 32, 128, 4),
         make(128, 32, 32, 4),
+        make(128, 32, 64, 4),
+        make(128, 32, 32, 2),
         make(128, 32, 128, 2),
         make(128, 64, 32, 4, values_first=True),
         make(64, 32, 128, 4),
@@ -103,12 +111,11 @@ class Bench:
         self.folds = position >= end
         self.crossings = ~self.folds & (position + np.asarray(case.lengths) > end)
         heads = case.value_heads
-        self.inputs = draw(tokens, case.channels), draw(tokens, heads), draw(tokens, heads)
-        self.gates = draw(heads, dtype="float32"), draw(heads, dtype="float32")
+        self.inputs = draw(tokens, case.channels), draw(tokens, *case.gate_shape), draw(tokens, heads)
+        self.gates = draw(heads, dtype="float32"), draw(*case.gate_shape, dtype="float32")
         self.loc = locations(case.lengths)
-        entry = case.key_heads * case.key_dim * itemsize(case.dtype) + heads * case.value_dim * itemsize(
-            case.ring_dtype
-        )
+        entry = case.key_heads * case.key_dim * itemsize(case.dtype)
+        entry += heads * case.value_dim * itemsize(case.ring_dtype) + 4 * math.prod(case.gate_shape)
         # Of a group, half of the entries exist on average.
         self.bytes = rows * (state_bytes * (1 + self.folds.mean()) + entry * (case.group / 2 + max(case.lengths)))
 
@@ -214,7 +221,7 @@ class Bench:
             q, k = (qkv[t, at : at + case.key_dim] for at in (key_head * case.key_dim, keys + key_head * case.key_dim))
             v = qkv[t, 2 * keys + head * case.value_dim :][: case.value_dim]
             factor, of_query = (1 / np.sqrt(x @ x + 1e-6) for x in (k, q))
-            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state
+            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state  # per head or key channel
             u = factor / (1 + np.exp(-b[t, head])) * (v - state @ k * factor)
             state = state + np.outer(u, k)
             corrections.append(u)
@@ -259,7 +266,7 @@ def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[
     # Nothing is compiled while kernels are timed.
     for config, future in zip(tried, built, strict=True):
         row: Row = {"case": case.name, "policy": "deferred", "config": str(config), "candidate": short(config)}
-        if config == default_config(len(case.lengths), itemsize(case.state_dtype)):
+        if config == default(case):
             row["candidate"] = "triton"
         rows.append(row)
         try:
@@ -281,7 +288,7 @@ def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[
 def time_today(case: Case) -> float:
     """Microseconds of `gated_delta_rule_update` for rows of the same sizes, which writes a state per token."""
     sizes = {name: getattr(case, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "dtype")}
-    today = update_cases.Case(case.name, case.lengths, **sizes, state_dtype=case.state_dtype)
+    today = update_cases.Case(case.name, case.lengths, **sizes, state_dtype=case.state_dtype, kda=case.kda)
     timed = time_ours(delta_rule_benchmark(today))
     return min(timed() for _ in range(LAUNCHES))
 
@@ -290,19 +297,23 @@ def plan(tiny: bool, pattern: str) -> list[Case]:
     """The cases to time, those of 64 rows first."""
     if tiny:
         sizes = dict(group=16, key_heads=1, value_heads=2, key_dim=16, value_dim=32)
-        return [Case(f"gdn 4x{n} {dtype}", (n,) * 4, state_dtype=dtype, **sizes) for n, dtype in TINY]
-    cases = [case for case in CASES if re.fullmatch(r"gdn \d+x\d \w+", case.name) and re.search(pattern, case.name)]
+        return [
+            Case(f"{name} 4x{n} {dtype}", (n,) * 4, state_dtype=dtype, kda=name == "kda", **sizes)
+            for name, n, dtype in TINY
+        ]
+    names = r"(gdn|kda) \d+x\d \w+(, groups of 8)?"
+    cases = [case for case in CASES if re.fullmatch(names, case.name) and re.search(pattern, case.name)]
     cases = [case for case in cases if case.state_dtype != "float16"]
     return sorted(cases, key=lambda case: len(case.lengths) != 64)
 
 
-TINY = ((1, "float32"), (4, "bfloat16"))
+TINY = (("gdn", 1, "float32"), ("gdn", 4, "bfloat16"), ("kda", 4, "float32"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tiny", action="store_true", help="two small cases in interpret mode, to try the command")
+    parser.add_argument("--tiny", action="store_true", help="small cases in interpret mode, to try the command")
     parser.add_argument("--every", action="store_true", help="time other configurations of the Triton kernel too")
     parser.add_argument("--budget", type=float, default=170, help="seconds after which no case is started")
     parser.add_argument("--threads", type=int, default=14, help="variants that are compiled at the same time")
@@ -316,7 +327,7 @@ def main() -> None:
         if time.perf_counter() - begin > options.budget:
             print(f"{case.name}: no time left", flush=True)
             continue
-        tried: list[Variant] = [None, *variants(case)[: None if options.every else 1]]
+        tried: list[Variant] = [*[None] * (not case.kda), *variants(case)[: None if options.every else 1]]
         if options.tiny:
             tried = [DeferredConfig(32, 16, 16, 1, 3)]
         rows = measure(case, tried, options.tiny, options.threads)

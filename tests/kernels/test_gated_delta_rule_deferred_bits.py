@@ -9,10 +9,8 @@ from kernels.common import dirty_pool, pack
 from kernels.deferred_rows import (
     BLOCKS,
     DIMS,
-    EVERY,
     LAYER,
     LAYERS,
-    MOSAIC_GPU,
     Kind,
     Sequences,
     dirty_rings,
@@ -100,13 +98,24 @@ MOSAIC_GPU_BITS = [
     Kind("kimi", "bfloat16", length=32),
 ]
 BITS = [Kind("grouped", "bfloat16"), Kind("grouped", "bfloat16", "bfloat16"), Kind("narrow", length=4), Kind("kimi")]
+KDA_BITS = [
+    Kind("grouped", "bfloat16", kda=True),
+    Kind("grouped", "bfloat16", "bfloat16", length=8, kda=True),
+    Kind("kimi", kda=True),
+]
 
 
 CASES = [
-    *((kind, implementation) for kind in BITS for implementation in ("xla", "interpret")),
-    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in BITS),
+    *((kind, implementation) for kind in BITS + KDA_BITS for implementation in ("xla", "interpret")),
+    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in BITS + KDA_BITS),
     *(pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_BITS),
 ]
+
+
+# One kind of each decay, and for Mosaic GPU, which has no decay per key channel, of the other one.
+OF_EACH = [(kind, implementation) for kind in (BITS[0], KDA_BITS[0]) for implementation in ("xla", "interpret")]
+OF_EACH += [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in (BITS[0], KDA_BITS[0])]
+OF_EACH += [pytest.param(MOSAIC_GPU_BITS[0], "mosaic_gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.usefixtures("optimized_programs")
@@ -131,27 +140,29 @@ def test_schedules_of_drafts_change_no_bit(kind, schedule, implementation):
 
 
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
-def test_a_program_for_single_tokens_gives_the_bits_of_one_for_drafts(implementation):
+@pytest.mark.parametrize(("kind", "implementation"), OF_EACH, ids=str)
+def test_a_program_for_single_tokens_gives_the_bits_of_one_for_drafts(kind, implementation):
     skip_if_unavailable(implementation)
-    kind = (MOSAIC_GPU_BITS if implementation == "mosaic_gpu" else BITS)[0]
     found = serve(kind, implementation, schedules(kind.length)["one"], width=1)
     assert found == wanted_bits(kind, implementation)
 
 
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", EVERY)
-def test_a_row_depends_on_that_row_alone(implementation):
+@pytest.mark.parametrize(("kind", "implementation"), OF_EACH, ids=str)
+def test_a_row_depends_on_that_row_alone(kind, implementation):
     """Neither the order of rows nor padding changes a bit."""
     skip_if_unavailable(implementation)
-    kind = (MOSAIC_GPU_BITS if implementation == "mosaic_gpu" else BITS)[0]
     schedule = schedules(kind.length)["three, all accepted"]
     found = serve(kind, implementation, schedule, order=(2, 0, 1), padding=4)
     assert found == serve(kind, implementation, schedule)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Kind("kimi", "bfloat16"), Kind("kimi", "bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind("kimi", "bfloat16"), Kind("kimi", "bfloat16", "bfloat16"), Kind("kimi", "bfloat16", kda=True)],
+    ids=str,
+)
 def test_the_number_of_tiles_of_a_program_changes_no_bit(kind):
     schedule = schedules(kind.length)["random"]
     configs = [DeferredConfig(block, 32, 128, 4, 3) for block in (32, 64, 128)]

@@ -27,13 +27,16 @@ class DeferredConfig:
     values_first: bool = False
 
 
-def default_config(rows: int, itemsize: int) -> DeferredConfig:
+def default_config(rows: int, itemsize: int, per_channel: bool) -> DeferredConfig:
     """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
+
+    With a decay per key channel, vectors are multiplied in pieces too. They are taken for few keys at a time, because the
+    pieces for all keys would fill a thread's registers.
 
     With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
     because it determines the order of sums.
     """
     few = rows <= 16
     if itemsize == 4:
-        return DeferredConfig(32 if few else 128, tile_value=32, tile_key=128, num_warps=4, pieces=3)
+        return DeferredConfig(32 if few else 128, 32, tile_key=32 if per_channel else 128, num_warps=4, pieces=3)
     return DeferredConfig(64 if few else 128, tile_value=64, tile_key=32, num_warps=4, pieces=2, values_first=True)
