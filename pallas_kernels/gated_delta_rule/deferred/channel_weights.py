@@ -59,7 +59,7 @@ def _kernel(
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32)
 
-    def factor_of(x: jax.Array, factor: jax.Array | float) -> jax.Array | float:
+    def factor_of(x: jax.Array, factor: jax.Array) -> jax.Array:
         """Returns the factor that normalises each vector [.., keys], times `factor`."""
         return factor * jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + L2_EPSILON) if use_qk_l2norm else factor
 
@@ -101,7 +101,7 @@ def _kernel(
         decayed = x * decays(index[None, :] <= place[:, None])
         pt.store(refs.x.at[row, head, vector[:, None], key[None, :]], decayed, mask=mask)
         b = pt.load(refs.b.at[token, head], mask=runs, other=0.0)
-        _, beta = gates(b, b, A_log, A_log, **gate)
+        beta = gates(b, b, A_log, A_log, **gate)[1]
         factor = factor_of(x, jnp.where(is_key, 1.0, scale))
         pt.store(refs.factors.at[row, head, place_in.of_state + n * vectors + vector], factor)
         of_key = jnp.where(is_key, beta * factor, 0.0)
@@ -115,7 +115,8 @@ def _kernel(
             for number, channels, seen, factor in ((t, key_channels, here, 1.0), (half + t, 0, here + 1, scale)):
                 at = refs.qkv.at[start + t, channels + key_head * key_dim + key]
                 x = wide(pt.load(at, mask=key_inside, other=0.0))
-                weight = jnp.where(index < seen, jnp.sum(decayed * x[None, :], axis=1), 0.0) * factor_of(x, factor)
+                weight = jnp.where(index < seen, jnp.sum(decayed * x[None, :], axis=1), 0.0)
+                weight = weight * factor_of(x, jnp.float32(factor))
                 pt.store(refs.weight.at[row, head, n, number, index], weight)
 
         stop = jnp.clip(first + length - position, 0, count)
