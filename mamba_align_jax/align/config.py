@@ -145,6 +145,7 @@ class StateRing:
         value_heads: Heads of the states.
         value_dim: Dims of a value.
         dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
+        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
     """
 
     key_heads: int
@@ -152,9 +153,10 @@ class StateRing:
     value_heads: int
     value_dim: int
     dtype: str = "bfloat16"
+    per_channel: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, dtype=dtype_name(self.dtype))
+        _set(self, dtype=dtype_name(self.dtype), per_channel=values.flag("StateRing: per_channel", self.per_channel))
         _itemsize(self.dtype)
         for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
             _set(self, **{name: values.integer(f"StateRing: {name}", getattr(self, name), 1)})
@@ -167,7 +169,7 @@ class StateRing:
         return (
             ((self.key_heads, places, self.key_dim), self.dtype),
             ((self.value_heads, places, self.value_dim), "float32"),
-            ((self.value_heads, places), "float32"),
+            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
         )
 
     def bytes_per_slot(self, fold_length: int) -> int:
@@ -211,7 +213,7 @@ class GroupSpec:
         if self.ring is None:
             if recurrent:
                 raise ValueError(
-                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, "
+                    "AlignConfig: policy 'deferred' must have groups with a ring, which only delta-rule layers have, "
                     f"got group {self.name!r} without one"
                 )
             return
@@ -296,7 +298,7 @@ class AlignConfig:
                 group.check_deferred()
             if all(group.ring is None for group in self.groups):
                 raise ValueError(
-                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, got "
+                    "AlignConfig: policy 'deferred' must have groups with a ring, which only delta-rule layers have, got "
                     f"{names}"
                 )
         # In mode "none" a block is longer than any sequence. Its boundary is never reached, so nothing is ever saved.

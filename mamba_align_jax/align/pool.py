@@ -50,7 +50,8 @@ class StatePool:
             `GroupSpec.states` and with the dtype of that state.
         rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the keys [layers, slots,
             key_heads, places, key_dim], corrections [layers, slots, value_heads, places, value_dim] and log decays
-            [layers, slots, value_heads, places] of group g; () for a group without recurrent states.
+            [layers, slots, value_heads, places], or [.., places, key_dim] if each key channel has one, of group g; () for a
+            group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]

@@ -274,17 +274,17 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
 
 
-KDA = GroupSpec("kda", 1, STATES)
+MAMBA = GroupSpec("mamba", 1, STATES)
 BAD = {
     "fold_length must divide block_size = 16 under policy 'deferred', got 7": dict(fold_length=7),
     "fold_length must be more than 2 * num_speculative_tokens = 8 under policy 'deferred', got 8": dict(
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got group 'kda' without one": dict(
-        groups=(GROUP, KDA)
+    "policy 'deferred' must have groups with a ring, which only delta-rule layers have, got group 'mamba' without one": dict(
+        groups=(GROUP, MAMBA)
     ),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got ['conv']": dict(
+    "policy 'deferred' must have groups with a ring, which only delta-rule layers have, got ['conv']": dict(
         groups=(GroupSpec("conv", 1, STATES[:1]),)
     ),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(
