@@ -35,6 +35,8 @@ CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
 RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
+# Keys have as many heads as in the other group, so that both take the same inputs.
+KDA = GroupSpec("kda", LAYERS, STATES, StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
 CHUNK = 40
 
 
@@ -44,50 +46,54 @@ def make_spec(**changes):
 
 
 SPEC = make_spec()
+SPECS = SPEC, make_spec(groups=(KDA,))
+EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "kda"])
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
-A_LOG, BIAS = NUMBERS.normal(size=(2, HEADS)).astype(np.float32)
+A_LOG, BIAS = (NUMBERS.normal(size=(HEADS, dims)).astype(np.float32) for dims in (1, DIM))
+INPUTS = CHANNELS + HEADS + HEADS * DIM
 
 
 def inputs_of(seed, length=LENGTH):
-    """A layer's inputs for each position of a sequence: qkv, a and b side by side. float32 [length, channels]"""
-    return np.random.default_rng(seed).normal(size=(length, CHANNELS + 2 * HEADS)).astype(np.float32)
+    """A layer's inputs for each position of a sequence: qkv, b and a side by side. float32 [length, channels]"""
+    return np.random.default_rng(seed).normal(size=(length, INPUTS)).astype(np.float32)
 
 
-def run_layers(rows, chunks, x, pool):
+def run_layers(rows, chunks, x, pool, per_channel):
     """Runs all layers on the same inputs."""
-    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :]
+    qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :].reshape(-1, HEADS, DIM)
+    a, bias = (a, BIAS) if per_channel else (a[..., 0], BIAS[:, 0])
     arrays = *pool.states[0], *pool.ring(0)
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
         out, *arrays = convolved_delta_rule(
-            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG), jnp.asarray(BIAS), at, *arrays
+            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG[:, 0]), jnp.asarray(bias), at, *arrays
         )
     return out, pool.with_group(0, arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("decode_rows", "migrates"))
-def run_step(state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
+@functools.partial(jax.jit, static_argnames=("spec", "decode_rows", "migrates"))
+def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode_rows, migrates):
     state = add_requests(state, additions)
-    state, indices = begin_step(SPEC, state, batch, tables)
-    pool = migrate(SPEC, pool, indices) if migrates else pool
+    state, indices = begin_step(spec, state, batch, tables)
+    pool = migrate(spec, pool, indices) if migrates else pool
     rows = split_rows(batch, indices, decode_rows)
-    out, pool = run_layers(rows, rows.chunks(x.shape[0]), x, pool)
-    state, pool = finish_step(SPEC, state, pool, batch, indices, num_sampled, tables)
+    out, pool = run_layers(rows, rows.chunks(x.shape[0]), x, pool, spec.groups == (KDA,))
+    state, pool = finish_step(spec, state, pool, batch, indices, num_sampled, tables)
     lost = indices.num_null_reads() + (0 if migrates else indices.folds.num_unsettled())
     return out, state, pool, lost
 
 
-fold = jax.jit(functools.partial(fold_slots, SPEC))
+fold = jax.jit(fold_slots, static_argnames="spec")
 
 
 class Server:
     """Slots with a block in every column. Pool and rings start as NaN."""
 
-    def __init__(self, seed=0):
-        self.rng = np.random.default_rng(seed)
-        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(SPEC, 64))
-        self.state, columns = AlignState.create(SPEC), SPEC.num_columns
+    def __init__(self, seed=0, spec=SPEC):
+        self.rng, self.spec = np.random.default_rng(seed), spec
+        self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
+        self.state, columns = AlignState.create(spec), spec.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
         self.sequences, self.entering, self.outputs = {}, {}, {}
 
@@ -106,7 +112,7 @@ class Server:
         padding = SLOTS - len(rows)
         slots, lengths, accepted = slots + [-1] * padding, lengths + [0] * padding, accepted + [1] * padding
         drafts = [n - 1 if slot >= 0 else -1 for slot, n in zip(slots, lengths, strict=True)]
-        x = np.full((SLOTS * (1 + K) + CHUNK, CHANNELS + 2 * HEADS), np.nan, np.float32)
+        x = np.full((SLOTS * (1 + K) + CHUNK, INPUTS), np.nan, np.float32)
         if chunk:
             slots, lengths, accepted, drafts = [*slots, chunk[0]], [*lengths, chunk[1]], [*accepted, 1], [*drafts, -1]
         starts = np.cumsum([0, *lengths]).tolist()
@@ -115,13 +121,13 @@ class Server:
                 x[begin : begin + n] = self.sequences[slot][computed[slot] :][:n]
                 if kind >= 0:  # What follows the accepted tokens are wrong drafts.
                     x[begin + taken : begin + n] = self.rng.normal(size=(n - taken, x.shape[1]))
-        batch = StepBatch.from_host(SPEC, SLOTS + 1, slots, starts, drafts)
-        additions = Additions.from_host(SPEC, SLOTS, list(self.entering), list(self.entering.values()))
+        batch = StepBatch.from_host(self.spec, SLOTS + 1, slots, starts, drafts)
+        additions = Additions.from_host(self.spec, SLOTS, list(self.entering), list(self.entering.values()))
         self.entering = {}
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
         sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
         out, self.state, self.pool, lost = run_step(
-            self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
+            self.spec, self.state, self.pool, tables, additions, batch, x, sampled, SLOTS, migrates
         )
         for slot, begin, n, taken, kind in zip(slots, starts, lengths, accepted, drafts, strict=False):
             for t in range(taken if kind >= 0 else n):
@@ -139,7 +145,7 @@ class Server:
 
     def fold(self, slot):
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
-        self.state, self.pool = fold(self.state, self.pool, tables, jnp.array([slot, -1]))
+        self.state, self.pool = fold(self.spec, self.state, self.pool, tables, jnp.array([slot, -1]))
 
     def boundary(self, slot, tokens):
         block = self.blocks[slot, tokens // BLOCK - 1]
@@ -160,12 +166,13 @@ SCHEDULES = {
 }
 
 
+@EACH
 @pytest.mark.parametrize("prompt", [0, 5, 16, 21])
-def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
+def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, spec):
     sequence, end = inputs_of(1), 80
     found = {}
     for seed, (name, schedule) in enumerate(SCHEDULES.items()):
-        server = Server(seed)
+        server = Server(seed, spec)
         server.enter(1, sequence)
         if prompt:
             server.step([], chunk=(1, prompt))
@@ -204,10 +211,11 @@ def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
 
 @pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
 @pytest.mark.parametrize("accepted", [1, K + 1])
-def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted):
+@EACH
+def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, spec):
     """With and without a complete fold group at the chunk's start, which is also the boundary 16."""
     sequence = inputs_of(4)
-    plain, other = Server(0), Server(1)
+    plain, other = Server(0, spec), Server(1, spec)
     for server in (plain, other):
         server.enter(0, sequence)
     plain.step([], chunk=(0, before))
@@ -240,10 +248,10 @@ def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
     assert server.state.state_pos.tolist() == [0, 0, 8]
     before = jax.tree.map(np.asarray, server.pool)
     tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
-    state, pool = fold(server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    state, pool = fold(SPEC, server.state, server.pool, tables, jnp.array([0, 2, -1]))
     assert state.state_pos.tolist() == [0, 0, 8]
     jax.tree.map(np.testing.assert_array_equal, pool, before)
-    state, pool = fold(state, pool, tables, jnp.array([1, -1]))
+    state, pool = fold(SPEC, state, pool, tables, jnp.array([1, -1]))
     assert state.state_pos.tolist() == [0, 8, 8]
     changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
     assert changed == [server.blocks[1, 0]]
@@ -271,6 +279,7 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert make_spec(mode="none", fold_length=9).blocks_per_request() == 1
     per_layer = 16 * (KEY_HEADS * DIM + HEADS * DIM + HEADS) * 4
     assert SPEC.ring_bytes_per_slot == LAYERS * per_layer
+    assert SPECS[1].ring_bytes_per_slot == LAYERS * (per_layer + 16 * HEADS * (DIM - 1) * 4)
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
 
 
@@ -308,14 +317,15 @@ def test_slots_of_another_policy_are_refused(policies):
         begin_step(used, AlignState.create(made), batch, BlockTables.create(used))
 
 
-def test_everything_stays_int32_in_64_bit_mode():
+@EACH
+def test_everything_stays_int32_in_64_bit_mode(spec):
     with jax.enable_x64(True):
-        state, batch = AlignState.create(SPEC), StepBatch.from_host(SPEC, 2, [0, 2], [0, 1, 3], [0, -1])
-        state, indices = begin_step(SPEC, state, batch, BlockTables.create(SPEC))
+        state, batch = AlignState.create(spec), StepBatch.from_host(spec, 2, [0, 2], [0, 1, 3], [0, -1])
+        state, indices = begin_step(spec, state, batch, BlockTables.create(spec))
         state, pool = fold_slots(
-            SPEC, state, StatePool.create(SPEC, 8), BlockTables.create(SPEC), jnp.array([0, -1], jnp.int32)
+            spec, state, StatePool.create(spec, 8), BlockTables.create(spec), jnp.array([0, -1], jnp.int32)
         )
-        pool = migrate(SPEC, pool, indices)
+        pool = migrate(spec, pool, indices)
     kinds = {x.dtype for x in jax.tree.leaves((state, indices))}
     assert kinds == {jnp.dtype("int32"), jnp.dtype("bool")}
     assert {x.dtype for x in jax.tree.leaves(pool)} == {jnp.dtype("float32")}
