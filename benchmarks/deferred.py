@@ -31,7 +31,12 @@ from mamba_align_jax.load.rows import Row, append, facts
 from pallas_kernels.gated_delta_rule import cases as update_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import CASES, Case
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
+from pallas_kernels.gated_delta_rule.deferred.config import (
+    ChannelConfig,
+    DeferredConfig,
+    default_channel_config,
+    default_config,
+)
 
 KERNEL = "gated_delta_rule_deferred"
 TURNS = 32
@@ -43,24 +48,26 @@ SAMPLED_HEADS = 2
 KEYS = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block")
 
 
-Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+Variant = DeferredConfig | ChannelConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
-def default(case: Case) -> DeferredConfig:
+def default(case: Case) -> DeferredConfig | ChannelConfig:
     """The Triton kernel's default configuration for a case."""
-    return default_config(len(case.lengths), itemsize(case.state_dtype), case.kda)
+    size = itemsize(case.state_dtype)
+    return default_channel_config(size) if case.kda else default_config(len(case.lengths), size)
 
 
-def variants(case: Case) -> list[DeferredConfig]:
+def variants(case: Case) -> list[DeferredConfig | ChannelConfig]:
     """The configurations of the Triton kernel that `--every` tries for a case, the default first."""
     wide = case.state_dtype == "float32"
+    if case.kda:
+        sizes = itertools.product((8, 16, 32), (32, 64), (1, 2))
+        return list(dict.fromkeys([default(case), *itertools.starmap(ChannelConfig, sizes), ChannelConfig(64, 32, 4)]))
     make = functools.partial(DeferredConfig, pieces=3 if wide else 2)
     found = [
         default(case),
         make(128, 32, 128, 4),
         make(128, 32, 32, 4),
-        make(128, 32, 64, 4),
-        make(128, 32, 32, 2),
         make(128, 32, 128, 2),
         make(128, 64, 32, 4, values_first=True),
         make(64, 32, 128, 4),
@@ -75,6 +82,8 @@ def short(c: Variant) -> str:
     """A variant in few letters."""
     if c is None:
         return "mosaic_gpu"
+    if isinstance(c, ChannelConfig):
+        return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}"
     order = "vx" if c.values_first else "xv"
     return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
 
@@ -233,22 +242,24 @@ def _exact(x: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
 
 
-def time_calls(program: Callable[[int, int], Any]) -> list[float]:
-    """The durations of all calls of a program, in microseconds."""
+def time_calls(program: Callable[[int, int], Any]) -> tuple[list[float], dict[str, float]]:
+    """The durations of all calls of a program, and the mean duration of each of its launches, in microseconds."""
     jax.block_until_ready(program(0, TURNS))
     launches = kernel_times(lambda: [jax.block_until_ready(program(0, TURNS)) for _ in range(LAUNCHES)])
-    times = [us for name, us in launches if name.startswith(KERNEL)]
-    each, rest = divmod(len(times), TURNS * LAUNCHES)
+    launches = [(name, us) for name, us in launches if name.startswith(KERNEL)]
+    each, rest = divmod(len(launches), TURNS * LAUNCHES)
     if rest or not each:
-        raise RuntimeError(f"{len(times)} launches must divide into {TURNS * LAUNCHES} calls")
-    return [sum(times[i : i + each]) for i in range(0, len(times), each)]
+        raise RuntimeError(f"{len(launches)} launches must divide into {TURNS * LAUNCHES} calls")
+    times = [us for _, us in launches]
+    parts = {name: float(np.mean(times[n::each])) for n, (name, _) in enumerate(launches[:each])}
+    return [sum(times[i : i + each]) for i in range(0, len(times), each)], parts
 
 
-def time_calls_by_the_clock(program: Callable[[int, int], Any]) -> list[float]:
+def time_calls_by_the_clock(program: Callable[[int, int], Any]) -> tuple[list[float], dict[str, float]]:
     """What `--tiny` measures, to try the command: one number for all calls."""
     begin = time.perf_counter()
     jax.block_until_ready(program(0, TURNS))
-    return [1e6 * (time.perf_counter() - begin) / TURNS]
+    return [1e6 * (time.perf_counter() - begin) / TURNS], {}
 
 
 def limits(case: Case) -> dict[str, float]:
@@ -276,8 +287,8 @@ def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[
             if wrong:
                 row["failed"] = f"{', '.join(wrong)} above {limits(case)}"
                 continue
-            times = (time_calls_by_the_clock if tiny else time_calls)(program)
-            row |= {"us": float(np.mean(times)), "us_min": min(times), "us_max": max(times)}
+            times, parts = (time_calls_by_the_clock if tiny else time_calls)(program)
+            row |= {"us": float(np.mean(times)), "us_min": min(times), "us_max": max(times), "us_of_launches": parts}
             row |= {"folds": float(bench.folds.mean()), "crossings": float(bench.crossings.mean())}
             row["bytes"] = int(bench.bytes)
         except Exception as error:  # of any kind: a configuration may not compile
@@ -329,7 +340,7 @@ def main() -> None:
             continue
         tried: list[Variant] = [*[None] * (not case.kda), *variants(case)[: None if options.every else 1]]
         if options.tiny:
-            tried = [DeferredConfig(32, 16, 16, 1, 3)]
+            tried = [ChannelConfig(16, 16, 1) if case.kda else DeferredConfig(32, 16, 16, 1, 3)]
         rows = measure(case, tried, options.tiny, options.threads)
         today = None if options.tiny else time_today(case)
         for row in rows:

@@ -87,11 +87,11 @@ def _kernel(
         low, is_first = jnp.where(n == 0, base, first), n == 0
         k, g = load_group(first, low)
         # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
-        parts = pieces(g, 3)
+        parts = pieces(pt.LOG2_E * g, 3)
 
         def decays(summed: jax.Array) -> jax.Array:
             """Returns the decays over some places, which are true in `summed` [.., places]."""
-            return jnp.exp(dot(summed.astype(jnp.bfloat16), parts, interpret=interpret))
+            return pt.exp2(dot(summed.astype(jnp.bfloat16), parts, interpret=interpret), interpret)
 
         place = position + offset - first
         runs = exists & (position + offset >= low) & (place < length)

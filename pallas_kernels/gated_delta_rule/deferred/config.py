@@ -1,4 +1,4 @@
-"""Launch configurations of the Triton kernel of deferred states."""
+"""Launch configurations of the Triton kernels of deferred states."""
 
 from dataclasses import dataclass
 
@@ -27,16 +27,37 @@ class DeferredConfig:
     values_first: bool = False
 
 
-def default_config(rows: int, itemsize: int, per_channel: bool) -> DeferredConfig:
-    """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
+@dataclass(frozen=True)
+class ChannelConfig:
+    """How the kernel for a decay per key channel cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
 
-    With a decay per key channel, vectors are multiplied in pieces too. They are taken for few keys at a time, because the
-    pieces for all keys would fill a thread's registers.
+    Attributes:
+        tile_value: The number of value dims per program.
+        segment: The number of keys in a segment. Each row of the state is folded into segments. It sets the order of sums.
+        num_warps: The number of warps per program.
+    """
+
+    tile_value: int
+    segment: int
+    num_warps: int
+
+
+def default_channel_config(itemsize: int) -> ChannelConfig:
+    """Returns the configuration for states of `itemsize` bytes with a decay per key channel.
+
+    It does not depend on the number of rows, because a tile may set the order of sums. A thread has 16 bytes of a segment,
+    so that eight threads share a row of the state.
+    """
+    return ChannelConfig(tile_value=16, segment=32 if itemsize == 4 else 64, num_warps=1)
+
+
+def default_config(rows: int, itemsize: int) -> DeferredConfig:
+    """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
 
     With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
     because it determines the order of sums.
     """
     few = rows <= 16
     if itemsize == 4:
-        return DeferredConfig(32 if few else 128, 32, tile_key=32 if per_channel else 128, num_warps=4, pieces=3)
+        return DeferredConfig(32 if few else 128, tile_value=32, tile_key=128, num_warps=4, pieces=3)
     return DeferredConfig(64 if few else 128, tile_value=64, tile_key=32, num_warps=4, pieces=2, values_first=True)
