@@ -63,6 +63,10 @@ def _kernel(
         """Returns the factor that normalises each vector [.., keys], times `factor`."""
         return factor * jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + L2_EPSILON) if use_qk_l2norm else factor
 
+    def tokens_of(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the first of the row's tokens in the group that starts at position `first`, and the one after the last."""
+        return jnp.clip(first - position, 0, count), jnp.clip(first + length - position, 0, count)
+
     def load_group(first: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns a group's raw keys and log decays from position `low` on, [places, keys], and stores the new ones."""
         of = first + index
@@ -73,13 +77,19 @@ def _kernel(
         ring_k = refs.ring_k.at[layer, slot, key_head, at[:, None], key[None, :]]
         ring_g = refs.ring_g.at[layer, slot, head, at[:, None], key[None, :]]
         call_k = refs.qkv.at[own[:, None], key_channels + key_head * key_dim + key[None, :]]
-        a = pt.load(refs.a.at[own[:, None], head, key[None, :]], mask=new, other=0.0)
         k = jnp.where(new, pt.load(call_k, mask=new, other=0.0), pt.load(ring_k, mask=old, other=0.0))
-        g, _ = gates(a, a, A_log, dt_bias[None, :], **gate)
-        g = jnp.where(new, g, pt.load(ring_g, mask=old, other=0.0))
         pt.store(ring_k, k, mask=new & (head == key_head * repeats))
-        pt.store(ring_g, g, mask=new)
-        return k, g
+
+        def add(t: jax.Array, g: jax.Array) -> jax.Array:
+            """Adds the log decays of token t. As a tile of all places they would take many more instructions."""
+            a, place = pt.load(refs.a.at[start + t, head, key], mask=key_inside, other=0.0), position + t - first
+            own, _ = gates(a, a, A_log, dt_bias, **gate)
+            own = jnp.where(key_inside, own, 0.0)
+            at = jax.lax.rem(first, jnp.int32(ring_places)) + place
+            pt.store(refs.ring_g.at[layer, slot, head, at, key], own, mask=key_inside)
+            return jnp.where((index == place)[:, None], own[None, :], g)
+
+        return k, jax.lax.fori_loop(*tokens_of(first), add, pt.load(ring_g, mask=old, other=0.0))
 
     def of_group(n: jax.Array, _: None) -> None:
         """Handles the first group (n = 0), whose fold may be needed, or the next one (n = 1)."""
@@ -119,8 +129,7 @@ def _kernel(
                 weight = weight * factor_of(x, jnp.float32(factor))
                 pt.store(refs.weight.at[row, head, n, number, index], weight)
 
-        stop = jnp.clip(first + length - position, 0, count)
-        jax.lax.fori_loop(jnp.clip(first - position, 0, count), stop, of_token, None)
+        jax.lax.fori_loop(*tokens_of(first), of_token, None)
 
         @pt.when(is_first & crosses)
         def _():
