@@ -4,7 +4,8 @@ Every variant is first compared with float64 on a sample of rows and heads: outp
 mean duration of a call over the phases of the fold: rows start at random places of their groups, and each call accepts one
 to all of its tokens. `copy_free_us` is the duration of the op that writes a state per token on the same sizes, in the same
 run. The variants are the Mosaic GPU kernel, if the op has one, and the Triton kernel's default configuration, and with
-`--every` other configurations. `--tiny` tries the command on a machine without a GPU.
+`--every` other configurations. "gdn" cases have a decay per head, "kda" cases one per key channel, and "mamba2" cases are
+Mamba-2's. `--tiny` tries the command on a machine without a GPU.
 """
 
 import argparse
@@ -38,22 +39,27 @@ def family(case: Any) -> tuple[Any, type[Bench]]:
     return deferred_delta_rule, deferred_delta_rule.DeltaRuleBench
 
 
-def time_calls(program: Callable[[int, int], Any], kernel: str) -> list[float]:
-    """The durations of all calls of a program, in microseconds. The names of their kernels begin with `kernel`."""
+def time_calls(program: Callable[[int, int], Any], kernel: str) -> tuple[list[float], dict[str, float]]:
+    """The durations of all calls of a program, and the mean duration of each of its launches, in microseconds.
+
+    The names of the launches begin with `kernel`.
+    """
     jax.block_until_ready(program(0, TURNS))
     launches = kernel_times(lambda: [jax.block_until_ready(program(0, TURNS)) for _ in range(LAUNCHES)])
-    times = [us for name, us in launches if name.startswith(kernel)]
-    each, rest = divmod(len(times), TURNS * LAUNCHES)
+    launches = [(name, us) for name, us in launches if name.startswith(kernel)]
+    each, rest = divmod(len(launches), TURNS * LAUNCHES)
     if rest or not each:
-        raise RuntimeError(f"{len(times)} launches must divide into {TURNS * LAUNCHES} calls")
-    return [sum(times[i : i + each]) for i in range(0, len(times), each)]
+        raise RuntimeError(f"{len(launches)} launches must divide into {TURNS * LAUNCHES} calls")
+    times = [us for _, us in launches]
+    parts = {name: float(np.mean(times[n::each])) for n, (name, _) in enumerate(launches[:each])}
+    return [sum(times[i : i + each]) for i in range(0, len(times), each)], parts
 
 
-def time_calls_by_the_clock(program: Callable[[int, int], Any], kernel: str) -> list[float]:
+def time_calls_by_the_clock(program: Callable[[int, int], Any], kernel: str) -> tuple[list[float], dict[str, float]]:
     """What `--tiny` measures, to try the command: one number for all calls."""
     begin = time.perf_counter()
     jax.block_until_ready(program(0, TURNS))
-    return [1e6 * (time.perf_counter() - begin) / TURNS]
+    return [1e6 * (time.perf_counter() - begin) / TURNS], {}
 
 
 def measure(bench: Bench, module: Any, tried: list[Any], tiny: bool, threads: int) -> list[Row]:
@@ -75,8 +81,8 @@ def measure(bench: Bench, module: Any, tried: list[Any], tiny: bool, threads: in
             if wrong:
                 row["failed"] = f"{', '.join(wrong)} above {limits}"
                 continue
-            times = (time_calls_by_the_clock if tiny else time_calls)(program, bench.kernel)
-            row |= {"us": float(np.mean(times)), "us_min": min(times), "us_max": max(times)}
+            times, parts = (time_calls_by_the_clock if tiny else time_calls)(program, bench.kernel)
+            row |= {"us": float(np.mean(times)), "us_min": min(times), "us_max": max(times), "us_of_launches": parts}
             row |= {"folds": float(bench.folds.mean()), "crossings": float(bench.crossings.mean())}
             row["bytes"] = int(bench.bytes)
         except Exception as error:  # of any kind: a configuration may not compile
@@ -95,7 +101,11 @@ def plan(tiny: bool, pattern: str) -> list[Any]:
     cases: list[Any] = [*delta_rule_cases.CASES, *mamba2_cases.CASES]
     if tiny:
         return [case for module in (deferred_delta_rule, deferred_mamba2) for case in module.TINY]
-    cases = [case for case in cases if re.fullmatch(r"\w+ \d+x\d \w+", case.name) and re.search(pattern, case.name)]
+    cases = [
+        case
+        for case in cases
+        if re.fullmatch(r"\w+ \d+x\d \w+(, groups of 8)?", case.name) and re.search(pattern, case.name)
+    ]
     cases = [case for case in cases if case.state_dtype != "float16"]
     return sorted(cases, key=lambda case: len(case.lengths) != 64)
 
@@ -103,7 +113,7 @@ def plan(tiny: bool, pattern: str) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tiny", action="store_true", help="two small cases in interpret mode, to try the command")
+    parser.add_argument("--tiny", action="store_true", help="small cases in interpret mode, to try the command")
     parser.add_argument("--every", action="store_true", help="time other configurations of the Triton kernel too")
     parser.add_argument("--budget", type=float, default=170, help="seconds after which no case is started")
     parser.add_argument("--threads", type=int, default=14, help="variants that are compiled at the same time")
@@ -118,7 +128,7 @@ def main() -> None:
             print(f"{case.name}: no time left", flush=True)
             continue
         module, kind = family(case)
-        tried = module.TINY_CONFIGS if options.tiny else module.variants(case, options.every)
+        tried = [module.tiny_config(case)] if options.tiny else module.variants(case, options.every)
         bench = kind(case, 0 if options.tiny else ROTATION_BYTES)
         rows = measure(bench, module, tried, options.tiny, options.threads)
         today = None if options.tiny else time_copy_free(bench)

@@ -1,6 +1,7 @@
 """Deferred states of the gated delta rule for `benchmarks.deferred`."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,25 +14,34 @@ from benchmarks.update import delta_rule_benchmark
 from pallas_kernels.gated_delta_rule import cases as update_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import Case
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
+from pallas_kernels.gated_delta_rule.deferred.config import (
+    ChannelConfig,
+    DeferredConfig,
+    default_channel_config,
+    default_config,
+)
 
-Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+Variant = DeferredConfig | ChannelConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
-def default(case: Case) -> DeferredConfig:
+def default(case: Case) -> DeferredConfig | ChannelConfig:
     """The configuration of the Triton kernel that the op selects for a case."""
-    return default_config(len(case.lengths), itemsize(case.state_dtype))
+    size = itemsize(case.state_dtype)
+    return default_channel_config(size) if case.kda else default_config(len(case.lengths), size)
 
 
 def variants(case: Case, every: bool) -> list[Variant]:
-    """The Mosaic GPU kernel and the default configuration of the Triton kernel; others too if `every` is true."""
+    """The Mosaic GPU kernel, if it can run the case, and the default of the Triton kernel; others if `every` is true."""
+    standard: list[Variant] = [default(case)] if case.kda else [None, default(case)]
     if not every:
-        return [None, default(case)]
+        return standard
+    if case.kda:
+        sizes = itertools.product((8, 16, 32), (32, 64), (1, 2))
+        return list(dict.fromkeys([*standard, *itertools.starmap(ChannelConfig, sizes), ChannelConfig(64, 32, 4)]))
     wide = case.state_dtype == "float32"
     make = functools.partial(DeferredConfig, pieces=3 if wide else 2)
     found: list[Variant] = [
-        None,
-        default(case),
+        *standard,
         make(128, 32, 128, 4),
         make(128, 32, 32, 4),
         make(128, 32, 128, 2),
@@ -48,6 +58,8 @@ def short(c: Variant) -> str:
     """A variant in few letters."""
     if c is None:
         return "mosaic_gpu"
+    if isinstance(c, ChannelConfig):
+        return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}"
     order = "vx" if c.values_first else "xv"
     return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
 
@@ -64,8 +76,9 @@ class DeltaRuleBench(Bench):
     def draw_inputs(self, draw: Any, tokens: int) -> None:
         """Draws projections, raw gates, and the parameters of the gates."""
         heads = self.case.value_heads
-        self.inputs = draw(tokens, self.case.channels), draw(tokens, heads), draw(tokens, heads)
-        self.parameters = dict(A_log=draw(heads, dtype="float32"), dt_bias=draw(heads, dtype="float32"))
+        gate = self.case.gate_shape
+        self.inputs = draw(tokens, self.case.channels), draw(tokens, *gate), draw(tokens, heads)
+        self.parameters = dict(A_log=draw(heads, dtype="float32"), dt_bias=draw(*gate, dtype="float32"))
 
     def adjust(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Makes log decays negative and corrections as short as those of real states."""
@@ -96,7 +109,7 @@ class DeltaRuleBench(Bench):
             q, k = (qkv[t, at : at + case.key_dim] for at in (key_head * case.key_dim, keys + key_head * case.key_dim))
             v = qkv[t, 2 * keys + head * case.value_dim :][: case.value_dim]
             factor, of_query = (1 / np.sqrt(x @ x + 1e-6) for x in (k, q))
-            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state
+            state = np.exp(-np.exp(A_log) * np.logaddexp(0, a[t, head] + dt_bias)) * state  # per head or key channel
             u = factor / (1 + np.exp(-b[t, head])) * (v - state @ k * factor)
             state = state + np.outer(u, k)
             corrections.append(u)
@@ -105,13 +118,18 @@ class DeltaRuleBench(Bench):
 
     def copy_free(self) -> KernelBenchmark:
         """The update op on rows of the same sizes."""
-        names = "key_heads", "value_heads", "key_dim", "value_dim", "dtype", "state_dtype"
+        names = "key_heads", "value_heads", "key_dim", "value_dim", "dtype", "state_dtype", "kda"
         sizes = {name: getattr(self.case, name) for name in names}
         return delta_rule_benchmark(update_cases.Case(self.case.name, self.case.lengths, **sizes))
 
 
+_SIZES = dict(key_heads=1, value_heads=2, key_dim=16, value_dim=32)
 TINY = [
-    Case(f"gdn 4x{n} {dtype}", (n,) * 4, key_heads=1, value_heads=2, key_dim=16, value_dim=32, state_dtype=dtype)
-    for n, dtype in ((1, "float32"), (4, "bfloat16"))
+    Case(f"{name} 4x{n} {dtype}", (n,) * 4, state_dtype=dtype, kda=name == "kda", **_SIZES)
+    for name, n, dtype in (("gdn", 1, "float32"), ("gdn", 4, "bfloat16"), ("kda", 4, "float32"))
 ]
-TINY_CONFIGS = [DeferredConfig(32, 16, 16, 1, 3)]
+
+
+def tiny_config(case: Case) -> DeferredConfig | ChannelConfig:
+    """The configuration for a case of `TINY`."""
+    return ChannelConfig(16, 16, 1) if case.kda else DeferredConfig(32, 16, 16, 1, 3)

@@ -101,4 +101,8 @@ TINY = [
     Case(f"mamba2 4x{n} {dtype}", (n,) * 4, heads=4, head_dim=16, state_dim=16, groups=2, state_dtype=dtype)
     for n, dtype in ((1, "float32"), (4, "bfloat16"))
 ]
-TINY_CONFIGS = [DeferredConfig(16, 1, 3, dims_first=False)]
+
+
+def tiny_config(case: Case) -> DeferredConfig:
+    """The configuration for a case of `TINY`."""
+    return DeferredConfig(case.head_dim, 1, 3, dims_first=False)

@@ -12,7 +12,7 @@ from mamba_align_jax.align.ring import MambaRing, Ring, dtype_name
 from mamba_align_jax.align.ring import itemsize as _itemsize
 from mamba_align_jax.align.ring import set_fields as _set
 
-HAVE_RINGS = "gated delta nets and Mamba-2"  # the layers that policy "deferred" serves, in messages
+HAVE_RINGS = "delta-rule layers and Mamba-2"  # the layers that policy "deferred" serves, in messages
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -120,6 +120,7 @@ class StateRing(Ring):
         value_heads: Heads of the states.
         value_dim: Dims of a value.
         dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
+        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
     """
 
     key_heads: int
@@ -127,9 +128,10 @@ class StateRing(Ring):
     value_heads: int
     value_dim: int
     dtype: str = "bfloat16"
+    per_channel: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, dtype=dtype_name(self.dtype))
+        _set(self, dtype=dtype_name(self.dtype), per_channel=values.flag("StateRing: per_channel", self.per_channel))
         _itemsize(self.dtype)
         for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
             _set(self, **{name: values.integer(f"StateRing: {name}", getattr(self, name), 1)})
@@ -147,7 +149,7 @@ class StateRing(Ring):
         return (
             ((self.key_heads, places, self.key_dim), self.dtype),
             ((self.value_heads, places, self.value_dim), "float32"),
-            ((self.value_heads, places), "float32"),
+            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
         )
 
 

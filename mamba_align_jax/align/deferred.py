@@ -227,13 +227,13 @@ def _fold_layer(
     """Folds in one layer of a gated delta net. `arrays` are the states and the ring, and so is the result."""
     heads, no_tokens = ring.value_heads, jnp.zeros(where[0].shape[0] + 1, jnp.int32)
     qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
-    of_token, of_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
+    of_head, of_gate = (heads,), (heads, *arrays[3].shape[4:])
     _, *folded = gated_delta_rule_deferred(
         qkv,
-        of_token,
-        of_token,
-        of_head,
-        of_head,
+        jnp.zeros((0, *of_gate), ring.dtype),
+        jnp.zeros((0, *of_head), ring.dtype),
+        jnp.zeros(of_head, jnp.float32),
+        jnp.zeros(of_gate, jnp.float32),
         arrays[0],
         arrays[1],
         arrays[2],

@@ -50,7 +50,7 @@ class StatePool:
             `GroupSpec.states` and with the dtype of that state.
         rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the arrays of group g,
             [layers, slots, heads, places, ...], which `GroupSpec.ring` describes: keys, corrections and log decays of
-            gated delta nets, and x, B, step sizes and log decays of Mamba-2; () for a group without recurrent states.
+            delta-rule layers, and x, B, step sizes and log decays of Mamba-2; () for a group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]

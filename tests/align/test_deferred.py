@@ -34,10 +34,11 @@ from mamba_align_jax.metadata.layer_step import LayerStep
 BLOCK, L, K, SLOTS, LENGTH = 16, 8, 3, 3, 96
 KEY_HEADS, HEADS, DIM, WIDTH, LAYERS = 1, 2, 4, 4, 2
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM  # of the convolution, in both kinds of layers
-WIDE = CHANNELS + HEADS * DIM + HEADS
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
 RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
+# Keys have as many heads as in the other group, so that both take the same inputs.
+KDA = GroupSpec("kda", LAYERS, STATES, StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
 CHUNK = 40
 
 
@@ -48,49 +49,53 @@ def make_spec(**changes):
 
 SPEC = make_spec()
 # The same for Mamba-2: two heads that share one B.
-MAMBA = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
-MAMBA_SPEC = make_spec(groups=(GroupSpec("mamba2", LAYERS, MAMBA.states("float32", "float32"), MAMBA.ring("float32")),))
-SPECS = pytest.mark.parametrize("spec", [SPEC, MAMBA_SPEC], ids=["delta net", "mamba2"])
+MAMBA2 = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
+MAMBA2_GROUP = GroupSpec("mamba2", LAYERS, MAMBA2.states("float32", "float32"), MAMBA2.ring("float32"))
+SPECS = SPEC, make_spec(groups=(KDA,)), make_spec(groups=(MAMBA2_GROUP,))
+EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "kda", "mamba2"])
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
-A_LOG, BIAS = NUMBERS.normal(size=(2, HEADS)).astype(np.float32)
+A_LOG, BIAS = (NUMBERS.normal(size=(HEADS, dims)).astype(np.float32) for dims in (1, DIM))
+INPUTS = CHANNELS + HEADS + HEADS * DIM
 
 
 def inputs_of(seed, length=LENGTH):
     """A layer's inputs for each position of a sequence, side by side. float32 [length, channels]
 
-    For a gated delta net they are qkv, a and b, for Mamba-2 [x, B, C], z and dt.
+    For delta-rule layers they are qkv, b and a, for Mamba-2 [x, B, C], dt and z.
     """
-    return np.random.default_rng(seed).normal(size=(length, WIDE)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(length, INPUTS)).astype(np.float32)
 
 
 class NoProjections:
     """In place of Mamba-2's projections, whose sums a CPU may compute in another order for other rows of a matrix."""
 
     def __call__(self, x):
-        xBC, rest = jnp.split(x, [CHANNELS], axis=1)
-        return rest[:, : HEADS * DIM], xBC, rest[:, HEADS * DIM :][:, :HEADS]
+        xBC, dt, z = jnp.split(x, [CHANNELS, CHANNELS + HEADS], axis=1)
+        return z, xBC, dt
 
     def sums(self, x):
         return x
 
 
-MAMBA.in_proj = MAMBA.out_proj = NoProjections()
+MAMBA2.in_proj = MAMBA2.out_proj = NoProjections()
 
 
 def run_layers(spec, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
+    per_channel = spec.groups == (KDA,)
+    qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :].reshape(-1, HEADS, DIM)
+    a, bias = (a, BIAS) if per_channel else (a[..., 0], BIAS[:, 0])
     arrays = *pool.states[0], *pool.ring(0)
-    if spec is MAMBA_SPEC:
+    if spec.groups == (MAMBA2_GROUP,):
         for layer in range(LAYERS):
             at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-            out, *arrays = MAMBA(x, at, *arrays)
+            out, *arrays = MAMBA2(x, at, *arrays)
         return out, pool.with_group(0, arrays)
-    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :][:, :HEADS]
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
         out, *arrays = convolved_delta_rule(
-            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG), jnp.asarray(BIAS), at, *arrays
+            qkv, a, b, jnp.asarray(TAPS), jnp.asarray(A_LOG[:, 0]), jnp.asarray(bias), at, *arrays
         )
     return out, pool.with_group(0, arrays)
 
@@ -107,15 +112,14 @@ def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode
     return out, state, pool, lost
 
 
-fold = jax.jit(fold_slots, static_argnums=0)
+fold = jax.jit(fold_slots, static_argnames="spec")
 
 
 class Server:
     """Slots with a block in every column. Pool and rings start as NaN."""
 
     def __init__(self, seed=0, spec=SPEC):
-        self.spec = spec
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.spec = np.random.default_rng(seed), spec
         self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
         self.state, columns = AlignState.create(spec), spec.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
@@ -136,7 +140,7 @@ class Server:
         padding = SLOTS - len(rows)
         slots, lengths, accepted = slots + [-1] * padding, lengths + [0] * padding, accepted + [1] * padding
         drafts = [n - 1 if slot >= 0 else -1 for slot, n in zip(slots, lengths, strict=True)]
-        x = np.full((SLOTS * (1 + K) + CHUNK, WIDE), np.nan, np.float32)
+        x = np.full((SLOTS * (1 + K) + CHUNK, INPUTS), np.nan, np.float32)
         if chunk:
             slots, lengths, accepted, drafts = [*slots, chunk[0]], [*lengths, chunk[1]], [*accepted, 1], [*drafts, -1]
         starts = np.cumsum([0, *lengths]).tolist()
@@ -190,7 +194,7 @@ SCHEDULES = {
 }
 
 
-@SPECS
+@EACH
 @pytest.mark.parametrize("prompt", [0, 5, 16, 21])
 def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, spec):
     sequence, end = inputs_of(1), 80
@@ -210,7 +214,7 @@ def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, 
             np.testing.assert_array_equal(told[at], outputs[at], err_msg=f"{name}, output {at}")
 
 
-@SPECS
+@EACH
 def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
     """A request resumes from the boundary of one that speculated, in a slot whose ring is full of another's entries."""
     sequence = inputs_of(2)
@@ -234,7 +238,7 @@ def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
         np.testing.assert_array_equal(second.outputs[1][at], outputs[at])
 
 
-@SPECS
+@EACH
 @pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
 @pytest.mark.parametrize("accepted", [1, K + 1])
 def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, spec):
@@ -264,7 +268,7 @@ def test_a_chunk_whose_state_was_not_migrated_counts_as_lost():
     assert server.step([], chunk=(0, 4), migrates=False) == 1
 
 
-@SPECS
+@EACH
 def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(spec):
     server = Server(0, spec)
     for slot, end in enumerate((7, 8, 9)):
@@ -305,20 +309,21 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert make_spec(mode="none", fold_length=9).blocks_per_request() == 1
     per_layer = 16 * (KEY_HEADS * DIM + HEADS * DIM + HEADS) * 4
     assert SPEC.ring_bytes_per_slot == LAYERS * per_layer
+    assert SPECS[1].ring_bytes_per_slot == LAYERS * (per_layer + 16 * HEADS * (DIM - 1) * 4)
     of_mamba = 16 * (HEADS * DIM + KEY_HEADS * DIM + 2 * HEADS) * 4
-    assert MAMBA_SPEC.ring_bytes_per_slot == LAYERS * of_mamba
+    assert SPECS[2].ring_bytes_per_slot == LAYERS * of_mamba
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
 
 
-KDA = GroupSpec("kda", 1, STATES)
+MAMBA = GroupSpec("mamba", 1, STATES)
 BAD = {
     "fold_length must divide block_size = 16 under policy 'deferred', got 7": dict(fold_length=7),
     "fold_length must be more than 2 * num_speculative_tokens = 8 under policy 'deferred', got 8": dict(
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "which only gated delta nets and Mamba-2 have, got group 'kda' without one": dict(groups=(GROUP, KDA)),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets and Mamba-2 have, got ['conv']": dict(
+    "which only delta-rule layers and Mamba-2 have, got group 'mamba' without one": dict(groups=(GROUP, MAMBA)),
+    "policy 'deferred' must have groups with a ring, which only delta-rule layers and Mamba-2 have, got ['conv']": dict(
         groups=(GroupSpec("conv", 1, STATES[:1]),)
     ),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(
@@ -342,14 +347,15 @@ def test_slots_of_another_policy_are_refused(policies):
         begin_step(used, AlignState.create(made), batch, BlockTables.create(used))
 
 
-def test_everything_stays_int32_in_64_bit_mode():
+@EACH
+def test_everything_stays_int32_in_64_bit_mode(spec):
     with jax.enable_x64(True):
-        state, batch = AlignState.create(SPEC), StepBatch.from_host(SPEC, 2, [0, 2], [0, 1, 3], [0, -1])
-        state, indices = begin_step(SPEC, state, batch, BlockTables.create(SPEC))
+        state, batch = AlignState.create(spec), StepBatch.from_host(spec, 2, [0, 2], [0, 1, 3], [0, -1])
+        state, indices = begin_step(spec, state, batch, BlockTables.create(spec))
         state, pool = fold_slots(
-            SPEC, state, StatePool.create(SPEC, 8), BlockTables.create(SPEC), jnp.array([0, -1], jnp.int32)
+            spec, state, StatePool.create(spec, 8), BlockTables.create(spec), jnp.array([0, -1], jnp.int32)
         )
-        pool = migrate(SPEC, pool, indices)
+        pool = migrate(spec, pool, indices)
     kinds = {x.dtype for x in jax.tree.leaves((state, indices))}
     assert kinds == {jnp.dtype("int32"), jnp.dtype("bool")}
     assert {x.dtype for x in jax.tree.leaves(pool)} == {jnp.dtype("float32")}

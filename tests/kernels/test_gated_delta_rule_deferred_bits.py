@@ -3,7 +3,8 @@
 import functools
 
 import pytest
-from kernels.deferred_rows import EVERY, MOSAIC_GPU, Kind, skip_if_unavailable
+from kernels.common import skip_if_unavailable
+from kernels.deferred_rows import Kind
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
 
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
@@ -20,13 +21,24 @@ MOSAIC_GPU_BITS = [
     Kind("kimi", "bfloat16", length=32),
 ]
 BITS = [Kind("grouped", "bfloat16"), Kind("grouped", "bfloat16", "bfloat16"), Kind("narrow", length=4), Kind("kimi")]
+KDA_BITS = [
+    Kind("grouped", "bfloat16", kda=True),
+    Kind("grouped", "bfloat16", "bfloat16", length=8, kda=True),
+    Kind("kimi", kda=True),
+]
 
 
 CASES = [
-    *((kind, implementation) for kind in BITS for implementation in ("xla", "interpret")),
-    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in BITS),
+    *((kind, implementation) for kind in BITS + KDA_BITS for implementation in ("xla", "interpret")),
+    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in BITS + KDA_BITS),
     *(pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_BITS),
 ]
+
+
+# One kind of each decay, and for Mosaic GPU, which has no decay per key channel, of the other one.
+OF_EACH = [(kind, implementation) for kind in (BITS[0], KDA_BITS[0]) for implementation in ("xla", "interpret")]
+OF_EACH += [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in (BITS[0], KDA_BITS[0])]
+OF_EACH += [pytest.param(MOSAIC_GPU_BITS[0], "mosaic_gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.usefixtures("optimized_programs")
@@ -43,20 +55,18 @@ def test_schedules_of_drafts_change_no_bit(kind, schedule, implementation):
 
 
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu), MOSAIC_GPU])
-def test_a_program_for_single_tokens_gives_the_bits_of_one_for_drafts(implementation):
+@pytest.mark.parametrize(("kind", "implementation"), OF_EACH, ids=str)
+def test_a_program_for_single_tokens_gives_the_bits_of_one_for_drafts(kind, implementation):
     skip_if_unavailable(implementation)
-    kind = (MOSAIC_GPU_BITS if implementation == "mosaic_gpu" else BITS)[0]
     found = serve(kind, implementation, schedules(kind.length)["one"], width=1)
     assert found == wanted_bits(kind, implementation)
 
 
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", EVERY)
-def test_a_row_depends_on_that_row_alone(implementation):
+@pytest.mark.parametrize(("kind", "implementation"), OF_EACH, ids=str)
+def test_a_row_depends_on_that_row_alone(kind, implementation):
     """Neither the order of rows nor padding changes a bit."""
     skip_if_unavailable(implementation)
-    kind = (MOSAIC_GPU_BITS if implementation == "mosaic_gpu" else BITS)[0]
     schedule = schedules(kind.length)["three, all accepted"]
     found = serve(kind, implementation, schedule, order=(2, 0, 1), padding=4)
     assert found == serve(kind, implementation, schedule)

@@ -146,8 +146,9 @@ INDICES = ("query_start_loc", "slot", "base", "position", "read_block", "fold_bl
 def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
     tokens, n = sum(case.lengths), len(case.lengths)
     pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
-    gate, head = array(case.dtype, tokens, case.value_heads), array(jnp.float32, case.value_heads)
-    inputs = array(case.dtype, tokens, case.channels), gate, gate, head, head
+    a, b = (array(case.dtype, tokens, *shape) for shape in (case.gate_shape, case.gate_shape[:1]))
+    heads = array(jnp.float32, case.value_heads), array(jnp.float32, *case.gate_shape)
+    inputs = array(case.dtype, tokens, case.channels), a, b, *heads
     options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
     run = lambda pools, layer, inputs, *indices: gated_delta_rule_deferred(
         *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
@@ -366,9 +367,10 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
+@pytest.mark.parametrize("kda", [False, True])
+def test_every_variant_of_deferred_states_lowers(state_dtype, tokens, kda):
     """What `benchmarks.deferred` times."""
-    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype, kda=kda)
     for config in filter(None, deferred_delta_rule.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
     case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)

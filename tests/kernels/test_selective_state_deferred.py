@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack, skip_if_unavailable
 from kernels.deferred_mamba2_rows import DIMS, Kind
-from kernels.deferred_rows import EVERY, LAYER, MOSAIC_GPU, SLOTS, coarsest, exact, skip_if_unavailable
+from kernels.deferred_rows import EVERY, LAYER, SLOTS, coarsest, exact
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
 from kernels.test_gated_delta_rule_deferred import PADDING, ROWS
 

@@ -159,6 +159,23 @@ def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, na
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.deep
+def test_deferred_states_with_a_decay_per_key_channel_are_split_by_heads(mesh):
+    """With drafts, and again from the boundary that the first request left."""
+    tokens = np.load(DATA / "kimi_linear" / "reference.npz")["tokens"][0].tolist()
+    config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="deferred", fold_length=8, checked=True)
+    engine = Engine(load_model(DATA / "kimi_linear"), config, mesh=Mesh(mesh.devices[:2], (AXIS,)))
+    poison(engine)
+    for cached in (0, 32):
+        (output,) = engine.generate([tokens[:37]], SamplingParams(max_tokens=32, ignore_eos=True))
+        assert (list(output.token_ids), output.num_cached_tokens) == (tokens[37:], cached)
+    assert engine.cache.cached_prefix(tokens).num_tokens == 64
+    assert sum(engine.stats.draft_tokens) > 0
+    assert engine.stats.null_reads == 0
+    shapes = [x.sharding.shard_shape(x.shape)[2:] for x in engine.runner.device_state.pool.rings[0]]
+    assert shapes == [(2, 16, 16), (2, 16, 16), (2, 16, 16)]
+
+
 def test_prefixes_move_between_numbers_of_devices(model, mesh):
     """Keys and windows of repeated heads are in another order on each mesh. A prefix that comes back has the same bits."""
     config, rng = EngineConfig(**SIZES, speculation="mtp"), np.random.default_rng(11)
