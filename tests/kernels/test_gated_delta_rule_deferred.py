@@ -6,21 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack, skip_if_unavailable
 from kernels.deferred_rows import (
     BLOCKS,
     DIMS,
     EVERY,
     LAYER,
     LAYERS,
-    MOSAIC_GPU,
     SLOTS,
     Kind,
     Sequences,
     coarsest,
     dirty_rings,
     exact,
-    skip_if_unavailable,
 )
 
 from pallas_kernels.dispatch import UnsupportedError
