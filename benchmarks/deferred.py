@@ -31,12 +31,7 @@ from mamba_align_jax.load.rows import Row, append, facts
 from pallas_kernels.gated_delta_rule import cases as update_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import CASES, Case
-from pallas_kernels.gated_delta_rule.deferred.config import (
-    ChannelConfig,
-    DeferredConfig,
-    default_channel_config,
-    default_config,
-)
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
 
 KERNEL = "gated_delta_rule_deferred"
 TURNS = 32
@@ -48,44 +43,18 @@ SAMPLED_HEADS = 2
 KEYS = ("query_start_loc", "slot", "base", "position", "read_block", "fold_block")
 
 
-Variant = DeferredConfig | ChannelConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
-def default(case: Case) -> DeferredConfig | ChannelConfig:
-    """The Triton kernel's default configuration for a case."""
-    size = itemsize(case.state_dtype)
-    return default_channel_config(size) if case.kda else default_config(len(case.lengths), size)
-
-
-def variants(case: Case) -> list[DeferredConfig | ChannelConfig]:
-    """The configurations of the Triton kernel that `--every` tries for a case, the default first."""
-    wide = case.state_dtype == "float32"
-    if case.kda:
-        sizes = itertools.product((8, 16, 32), (32, 64), (1, 2))
-        return list(dict.fromkeys([default(case), *itertools.starmap(ChannelConfig, sizes), ChannelConfig(64, 32, 4)]))
-    make = functools.partial(DeferredConfig, pieces=3 if wide else 2)
-    found = [
-        default(case),
-        make(128, 32, 128, 4),
-        make(128, 32, 32, 4),
-        make(128, 32, 128, 2),
-        make(128, 64, 32, 4, values_first=True),
-        make(64, 32, 128, 4),
-        make(32, 32, 128, 4),
-    ]
-    if wide:  # less exact, to see what a piece costs
-        found.append(DeferredConfig(128, 32, 128, 4, pieces=2))
-    return list(dict.fromkeys(found))
+def variants(case: Case) -> list[DeferredConfig]:
+    """The configurations of the Triton kernels that `--every` tries for a case, the default first."""
+    found = itertools.starmap(DeferredConfig, itertools.product((8, 16, 32), (32, 64), (1, 2)))
+    return list(dict.fromkeys([default_config(itemsize(case.state_dtype)), *found, DeferredConfig(64, 32, 4)]))
 
 
 def short(c: Variant) -> str:
     """A variant in few letters."""
-    if c is None:
-        return "mosaic_gpu"
-    if isinstance(c, ChannelConfig):
-        return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}"
-    order = "vx" if c.values_first else "xv"
-    return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
+    return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}" if c else "mosaic_gpu"
 
 
 def phases(rows: int, tokens: int, group: int, turns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -277,7 +246,7 @@ def measure(case: Case, tried: list[Variant], tiny: bool, threads: int) -> list[
     # Nothing is compiled while kernels are timed.
     for config, future in zip(tried, built, strict=True):
         row: Row = {"case": case.name, "policy": "deferred", "config": str(config), "candidate": short(config)}
-        if config == default(case):
+        if config == variants(case)[0]:
             row["candidate"] = "triton"
         rows.append(row)
         try:
@@ -340,7 +309,7 @@ def main() -> None:
             continue
         tried: list[Variant] = [*[None] * (not case.kda), *variants(case)[: None if options.every else 1]]
         if options.tiny:
-            tried = [ChannelConfig(16, 16, 1) if case.kda else DeferredConfig(32, 16, 16, 1, 3)]
+            tried = [DeferredConfig(16, 16, 1)]
         rows = measure(case, tried, options.tiny, options.threads)
         today = None if options.tiny else time_today(case)
         for row in rows:

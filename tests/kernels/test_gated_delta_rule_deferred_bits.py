@@ -17,8 +17,6 @@ from kernels.deferred_rows import (
     skip_if_unavailable,
 )
 
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
-
 STARTS = (0, 5, 19)  # where the rows' prompts end
 TOKENS = 44
 WIDEST = 8
@@ -36,7 +34,7 @@ def schedules(length):
     }
 
 
-def serve(kind, implementation, schedule, width=WIDEST, order=(0, 1, 2), padding=0, config=None):
+def serve(kind, implementation, schedule, width=WIDEST, order=(0, 1, 2), padding=0):
     """Runs the rows by a schedule, with wrong tokens for rejected drafts and NaN in every place without an entry.
 
     The rows come in this order, with so many padding rows after them. Returns the bits of each accepted token's output, of
@@ -68,7 +66,7 @@ def serve(kind, implementation, schedule, width=WIDEST, order=(0, 1, 2), padding
         rows = pack([counts[r] for r in order], padding)
         rows = rows, *(jnp.asarray([x[r] for r in order] + [0] * padding, jnp.int32) for x in lists)
         out, pool, *rings = both.call(
-            tokens, (pool, *map(jnp.asarray, rings)), rows, implementation, max_query_tokens=width, config=config
+            tokens, (pool, *map(jnp.asarray, rings)), rows, implementation, max_query_tokens=width
         )
         rings = [np.array(ring) for ring in rings]
         for r, p in enumerate(position):
@@ -155,12 +153,3 @@ def test_a_row_depends_on_that_row_alone(kind, implementation):
     schedule = schedules(kind.length)["three, all accepted"]
     found = serve(kind, implementation, schedule, order=(2, 0, 1), padding=4)
     assert found == serve(kind, implementation, schedule)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [Kind("kimi", "bfloat16"), Kind("kimi", "bfloat16", "bfloat16")], ids=str)
-def test_the_number_of_tiles_of_a_program_changes_no_bit(kind):
-    schedule = schedules(kind.length)["random"]
-    configs = [DeferredConfig(block, 32, 128, 4, 3) for block in (32, 64, 128)]
-    found = [serve(kind, "triton", schedule, config=config) for config in configs]
-    assert found[0] == found[1] == found[2]
