@@ -109,10 +109,11 @@ def delta_rule_benchmark(case: gated_delta_rule_cases.Case) -> KernelBenchmark:
     qkv = draw(tokens, 2 * keys + values, dtype=case.dtype)
     gates = case.value_heads, case.key_dim
     if case.packed:
-        a, b = (draw(tokens, case.value_heads, dtype=case.dtype) for _ in range(2))
-        inputs: dict[str, Any] = dict(qkv=qkv, a=a, b=b, A_log=draw(case.value_heads), dt_bias=draw(case.value_heads))
+        a, b = (draw(tokens, *shape, dtype=case.dtype) for shape in (gates[: 1 + case.kda], gates[:1]))
+        of_head = dict(A_log=draw(case.value_heads), dt_bias=draw(*gates[: 1 + case.kda]))
+        inputs: dict[str, Any] = dict(qkv=qkv, a=a, b=b) | of_head
         op: Callable[..., Any] = gated_delta_rule_update
-        gate_bytes = 2 * case.value_heads * itemsize(case.dtype)
+        gate_bytes = case.value_heads * (1 + case.key_dim**case.kda) * itemsize(case.dtype)
     else:
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=1)
         q, k = (x.reshape(tokens, -1, case.key_dim) for x in (q, k))

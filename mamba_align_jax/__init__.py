@@ -16,6 +16,7 @@ _PUBLIC = {
     "GroupSpec": "align.config",
     "RecurrentState": "align.config",
     "StateRing": "align.config",
+    "MambaRing": "align.ring",
     "Corrections": "align.corrections",
     "correct_counts": "align.corrections",
     "fold_slots": "align.deferred",

@@ -95,8 +95,8 @@ def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
 
 
 def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
-    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads."""
-    return tuple((P(None, None, AXIS),) * 3 if group.ring else () for group in groups)
+    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads, or by the groups that share heads' keys."""
+    return tuple((P(None, None, AXIS),) * len(group.ring.arrays(1)) if group.ring else () for group in groups)
 
 
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:

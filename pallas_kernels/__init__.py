@@ -38,5 +38,6 @@ from pallas_kernels.rows import TokenRows as TokenRows
 from pallas_kernels.rows import token_rows as token_rows
 from pallas_kernels.selective_scan import selective_scan as selective_scan
 from pallas_kernels.selective_state_update import selective_state_update as selective_state_update
+from pallas_kernels.selective_state_update.deferred import selective_state_deferred as selective_state_deferred
 from pallas_kernels.ssd import ssd as ssd
 from pallas_kernels.state_copy import state_copy as state_copy

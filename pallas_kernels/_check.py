@@ -158,3 +158,17 @@ def check_together(name: str, **arguments: jax.Array | None) -> None:
     require(
         len(given) in (0, len(arguments)), f"{name}: {together} must be given together, got only {', '.join(given)}"
     )
+
+
+def check_groups(name: str, ring: str, places: int, max_query_tokens: int) -> None:
+    """Raises ValueError, in the name of op `name`, unless rings of so many `places` suffice for rows of so many tokens."""
+    require(
+        places >= 2 and places % 2 == 0,
+        f"{name}: {ring} must have two places for each token of a group, an even number of them, got {places}",
+    )
+    require(max_query_tokens >= 1, f"{name}: max_query_tokens must be at least 1, got {max_query_tokens}")
+    require(
+        2 * max_query_tokens - 2 < places // 2,
+        f"{name}: max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
+        f"(2 * max_query_tokens - 2 < {places // 2}), got {max_query_tokens}",
+    )

@@ -22,6 +22,13 @@ def pieces(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     return *parts, x.astype(jnp.bfloat16)
 
 
+def operand(x: jax.Array, count: int = 3) -> Operand:
+    """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    return pieces(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
+
+
 def dot(a: Operand, b: Operand, *, contract: tuple[int, int] = (1, 0), interpret: bool) -> jax.Array:
     """Multiplies two tiles, or tuples of `pieces` of tiles, and returns the product in float32.
 

@@ -2,46 +2,21 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
+from mamba_align_jax.align.ring import MambaRing, Ring, dtype_name
+from mamba_align_jax.align.ring import itemsize as _itemsize
+from mamba_align_jax.align.ring import set_fields as _set
+
+HAVE_RINGS = "delta-rule layers and Mamba-2"  # the layers that policy "deferred" serves, in messages
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _itemsize(dtype: str) -> int:
-    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-    if dtype not in sizes:
-        raise ValueError(f"dtype must be one of {sorted(sizes)}, got {dtype!r}")
-    return sizes[dtype]
-
-
-def _set(instance: Any, **fields: Any) -> None:
-    """Sets fields of a frozen dataclass to the plain values that their checks returned."""
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
-
-
-def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if isinstance(dtype, str):
-        return dtype
-    try:
-        # NumPy takes None for float64.
-        return np.dtype("" if dtype is None else dtype).name
-    except (TypeError, ValueError):
-        raise ValueError(f"dtype must be the name of a dtype or a dtype, got {dtype!r}") from None
 
 
 def check_fold_length(owner: str, fold_length: int, num_speculative_tokens: int, block_size: int | bool) -> None:
@@ -136,7 +111,7 @@ class RecurrentState:
 
 
 @dataclass(frozen=True)
-class StateRing:
+class StateRing(Ring):
     """The entries that one layer of the gated delta rule keeps for each slot under policy "deferred".
 
     Attributes:
@@ -145,6 +120,7 @@ class StateRing:
         value_heads: Heads of the states.
         value_dim: Dims of a value.
         dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
+        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
     """
 
     key_heads: int
@@ -152,14 +128,20 @@ class StateRing:
     value_heads: int
     value_dim: int
     dtype: str = "bfloat16"
+    per_channel: bool = False
 
     def __post_init__(self) -> None:
-        _set(self, dtype=dtype_name(self.dtype))
+        _set(self, dtype=dtype_name(self.dtype), per_channel=values.flag("StateRing: per_channel", self.per_channel))
         _itemsize(self.dtype)
         for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
             _set(self, **{name: values.integer(f"StateRing: {name}", getattr(self, name), 1)})
         if self.value_heads % self.key_heads:
             raise ValueError(f"StateRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}")
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[value_heads, value_dim, key_dim]."""
+        return self.value_heads, self.value_dim, self.key_dim
 
     def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
         """Returns the shape and dtype of one layer's arrays for one slot: keys, corrections and log decays."""
@@ -167,12 +149,8 @@ class StateRing:
         return (
             ((self.key_heads, places, self.key_dim), self.dtype),
             ((self.value_heads, places, self.value_dim), "float32"),
-            ((self.value_heads, places), "float32"),
+            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
         )
-
-    def bytes_per_slot(self, fold_length: int) -> int:
-        """Returns the bytes of one layer's arrays for one slot."""
-        return sum(math.prod(shape) * _itemsize(dtype) for shape, dtype in self.arrays(fold_length))
 
 
 @dataclass(frozen=True)
@@ -189,7 +167,7 @@ class GroupSpec:
     name: str
     num_layers: int
     states: tuple[ConvState | RecurrentState, ...]
-    ring: StateRing | None = None
+    ring: StateRing | MambaRing | None = None
 
     def __post_init__(self) -> None:
         num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
@@ -203,7 +181,7 @@ class GroupSpec:
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
-        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, StateRing, optional=True)
+        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, StateRing, MambaRing, optional=True)
 
     def check_deferred(self) -> None:
         """Raises ValueError if the group's states can't be deferred."""
@@ -211,11 +189,11 @@ class GroupSpec:
         if self.ring is None:
             if recurrent:
                 raise ValueError(
-                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, "
+                    f"AlignConfig: policy 'deferred' must have groups with a ring, which only {HAVE_RINGS} have, "
                     f"got group {self.name!r} without one"
                 )
             return
-        shape = (self.ring.value_heads, self.ring.value_dim, self.ring.key_dim)
+        shape = self.ring.state_shape
         if [(state.shape, state.layout) for state in recurrent] != [(shape, "VK")]:
             raise ValueError(
                 f"AlignConfig: policy 'deferred' must have one recurrent state {list(shape)} of layout 'VK' for the ring "
@@ -296,7 +274,7 @@ class AlignConfig:
                 group.check_deferred()
             if all(group.ring is None for group in self.groups):
                 raise ValueError(
-                    "AlignConfig: policy 'deferred' must have groups with a ring, which only gated delta nets have, got "
+                    f"AlignConfig: policy 'deferred' must have groups with a ring, which only {HAVE_RINGS} have, got "
                     f"{names}"
                 )
         # In mode "none" a block is longer than any sequence. Its boundary is never reached, so nothing is ever saved.

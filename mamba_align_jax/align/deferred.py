@@ -7,6 +7,7 @@ itself: `settle` and `fold_slots` write it. Whatever folds a group that ends on 
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,12 @@ from mamba_align_jax.align.columns import fold_end
 from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState, StateRing
 from mamba_align_jax.align.policy import boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.ring import MambaRing
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 
 
 @jax.tree_util.register_dataclass
@@ -320,7 +323,8 @@ def _fold(
         index = next(i for i, kind in enumerate(group.states) if isinstance(kind, RecurrentState))
         where = slot, base, position, read[number], block[number]
         states, arrays = list(pool.states[number]), (pool.states[number][index], *pool.ring(number))
-        one = functools.partial(_fold_layer, group.ring, where, spec.window, implementation)
+        fold_layer: Any = _fold_mamba2 if isinstance(group.ring, MambaRing) else _fold_layer
+        one = functools.partial(fold_layer, group.ring, where, spec.window, implementation)
         states[index], *ring = jax.lax.fori_loop(0, group.num_layers, one, arrays)
         pool = pool.with_group(number, [*states, *ring])
     return pool
@@ -334,16 +338,16 @@ def _fold_layer(
     layer: jax.Array,
     arrays: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Folds in one layer. `arrays` are the states and the ring, and so is the result."""
+    """Folds in one layer of a gated delta net. `arrays` are the states and the ring, and so is the result."""
     heads, no_tokens = ring.value_heads, jnp.zeros(where[0].shape[0] + 1, jnp.int32)
     qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
-    of_token, of_head = jnp.zeros((0, heads), ring.dtype), jnp.zeros(heads, jnp.float32)
+    of_head, of_gate = (heads,), (heads, *arrays[3].shape[4:])
     _, *folded = gated_delta_rule_deferred(
         qkv,
-        of_token,
-        of_token,
-        of_head,
-        of_head,
+        jnp.zeros((0, *of_gate), ring.dtype),
+        jnp.zeros((0, *of_head), ring.dtype),
+        jnp.zeros(of_head, jnp.float32),
+        jnp.zeros(of_gate, jnp.float32),
         arrays[0],
         arrays[1],
         arrays[2],
@@ -358,4 +362,22 @@ def _fold_layer(
         max_query_tokens=window,
         implementation=implementation,
     )
+    return tuple(folded)
+
+
+def _fold_mamba2(
+    ring: MambaRing,
+    where: tuple[jax.Array, ...],
+    window: int,
+    implementation: Implementation | None,
+    layer: jax.Array,
+    arrays: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """Folds in one layer of Mamba-2. `arrays` are the states and the ring, and so is the result."""
+    no_tokens = jnp.zeros(where[0].shape[0] + 1, jnp.int32)
+    xBC = jnp.zeros((0, ring.heads * ring.head_dim + 2 * ring.groups * ring.state_dim), ring.dtype)
+    dt, of_head = jnp.zeros((0, ring.heads), ring.dtype), jnp.zeros(ring.heads, jnp.float32)
+    options = dict(max_query_tokens=window, implementation=implementation)
+    operands = xBC, dt, of_head, *arrays, jnp.int32(layer), no_tokens, *where
+    _, *folded = selective_state_deferred(*operands, **options)
     return tuple(folded)

@@ -48,9 +48,9 @@ class StatePool:
     Attributes:
         states: `states[g][s]` is [layers, blocks, *state shape] for state s of group g, in the order of
             `GroupSpec.states` and with the dtype of that state.
-        rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the keys [layers, slots,
-            key_heads, places, key_dim], corrections [layers, slots, value_heads, places, value_dim] and log decays
-            [layers, slots, value_heads, places] of group g; () for a group without recurrent states.
+        rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the arrays of group g,
+            [layers, slots, heads, places, ...], which `GroupSpec.ring` describes: keys, corrections and log decays of
+            delta-rule layers, and x, B, step sizes and log decays of Mamba-2; () for a group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]
@@ -120,7 +120,7 @@ class StatePool:
         return min(group[0].shape[1] for group in self.states)
 
     def ring(self, group: int) -> tuple[jax.Array, ...]:
-        """Returns the keys, corrections and log decays of a group's ring; () if it has none."""
+        """Returns the arrays of a group's ring; () if it has none."""
         return self.rings[group] if self.rings else ()
 
     def with_group(self, group: int, states: Sequence[jax.Array]) -> "StatePool":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.align.config import ConvState, RecurrentState, StateRing
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
@@ -89,31 +89,33 @@ class KimiDeltaAttention(nnx.Module):
         window = ConvState(width, channels, conv_dtype, self.window_layout)
         return window, RecurrentState(shape, state_dtype, self.state_layout)
 
+    def ring(self, dtype: str) -> StateRing:
+        """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
+        return StateRing(self.heads, self.head_dim, self.heads, self.head_dim, dtype, per_channel=True)
+
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
-        conv, recurrent = pools
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
 
         qkv, b, f, g = self.in_proj_qkvbfg.with_wide_first(x, is_wide=not at.has_decode_rows)
-        out, conv, recurrent = convolved_delta_rule(
+        out, *pools_ = convolved_delta_rule(
             qkv,
-            a=heads(f if self.f_b_proj is None else self.f_b_proj(f)),
-            b=b,
-            conv_weight=self.conv1d.weight[...],
-            A_log=self.A_log[...],
-            dt_bias=heads(self.dt_bias[...]),
-            at=at,
-            conv=conv,
-            recurrent=recurrent,
+            heads(f if self.f_b_proj is None else self.f_b_proj(f)),
+            b,
+            self.conv1d.weight[...],
+            self.A_log[...],
+            heads(self.dt_bias[...]),
+            at,
+            *pools,
             lower_bound=self.lower_bound,
             window_layout=self.window_layout,
             state_layout=self.state_layout,
         )
         z = heads(g if self.g_b_proj is None else self.g_b_proj(g))
-        return self.o_proj.sums(self.o_norm(out, z).reshape(x.shape[0], -1)), conv, recurrent
+        return self.o_proj.sums(self.o_norm(out, z).reshape(x.shape[0], -1)), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

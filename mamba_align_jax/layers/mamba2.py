@@ -10,6 +10,7 @@ from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.align.ring import MambaRing
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
@@ -17,7 +18,7 @@ from mamba_align_jax.layers.split import Cut, SplitGroupNorm
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
 from mamba_align_jax.sharding import Part, repeats
-from pallas_kernels import selective_state_update, ssd
+from pallas_kernels import selective_state_deferred, selective_state_update, ssd
 
 
 class Mamba2Mixer(nnx.Module):
@@ -89,10 +90,14 @@ class Mamba2Mixer(nnx.Module):
         shape = (self.heads, self.head_dim, self.state_dim)
         return self.conv1d.state(conv_dtype), RecurrentState(shape, state_dtype)
 
+    def ring(self, dtype: str) -> MambaRing:
+        """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
+        return MambaRing(self.heads, self.head_dim, self.groups, self.state_dim, dtype)
+
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
-        """Runs a step's packed tokens: see `Mixer`. The pools are windows and recurrent states."""
-        conv, recurrent = pools
+        """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
+        conv, recurrent, *ring = pools
         z, xBC, dt = self.in_proj(x)
         inner, of_groups = z.shape[1], self.groups * self.state_dim
         if self.multipliers is not None:
@@ -100,29 +105,32 @@ class Mamba2Mixer(nnx.Module):
             factors = np.repeat(of_xBC, (inner, of_groups, of_groups))
             z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype), dt * of_dt
         xBC, conv = self.conv1d(xBC, at, conv)
-        inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
-        def decode(rows: LayerRows, *operands):
-            x, dt, B, C, recurrent = operands
-            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            return selective_state_update(x, dt, A, B, C, recurrent, *where, **same)
+        def parts(xBC: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+            """Returns x, dt, A, B and C of packed tokens."""
+            inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
+            fold = lambda y, heads: y.reshape(y.shape[0], heads, -1)
+            return fold(inputs, self.heads), dt, A, fold(B, self.groups), fold(C, self.groups)
 
-        def prefill(rows: LayerRows, *operands):
-            x, dt, B, C, recurrent = operands
+        def decode(rows: LayerRows, xBC, dt, recurrent, *ring):
+            if rows.fold is not None:
+                at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
+                operands = xBC, dt, A, recurrent, *ring, at.layer, rows.query_start_loc, *at_row
+                return selective_state_deferred(*operands, max_query_tokens=rows.write.shape[-1], **same)
+            where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
+            return *selective_state_update(*parts(xBC, dt), recurrent, *where, **same), *ring
+
+        def prefill(rows: LayerRows, xBC, dt, recurrent, *ring):
             assert at.chunks is not None, "a step with prefill rows has chunks"
             where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-            return ssd(x, dt, A, B, C, recurrent, *where, **rows.checkpoints, **same)
+            return *ssd(*parts(xBC, dt), recurrent, *where, **rows.checkpoints, **same), *ring
 
-        def fold(y: jax.Array, parts: int) -> jax.Array:
-            return y.reshape(y.shape[0], parts, -1)
-
-        tokens = fold(inputs, self.heads), dt, fold(B, self.groups), fold(C, self.groups)
-        out, recurrent = at.apply(decode, prefill, tokens, (recurrent,))
+        out, recurrent, *ring = at.apply(decode, prefill, (xBC, dt), (recurrent, *ring))
         out = out.reshape(z.shape)
         out = (out * jax.nn.silu(z)) if self.norm is None else self.norm(out, z)
-        return self.out_proj.sums(out), conv, recurrent
+        return self.out_proj.sums(out), conv, recurrent, *ring
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

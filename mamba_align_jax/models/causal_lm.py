@@ -10,6 +10,7 @@ from flax import nnx
 
 from mamba_align_jax.align.config import GroupSpec, StateRing
 from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.ring import MambaRing
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
@@ -160,7 +161,7 @@ class CausalLM(nnx.Module):
             if kind != ATTENTION
         )
 
-    def _ring(self, mixer: Any) -> StateRing | None:
+    def _ring(self, mixer: Any) -> StateRing | MambaRing | None:
         """Returns what a mixer keeps for each slot under policy "deferred"; None if it does not serve that policy."""
         return mixer.ring(self.dtype) if hasattr(mixer, "ring") else None
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mamba_align_jax import (
     Additions,
@@ -27,14 +28,17 @@ from mamba_align_jax import (
     split_rows,
 )
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.metadata.layer_step import LayerStep
 
 BLOCK, L, K, SLOTS, LENGTH = 16, 8, 3, 3, 96
 KEY_HEADS, HEADS, DIM, WIDTH, LAYERS = 1, 2, 4, 4, 2
-CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM  # of the convolution, in both kinds of layers
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
 RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
+# Keys have as many heads as in the other group, so that both take the same inputs.
+KDA = GroupSpec("kda", LAYERS, STATES, StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
 CHUNK = 40
 
 
@@ -44,23 +48,53 @@ def make_spec(**changes):
 
 
 SPEC = make_spec()
+# The same for Mamba-2: two heads that share one B.
+MAMBA2 = Mamba2Mixer(1, HEADS, DIM, DIM, KEY_HEADS, WIDTH, "float32", nnx.Rngs(0), norm=False)
+MAMBA2_GROUP = GroupSpec("mamba2", LAYERS, MAMBA2.states("float32", "float32"), MAMBA2.ring("float32"))
+SPECS = SPEC, make_spec(groups=(KDA,)), make_spec(groups=(MAMBA2_GROUP,))
+EACH = pytest.mark.parametrize("spec", SPECS, ids=["gdn", "kda", "mamba2"])
 NUMBERS = np.random.default_rng(0)
 TAPS = NUMBERS.normal(size=(WIDTH, CHANNELS)).astype(np.float32)
-A_LOG, BIAS = NUMBERS.normal(size=(2, HEADS)).astype(np.float32)
+A_LOG, BIAS = (NUMBERS.normal(size=(HEADS, dims)).astype(np.float32) for dims in (1, DIM))
+INPUTS = CHANNELS + HEADS + HEADS * DIM
 
 
 def inputs_of(seed, length=LENGTH):
-    """A layer's inputs for each position of a sequence: qkv, a and b side by side. float32 [length, channels]"""
-    return np.random.default_rng(seed).normal(size=(length, CHANNELS + 2 * HEADS)).astype(np.float32)
+    """A layer's inputs for each position of a sequence, side by side. float32 [length, channels]
+
+    For delta-rule layers they are qkv, b and a, for Mamba-2 [x, B, C], dt and z.
+    """
+    return np.random.default_rng(seed).normal(size=(length, INPUTS)).astype(np.float32)
+
+
+class NoProjections:
+    """In place of Mamba-2's projections, whose sums a CPU may compute in another order for other rows of a matrix."""
+
+    def __call__(self, x):
+        xBC, dt, z = jnp.split(x, [CHANNELS, CHANNELS + HEADS], axis=1)
+        return z, xBC, dt
+
+    def sums(self, x):
+        return x
+
+
+MAMBA2.in_proj = MAMBA2.out_proj = NoProjections()
 
 
 def run_layers(spec, rows, chunks, x, pool):
     """Runs all layers on the same inputs."""
-    qkv, a, b = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :]
+    per_channel = spec.groups == (KDA,)
+    qkv, b, a = x[:, :CHANNELS], x[:, CHANNELS : CHANNELS + HEADS], x[:, CHANNELS + HEADS :].reshape(-1, HEADS, DIM)
+    a, bias = (a, BIAS) if per_channel else (a[..., 0], BIAS[:, 0])
     arrays = *pool.states[0], *pool.ring(0)
+    if spec.groups == (MAMBA2_GROUP,):
+        for layer in range(LAYERS):
+            at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
+            out, *arrays = MAMBA2(x, at, *arrays)
+        return out, pool.with_group(0, arrays)
     for layer in range(LAYERS):
         at = LayerStep(rows=rows, chunks=chunks, layer=jnp.int32(layer), implementation="xla")
-        weights, layout = map(jnp.asarray, (TAPS, A_LOG, BIAS)), spec.groups[0].states[0].layout
+        weights, layout = map(jnp.asarray, (TAPS, A_LOG[:, 0], bias)), spec.groups[0].states[0].layout
         out, *arrays = convolved_delta_rule(qkv, a, b, *weights, at, *arrays, window_layout=layout)
     return out, pool.with_group(0, arrays)
 
@@ -77,7 +111,7 @@ def run_step(spec, state, pool, tables, additions, batch, x, num_sampled, decode
     return out, state, pool, lost
 
 
-fold = jax.jit(fold_slots, static_argnums=0)
+fold = jax.jit(fold_slots, static_argnames="spec")
 
 
 class Server:
@@ -86,7 +120,7 @@ class Server:
     def __init__(self, seed=0, spec=SPEC):
         self.rng, self.spec = np.random.default_rng(seed), spec
         self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), StatePool.create(spec, 64))
-        self.state, columns = AlignState.create(SPEC), SPEC.num_columns
+        self.state, columns = AlignState.create(spec), spec.num_columns
         self.blocks = 1 + np.arange(SLOTS * columns, dtype=np.int32).reshape(SLOTS, columns)
         self.sequences, self.entering, self.outputs = {}, {}, {}
 
@@ -105,7 +139,7 @@ class Server:
         padding = SLOTS - len(rows)
         slots, lengths, accepted = slots + [-1] * padding, lengths + [0] * padding, accepted + [1] * padding
         drafts = [n - 1 if slot >= 0 else -1 for slot, n in zip(slots, lengths, strict=True)]
-        x = np.full((SLOTS * (1 + K) + CHUNK, CHANNELS + 2 * HEADS), np.nan, np.float32)
+        x = np.full((SLOTS * (1 + K) + CHUNK, INPUTS), np.nan, np.float32)
         if chunk:
             slots, lengths, accepted, drafts = [*slots, chunk[0]], [*lengths, chunk[1]], [*accepted, 1], [*drafts, -1]
         starts = np.cumsum([0, *lengths]).tolist()
@@ -114,8 +148,8 @@ class Server:
                 x[begin : begin + n] = self.sequences[slot][computed[slot] :][:n]
                 if kind >= 0:  # What follows the accepted tokens are wrong drafts.
                     x[begin + taken : begin + n] = self.rng.normal(size=(n - taken, x.shape[1]))
-        batch = StepBatch.from_host(SPEC, SLOTS + 1, slots, starts, drafts)
-        additions = Additions.from_host(SPEC, SLOTS, list(self.entering), list(self.entering.values()))
+        batch = StepBatch.from_host(self.spec, SLOTS + 1, slots, starts, drafts)
+        additions = Additions.from_host(self.spec, SLOTS, list(self.entering), list(self.entering.values()))
         self.entering = {}
         tables = BlockTables(blocks=jnp.asarray(self.blocks[None]))
         sampled = np.array([*accepted, *[1] * (SLOTS + 1 - len(accepted))], np.int32)
@@ -160,12 +194,13 @@ SCHEDULES = {
 }
 
 
+@EACH
 @pytest.mark.parametrize("prompt", [0, 5, 16, 21])
-def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
+def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt, spec):
     sequence, end = inputs_of(1), 80
     found = {}
     for seed, (name, schedule) in enumerate(SCHEDULES.items()):
-        server = Server(seed)
+        server = Server(seed, spec)
         server.enter(1, sequence)
         if prompt:
             server.step([], chunk=(1, prompt))
@@ -179,13 +214,14 @@ def test_boundaries_and_outputs_have_the_same_bits_under_every_schedule(prompt):
             np.testing.assert_array_equal(told[at], outputs[at], err_msg=f"{name}, output {at}")
 
 
-def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
+@EACH
+def test_a_slot_that_is_used_again_does_not_see_the_last_ring(spec):
     """A request resumes from the boundary of one that speculated, in a slot whose ring is full of another's entries."""
     sequence = inputs_of(2)
-    first = Server(0)
+    first = Server(0, spec)
     first.enter(0, sequence)
     wanted, outputs = first.finish(0, 64, lambda: (1, 1)), first.outputs[0]
-    second = Server(1)
+    second = Server(1, spec)
     second.enter(0, sequence)
     second.finish(0, 37, SCHEDULES["random 0"]())
     second.enter(1, inputs_of(3))
@@ -202,12 +238,13 @@ def test_a_slot_that_is_used_again_does_not_see_the_last_ring():
         np.testing.assert_array_equal(second.outputs[1][at], outputs[at])
 
 
+@EACH
 @pytest.mark.parametrize("before", [1, 7, 8, 9, 15, 16, 17, 23, 24, 25])
 @pytest.mark.parametrize("accepted", [1, K + 1])
-def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted):
+def test_a_chunk_after_verify_rows_continues_from_their_entries(before, accepted, spec):
     """With and without a complete fold group at the chunk's start, which is also the boundary 16."""
     sequence = inputs_of(4)
-    plain, other = Server(0), Server(1)
+    plain, other = Server(0, spec), Server(1, spec)
     for server in (plain, other):
         server.enter(0, sequence)
     plain.step([], chunk=(0, before))
@@ -231,8 +268,9 @@ def test_a_chunk_whose_state_was_not_migrated_counts_as_lost():
     assert server.step([], chunk=(0, 4), migrates=False) == 1
 
 
-def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
-    server = Server()
+@EACH
+def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change(spec):
+    server = Server(0, spec)
     for slot, end in enumerate((7, 8, 9)):
         server.enter(slot, inputs_of(slot))
         while int(server.state.num_computed_tokens[slot]) < end or slot in server.entering:
@@ -240,10 +278,10 @@ def test_only_slots_whose_group_is_complete_fold_and_others_do_not_change():
     assert server.state.state_pos.tolist() == [0, 0, 8]
     before = jax.tree.map(np.asarray, server.pool)
     tables = BlockTables(blocks=jnp.asarray(server.blocks[None]))
-    state, pool = fold(SPEC, server.state, server.pool, tables, jnp.array([0, 2, -1]))
+    state, pool = fold(spec, server.state, server.pool, tables, jnp.array([0, 2, -1]))
     assert state.state_pos.tolist() == [0, 0, 8]
     jax.tree.map(np.testing.assert_array_equal, pool, before)
-    state, pool = fold(SPEC, state, pool, tables, jnp.array([1, -1]))
+    state, pool = fold(spec, state, pool, tables, jnp.array([1, -1]))
     assert state.state_pos.tolist() == [0, 8, 8]
     changed = [b for b in range(64) if not np.array_equal(pool.states[0][1][:, b], before.states[0][1][:, b], True)]
     assert changed == [server.blocks[1, 0]]
@@ -271,20 +309,21 @@ def test_no_state_is_copied_and_a_request_holds_few_blocks():
     assert make_spec(mode="none", fold_length=9).blocks_per_request() == 1
     per_layer = 16 * (KEY_HEADS * DIM + HEADS * DIM + HEADS) * 4
     assert SPEC.ring_bytes_per_slot == LAYERS * per_layer
+    assert SPECS[1].ring_bytes_per_slot == LAYERS * (per_layer + 16 * HEADS * (DIM - 1) * 4)
+    of_mamba = 16 * (HEADS * DIM + KEY_HEADS * DIM + 2 * HEADS) * 4
+    assert SPECS[2].ring_bytes_per_slot == LAYERS * of_mamba
     assert make_spec(policy="copy_free").ring_bytes_per_slot == 0
 
 
-KDA = GroupSpec("kda", 1, STATES)
+MAMBA = GroupSpec("mamba", 1, STATES)
 BAD = {
     "fold_length must divide block_size = 16 under policy 'deferred', got 7": dict(fold_length=7),
     "fold_length must be more than 2 * num_speculative_tokens = 8 under policy 'deferred', got 8": dict(
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got group 'kda' without one": dict(
-        groups=(GROUP, KDA)
-    ),
-    "policy 'deferred' must have groups with a ring, which only gated delta nets have, got ['conv']": dict(
+    "which only delta-rule layers and Mamba-2 have, got group 'mamba' without one": dict(groups=(GROUP, MAMBA)),
+    "policy 'deferred' must have groups with a ring, which only delta-rule layers and Mamba-2 have, got ['conv']": dict(
         groups=(GroupSpec("conv", 1, STATES[:1]),)
     ),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(
@@ -308,14 +347,15 @@ def test_slots_of_another_policy_are_refused(policies):
         begin_step(used, AlignState.create(made), batch, BlockTables.create(used))
 
 
-def test_everything_stays_int32_in_64_bit_mode():
+@EACH
+def test_everything_stays_int32_in_64_bit_mode(spec):
     with jax.enable_x64(True):
-        state, batch = AlignState.create(SPEC), StepBatch.from_host(SPEC, 2, [0, 2], [0, 1, 3], [0, -1])
-        state, indices = begin_step(SPEC, state, batch, BlockTables.create(SPEC))
+        state, batch = AlignState.create(spec), StepBatch.from_host(spec, 2, [0, 2], [0, 1, 3], [0, -1])
+        state, indices = begin_step(spec, state, batch, BlockTables.create(spec))
         state, pool = fold_slots(
-            SPEC, state, StatePool.create(SPEC, 8), BlockTables.create(SPEC), jnp.array([0, -1], jnp.int32)
+            spec, state, StatePool.create(spec, 8), BlockTables.create(spec), jnp.array([0, -1], jnp.int32)
         )
-        pool = migrate(SPEC, pool, indices)
+        pool = migrate(spec, pool, indices)
     kinds = {x.dtype for x in jax.tree.leaves((state, indices))}
     assert kinds == {jnp.dtype("int32"), jnp.dtype("bool")}
     assert {x.dtype for x in jax.tree.leaves(pool)} == {jnp.dtype("float32")}

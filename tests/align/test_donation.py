@@ -1,5 +1,6 @@
 """A donated step updates its pools in place: it allocates and copies nothing of the size of a pool."""
 
+import dataclasses
 import functools
 import re
 
@@ -14,6 +15,7 @@ from mamba_align_jax import (
     BlockTables,
     ConvState,
     GroupSpec,
+    MambaRing,
     RecurrentState,
     StatePool,
     StateRing,
@@ -195,8 +197,12 @@ def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_token
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
-def test_a_donated_fold_copies_no_pool(implementation, dtype):
+@pytest.mark.parametrize("mamba2", [False, True])
+def test_a_donated_fold_copies_no_pool(implementation, dtype, mamba2):
     spec = make_spec("deferred", 2, dtype)
+    if mamba2:
+        group = dataclasses.replace(spec.groups[0], ring=MambaRing(HEADS, DIM, 1, DIM, dtype))
+        spec = dataclasses.replace(spec, groups=(group,))
     pool, state, tables, *_ = arguments(spec, 4, dtype)
     fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))
     compiled = fold.lower(state, pool, tables, jax.ShapeDtypeStruct((1,), "int32")).compile()

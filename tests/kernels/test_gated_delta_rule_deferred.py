@@ -6,21 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack, skip_if_unavailable
 from kernels.deferred_rows import (
     BLOCKS,
     DIMS,
     EVERY,
     LAYER,
     LAYERS,
-    MOSAIC_GPU,
     SLOTS,
     Kind,
     Sequences,
     coarsest,
     dirty_rings,
     exact,
-    skip_if_unavailable,
 )
 
 from pallas_kernels.dispatch import UnsupportedError
@@ -67,6 +65,19 @@ KINDS = [
     Kind("kimi", "bfloat16"),
     Kind("narrow"),
 ]
+KDA_KINDS = [
+    Kind("equal heads", kda=True),
+    Kind("grouped", "bfloat16", kda=True),
+    Kind("kimi", "bfloat16", kda=True),
+    Kind("kimi", "bfloat16", "bfloat16", length=8, kda=True),
+    Kind("grouped", "bfloat16", "bfloat16", "bfloat16", kda=True),
+    Kind("96 x 192", "bfloat16", kda=True),
+    Kind("odd", length=32, kda=True),
+    Kind("equal heads", "float16", "float16", kda=True),
+    Kind("grouped", l2norm=False, kda=True),
+    Kind("grouped", lower_bound=-5.0, beta_max=2, kda=True),
+    Kind("narrow", kda=True),
+]
 MOSAIC_GPU_KINDS = [
     Kind("64 x 128", "bfloat16"),
     Kind("64 x 128", "bfloat16", "bfloat16"),
@@ -80,18 +91,33 @@ MOSAIC_GPU_KINDS = [
 ]
 
 
+def how_they_run(kinds):
+    """Cases of kinds that XLA and the Triton kernel run, the latter interpreted or on a GPU."""
+    cases = [(kind, implementation) for kind in kinds for implementation in ("xla", "interpret")]
+    return cases + [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in kinds]
+
+
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [(kind, implementation) for kind in KINDS for implementation in ("xla", "interpret")]
+    how_they_run(KINDS)
     + [(kind, "by hand") for kind in KINDS if kind.dims not in ("odd", "narrow")]
-    + [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in KINDS]
     + [pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_KINDS],
     ids=str,
 )
 def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
-    """Outputs, folds and new entries, and that nothing else changes, with pools and rings of NaN."""
     skip_if_unavailable(implementation)
-    grow = lambda x: x + x // 16 * (kind.length - 16)  # the same places in groups of another length
+    assert_rows_match_the_oracle(rng, kind, implementation)
+
+
+@pytest.mark.parametrize(("kind", "implementation"), how_they_run(KDA_KINDS), ids=str)
+def test_rows_with_a_decay_per_key_channel_match_the_oracle(rng, kind, implementation):
+    assert_rows_match_the_oracle(rng, kind, implementation)
+
+
+def assert_rows_match_the_oracle(rng, kind, implementation):
+    """Runs rows in every phase, with pools and rings of NaN: outputs, folds and entries are right, the rest is kept."""
+    # The same places in groups that are longer, and about half of them in groups of 8.
+    grow = lambda x: x + x // 16 * (kind.length - 16) if kind.length >= 16 else x // 2
     cases = [dataclasses.replace(row, base=grow(row.base), position=grow(row.position)) for row in ROWS.values()]
     sequences = Sequences(rng, kind, [row.position - row.base + row.count for row in cases])
     dims = DIMS[kind.dims]
@@ -177,21 +203,20 @@ def test_errors_do_not_grow_with_the_number_of_tokens(rng, slow, implementation)
     assert late <= 2e-6
 
 
+CONFIGS = [DeferredConfig(16, 16, 1), DeferredConfig(8, 4, 1), DeferredConfig(32, 128, 2)]
+
+
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_every_config_computes_the_same_numbers(rng, implementation):
-    kind = Kind("grouped", "bfloat16")
+@pytest.mark.parametrize("kda", [False, True])
+def test_every_config_computes_the_same_numbers(rng, kda, implementation):
+    kind = Kind("grouped", "bfloat16", kda=kda)
     sequences, dims = Sequences(rng, kind, [3, 2]), DIMS[kind.dims]
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), kind.state, (1, 2))
     ints = lambda *values: jnp.asarray(values, jnp.int32)
     tokens = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     rows = ints(0, 3, 5), ints(0, 1), ints(14, 14), ints(14, 14), ints(1, 2), ints(3, 4)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
-    configs = [
-        DeferredConfig(16, 16, 128, 1, 3),
-        DeferredConfig(32, 16, 16, 2, 3),
-        DeferredConfig(32, 32, 32, 4, 3, values_first=True),
-    ]
-    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
+    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in CONFIGS]
     for out in results[1:]:
         assert_close(exact(out), exact(results[0]), jnp.bfloat16, dims.key_dim, "outputs")
 
@@ -257,6 +282,11 @@ def refused(**changes):
         (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
         (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
         (dict(layer=1), r"layer must be in \[0, 1\)"),
+        (dict(a=jnp.zeros((3, 2, 16))), r"dt_bias must have the shape \(2, 16\) of one token of a, got \(2,\)"),
+        (
+            dict(a=jnp.zeros((3, 2, 16)), dt_bias=jnp.zeros((2, 16))),
+            r"ring_g must be \[1, 3, 2, 32, 16\] for log decays of shape \(2, 16\), got \[1, 3, 2, 32\]",
+        ),
         (dict(lower_bound=1.0), "lower_bound must be negative or None, got 1.0"),
         (dict(implementation="cuda"), "implementation must be"),
     ],
@@ -270,6 +300,15 @@ def test_bad_arguments_are_refused(changes, message):
     ("changes", "message"),
     [
         (dict(), "qkv must be bfloat16, got float32"),
+        (
+            dict(
+                qkv=jnp.zeros((3, 96), jnp.bfloat16),
+                a=jnp.zeros((3, 2, 16)),
+                dt_bias=jnp.zeros((2, 16)),
+                ring_g=jnp.zeros((1, 3, 2, 32, 16)),
+            ),
+            r"a must have a decay per head \[tokens, value_heads\], got \[3, 2, 16\]",
+        ),
         (dict(qkv=jnp.zeros((3, 96), jnp.bfloat16)), "must be multiples of 64, key_dim at most 256, got 16 and 16"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import deferred, pipeline
+from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
 from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
@@ -42,6 +42,8 @@ from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.selective_state_update import cases as selective_state_update_cases
+from pallas_kernels.selective_state_update.deferred import cases as deferred_mamba2_cases
+from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
@@ -145,13 +147,26 @@ INDICES = ("query_start_loc", "slot", "base", "position", "read_block", "fold_bl
 def lower_gated_delta_rule_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
     tokens, n = sum(case.lengths), len(case.lengths)
     pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
-    gate, head = array(case.dtype, tokens, case.value_heads), array(jnp.float32, case.value_heads)
-    inputs = array(case.dtype, tokens, case.channels), gate, gate, head, head
+    a, b = (array(case.dtype, tokens, *shape) for shape in (case.gate_shape, case.gate_shape[:1]))
+    heads = array(jnp.float32, case.value_heads), array(jnp.float32, *case.gate_shape)
+    inputs = array(case.dtype, tokens, case.channels), a, b, *heads
     options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
     run = lambda pools, layer, inputs, *indices: gated_delta_rule_deferred(
         *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), **options
     )
     return lower(device, run, pools, array(jnp.int32), inputs, rows(n + 1), *[rows(n)] * 5)
+
+
+def lower_selective_state_deferred(device, case, layers=30, blocks=512, implementation="triton", config=None):
+    tokens, n = sum(case.lengths), len(case.lengths)
+    pools = {name: array(dtype, *shape) for name, (shape, dtype) in case.pool_shapes(layers, blocks, n).items()}
+    head = array(jnp.float32, case.heads)
+    inputs = array(case.dtype, tokens, case.channels), array(case.dtype, tokens, case.heads), head
+    options = dict(max_query_tokens=max(case.lengths), implementation=implementation, config=config)
+    run = lambda pools, layer, inputs, D, dt_bias, *indices: selective_state_deferred(
+        *inputs, **pools, layer=layer, **dict(zip(INDICES, indices, strict=True)), D=D, dt_bias=dt_bias, **options
+    )
+    return lower(device, run, pools, array(jnp.int32), inputs, head, head, rows(n + 1), *[rows(n)] * 5)
 
 
 def lower_selective_state_update(device, case, layers=30, blocks=512, implementation="triton"):
@@ -275,6 +290,11 @@ OPS = {
         gated_delta_rule_cases.PREFILL_CASES[0],
     ),
     "gated_delta_rule_deferred": (lower_gated_delta_rule_deferred, deferred_cases.CASES, deferred_cases.CASES[0]),
+    "selective_state_deferred": (
+        lower_selective_state_deferred,
+        deferred_mamba2_cases.CASES,
+        deferred_mamba2_cases.CASES[0],
+    ),
     "mixture_of_experts": (
         lower_mixture_of_experts,
         mixture_of_experts_cases.CASES,
@@ -360,11 +380,15 @@ def test_every_configuration_lowers(op, state_dtype, lengths):
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_every_variant_of_deferred_states_lowers(state_dtype, tokens):
+@pytest.mark.parametrize("kda", [False, True])
+def test_every_variant_of_deferred_states_lowers(state_dtype, tokens, kda):
     """What `benchmarks.deferred` times."""
-    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
-    for config in deferred.variants(case):
+    case = deferred_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype, kda=kda)
+    for config in filter(None, deferred_delta_rule.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_gated_delta_rule_deferred("NVIDIA H200", case, config=config)
+    case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    for config in filter(None, deferred_mamba2.variants(case, every=True)):
+        assert "__gpu$xla.gpu.triton" in lower_selective_state_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
@@ -376,6 +400,11 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
     text = lower_gated_delta_rule_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
     assert "mosaic_gpu" in text
     assert "gated_delta_rule_deferred_weights" in text
+    for dims in (dict(), dict(heads=80, state_dim=64, groups=1), dict(heads=48, state_dim=256, groups=1)):
+        case = deferred_mamba2_cases.Case("any", (tokens,) * 8, state_dtype=state_dtype, **dims)
+        text = lower_selective_state_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
+        assert "mosaic_gpu" in text
+        assert "selective_state_deferred_weights" in text
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")

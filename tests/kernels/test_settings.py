@@ -20,6 +20,7 @@ from pallas_kernels import (
     paged_attention,
     rotate_and_store,
     selective_scan,
+    selective_state_deferred,
     selective_state_update,
     ssd,
     state_copy,
@@ -46,6 +47,11 @@ def run(draw, implementation):
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
     rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
     deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
+    of_mamba = (
+        array(1, 2, HEADS, 32, DIM),
+        array(1, 2, 1, 32, DIM),
+        *(-jnp.abs(array(1, 2, HEADS, 32)) for _ in range(2)),
+    )
     pages = array(1, 6, 4, HEADS, DIM)
     attention = pages, pages, 0, loc, ints(3, 9), ints(1, 2, 3, 4, 5, 0).reshape(2, 3).repeat(2, axis=1)
     return (
@@ -54,6 +60,9 @@ def run(draw, implementation):
         causal_conv1d_update(x[:3], conv, 0, weight, None, ints(0, 1, 3), *rows[4:], **how),
         gated_delta_rule_update(x, a, b, A_log, dt_bias, *states, **how),
         gated_delta_rule_deferred(x, a, b, A_log, dt_bias, recurrent, *rings, *deferred, max_query_tokens=5, **how),
+        selective_state_deferred(
+            x[:, : 4 * DIM], a, -jnp.exp(A_log), recurrent, *of_mamba, *deferred, max_query_tokens=5, D=dt_bias, **how
+        ),
         gated_delta_rule_recurrent(q, k, v, -jnp.abs(k), beta, *states, **how),
         selective_state_update(v, a, -jnp.exp(A_log), q, k, *states, D=dt_bias, z=k, dt_bias=dt_bias, **how),
         ssd(*narrow(v, a), -jnp.exp(A_log), *narrow(q, k), *prefill, D=dt_bias, z=k.astype(jnp.bfloat16), **how),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_groups, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
@@ -15,16 +15,16 @@ from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 RingK = Float[Array, "layers slots key_heads places key_dim"]
 RingU = Float[Array, "layers slots value_heads places value_dim"]
-RingG = Float32[Array, "layers slots value_heads places"]
+RingG = Float32[Array, "layers slots value_heads places"] | Float32[Array, "layers slots value_heads places key_dim"]
 
 
 @checked
 def gated_delta_rule_deferred(
     qkv: Float[Array, "tokens channels"],
-    a: Float[Array, "tokens value_heads"],
+    a: Float[Array, "tokens value_heads"] | Float[Array, "tokens value_heads key_dim"],
     b: Float[Array, "tokens value_heads"],
     A_log: Float[Array, " value_heads"],
-    dt_bias: Float[Array, " value_heads"],
+    dt_bias: Float[Array, " value_heads"] | Float[Array, "value_heads key_dim"],
     pool: Pool,
     ring_k: RingK,
     ring_u: RingU,
@@ -48,13 +48,15 @@ def gated_delta_rule_deferred(
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, RingK, RingU, RingG]:
     """Runs the gated delta rule over decode and verify rows, and writes a state only where a group of tokens ends.
 
-    It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head. Instead of a
-    state after each token it keeps an entry for each token in a ring. Positions are cut into groups of
-    L = places // 2 tokens, at the multiples of L. With the raw key k, its factor n = 1 / sqrt(sum(k^2) + 1e-6) and the
-    correction c = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
+    It computes what `gated_delta_rule_update` computes, which has the equations, with a decay per head or, for Kimi delta
+    attention, per key channel. Instead of a state after each token it keeps an entry for each token in a ring. Positions
+    are cut into groups of L = places // 2 tokens, at the multiples of L. With the raw key k, its factor
+    n = 1 / sqrt(sum(k^2) + 1e-6) and the correction c = beta * (v - S (n k)), an entry is (k, u, g) where u = n c::
 
         S[p] = exp(g[base] + .. + g[p - 1]) S[base]
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) u[i] k[i]^T
+
+    A decay per key channel scales the columns of S[base] and the channels of k[i].
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
     in the ring of its slot, position i at place i mod 2 L. Let B = (base // L + 1) * L be the end of base's group. The row
@@ -75,23 +77,25 @@ def gated_delta_rule_deferred(
     accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
     many came with a call, which drafts were rejected, or what other rows are. The kernels multiply on tensor cores,
     bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of
-    2^-24), two otherwise, or as many as the `config` of "triton" says.
+    2^-24), two otherwise, or as many as the `config` of "triton" says. With a decay per key channel, keys and queries are
+    decayed before they are multiplied, and everything is multiplied in float32. No exponent of a decay is positive.
 
-    Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; ReplaySSM of the Dao lab
-    for a cache of entries instead of states.
+    Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; Kimi Team, "Kimi Linear"
+    (2025) for the decay per key channel; ReplaySSM of the Dao lab for a cache of entries instead of states.
 
     Args:
         qkv: Outputs of the convolution, [queries | keys | values] of all rows, packed, the heads in order.
             channels = 2 * key_heads * key_dim + value_heads * value_dim.
-        a: Raw decay projection, per head.
+        a: Raw decay projection, per head, or per key channel for Kimi delta attention.
         b: Raw projection of beta, per head.
         A_log: Logarithm of the decay rate, per head.
-        dt_bias: Bias that is added to `a`.
+        dt_bias: Bias that is added to `a`. It has the trailing axes of `a`.
         pool: States of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied
             otherwise, as the three arrays of the ring are.
         ring_k: Raw keys of the entries, in qkv's dtype.
         ring_u: Corrections of the entries.
-        ring_g: Log decays of the entries. The places of a ring that hold no entry of the row may hold anything.
+        ring_g: Log decays of the entries, with the trailing axes of `a` after the places. The places of a ring that hold no
+            entry of the row may hold anything.
         layer: The layer whose blocks and rings are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -109,9 +113,9 @@ def gated_delta_rule_deferred(
         use_qk_l2norm: Whether queries and keys are normalised to unit length first. If not, n is 1.
         implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
             on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
-            JAX 0.11.2, bfloat16 inputs, key_dim and value_dim that are multiples of 64 (key_dim at most 256), and groups
-            of 16 or 32 tokens.
-        config: Launch configuration of the Triton kernel. None selects the default.
+            JAX 0.11.2, bfloat16 inputs, a decay per head, key_dim and value_dim that are multiples of 64 (key_dim at most
+            256), and groups of 16 or 32 tokens.
+        config: Launch configuration of the Triton kernels. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
@@ -137,22 +141,22 @@ def gated_delta_rule_deferred(
     )
     require(ring_k.dtype == qkv.dtype, f"{name}: ring_k must have qkv's dtype {qkv.dtype}, got {ring_k.dtype}")
     require(ring_k.shape[1] > 0, f"{name}: ring_k must have at least one slot, got {list(ring_k.shape)}")
+    check_groups(name, "ring_k", places, max_query_tokens)
     require(
-        places >= 2 and places % 2 == 0,
-        f"{name}: ring_k must have two places for each token of a group, an even number of them, got {places}",
+        dt_bias.shape == a.shape[1:],
+        f"{name}: dt_bias must have the shape {a.shape[1:]} of one token of a, got {dt_bias.shape}",
     )
-    require(max_query_tokens >= 1, f"{name}: max_query_tokens must be at least 1, got {max_query_tokens}")
+    wanted = *ring_u.shape[:4], *a.shape[2:]
     require(
-        2 * max_query_tokens - 2 < places // 2,
-        f"{name}: max_query_tokens must be at most {(places // 2 + 1) // 2} for groups of {places // 2} tokens "
-        f"(2 * max_query_tokens - 2 < {places // 2}), got {max_query_tokens}",
+        ring_g.shape == wanted,
+        f"{name}: ring_g must be {list(wanted)} for log decays of shape {a.shape[1:]}, got {list(ring_g.shape)}",
     )
     require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
     if slot.shape[0] == 0:
         return jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype), pool, ring_k, ring_u, ring_g
     tokens = qkv.shape[0]
     if tokens == 0:  # Rows without tokens may fold, but no array of a kernel may be empty.
-        qkv, a, b = (jnp.zeros((1, x.shape[1]), x.dtype) for x in (qkv, a, b))
+        qkv, a, b = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (qkv, a, b))
     operands = (qkv, a, b, A_log, dt_bias, pool, ring_k, ring_u, ring_g, jnp.int32(layer), query_start_loc)
     operands += (slot, base, position, read_block, fold_block)
     scale = key_dim**-0.5 if scale is None else scale
@@ -195,6 +199,6 @@ def _deferred(
 
 def _no_mosaic_gpu(operands, implementation):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
-    qkv, pool, ring_u = operands[0], operands[5], operands[7]
+    qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
     device = pm.missing() if implementation else pm.unavailable()
-    return device or mosaic_gpu.unsupported(qkv, pool, ring_u)
+    return device or mosaic_gpu.unsupported(qkv, a, pool, ring_u)

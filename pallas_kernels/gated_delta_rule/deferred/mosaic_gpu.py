@@ -20,12 +20,14 @@ _VALUES = 64  # value dims of a program: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
 
 
-def unsupported(qkv: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
+def unsupported(qkv: jax.Array, a: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     value_dim, key_dim = pool.shape[3:]
     length = ring_u.shape[3] // 2
     if qkv.dtype != jnp.bfloat16:
         return f"qkv must be bfloat16, got {qkv.dtype}"
+    if a.ndim != 2:
+        return f"a must have a decay per head [tokens, value_heads], got {list(a.shape)}"
     if value_dim % _VALUES or key_dim % 64 or key_dim > 256:
         return f"value_dim and key_dim must be multiples of 64, key_dim at most 256, got {value_dim} and {key_dim}"
     return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"

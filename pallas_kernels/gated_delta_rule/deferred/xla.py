@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import NULL_BLOCK, read_blocks, write_blocks
+from pallas_kernels._deferred_rows import advance_rows
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 
@@ -32,6 +32,9 @@ def gated_delta_rule_deferred(
     use_qk_l2norm: bool,
 ) -> tuple[jax.Array, ...]:
     """Advances packed rows. See api.py."""
+    # A token has a log decay per head and key channel, or one that all key channels of a head share.
+    A_log, dt_bias, a = A_log[:, None], dt_bias.reshape(dt_bias.shape[0], -1), a.reshape(*a.shape[:2], -1)
+    gates_of_ring, ring_g = ring_g.shape, ring_g.reshape(*ring_g.shape[:4], -1)
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_heads, places = ring_k.shape[2:4]
     group = places // 2
@@ -46,25 +49,23 @@ def gated_delta_rule_deferred(
         """Returns k, u and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
         position = first + place
         inside = (position >= low) & (position < high)
-        k, u, g = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
-        k, u = (jnp.where(inside[:, None], x, 0.0) for x in (k, u))
-        return k, u, jnp.where(inside, g, 0.0)
+        found = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
+        k, u, g = (jnp.where(inside[:, None], x, 0.0) for x in found)
+        return k, u, g
 
     def decays(g, last):
         """Returns the decay from each place to the place `last`, and the decay of the whole group up to it."""
         later = (place[None, :] > place[:, None]) & (place[None, :] <= last)
-        after = jnp.sum(jnp.where(later, g[:, None, :], 0.0), axis=-1)
-        return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(place <= last, g, 0.0), axis=-1))
+        after = jnp.sum(jnp.where(later[..., None], g[:, None], 0.0), axis=2)
+        return jnp.exp(after), jnp.exp(jnp.sum(jnp.where((place <= last)[:, None], g, 0.0), axis=1))
 
     def fold(state, rings, slot, base):
         """Returns the state at the end of base's group, rounded to the pool's dtype."""
         first = base // group * group
         k, u, g = entries(rings, slot, first, base, first + group)
         decay, of_state = decays(g, group - 1)
-        added = jnp.einsum(
-            "hiv,hik->hvk", decay[:, :, None] * u, per_value_head(k), precision=jax.lax.Precision.HIGHEST
-        )
-        return (of_state[:, None, None] * state + added).astype(pool.dtype).astype(jnp.float32)
+        added = jnp.einsum("hiv,hik->hvk", u, decay * per_value_head(k), precision=jax.lax.Precision.HIGHEST)
+        return (of_state[:, None, :] * state + added).astype(pool.dtype).astype(jnp.float32)
 
     def factor(x):
         """Returns what makes x [heads, key_dim] a unit vector, [heads]."""
@@ -76,60 +77,30 @@ def gated_delta_rule_deferred(
         here, at = position - first, position % places
         q, raw_k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
         v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
-        g, beta = gates(a[token], b[token], A_log, dt_bias, **gate)
+        g, beta = gates(a[token], b[token][:, None], A_log, dt_bias, **gate)
         q, k = q.astype(jnp.float32), raw_k.astype(jnp.float32)
         q_factor, k_factor = factor(q) * scale, factor(k)
         rings = (rings[0].at[layer, slot, :, at].set(raw_k), rings[1], rings[2].at[layer, slot, :, at].set(g))
         keys, _, g = entries(rings, slot, first, base, position + 1)
         _, u, _ = entries(rings, slot, first, base, position)
         decay, of_state = decays(g, here)
+        decayed = decay * per_value_head(keys)
 
         def seen(x, x_factor):
             """Returns what the state at base gives for x, and the weights of the corrections."""
-            weight = decay * per_value_head(jnp.sum(keys * x[:, None, :], -1) * x_factor[:, None])
-            from_state = jnp.sum(state * per_value_head(x)[:, None, :], -1)
-            return (of_state * per_value_head(x_factor))[:, None] * from_state, weight[:, :, None]
+            x, x_factor = per_value_head(x), per_value_head(x_factor)[:, None]
+            weight = jnp.sum(decayed * x[:, None, :], -1) * x_factor
+            return x_factor * jnp.sum(state * (of_state * x)[:, None, :], -1), weight[:, :, None]
 
         known, weight = seen(k, k_factor)
         known = known + jnp.sum(weight * u, axis=1)
-        new = ((beta * per_value_head(k_factor))[:, None] * (v - known)).astype(ring_u.dtype)
+        new = ((beta * per_value_head(k_factor)[:, None]) * (v - known)).astype(ring_u.dtype)
         rings = (rings[0], rings[1].at[layer, slot, :, at].set(new), rings[2])
         u = jnp.where((place == here)[:, None], new.astype(jnp.float32)[:, None, :], u)
         known, weight = seen(q, q_factor)
         return out.at[token].set((known + jnp.sum(weight * u, axis=1)).astype(out.dtype)), rings
 
-    def run_row(row, carry):
-        out, pool, rings = carry
-        start, count = query_start_loc[row], query_start_loc[row + 1] - query_start_loc[row]
-
-        def turn(n, carry):
-            state, base, out, pool, rings = carry
-            boundary = (base // group + 1) * group
-            crosses = position[row] + n >= boundary
-            state = jax.lax.cond(crosses, lambda: fold(state, rings, slot[row], base), lambda: state)
-            # The first token's fold has no drafts, and it is the only one that is kept.
-            target = jnp.where(crosses & (n == 0), fold_block[row], NULL_BLOCK)
-            pool = write_blocks(pool, layer, target, state)
-            base = jnp.where(crosses, boundary, base)
-            out, rings = jax.lax.cond(
-                n < count,
-                lambda: advance(start + n, slot[row], base, position[row] + n, state, out, rings),
-                lambda: (out, rings),
-            )
-            return state, base, out, pool, rings
-
-        # A row that only folds has a turn without a token. Folds and tokens have one place in the program each, because
-        # a copy of either might be compiled to other bits.
-        state = read_blocks(pool, layer, read_block[row])
-        carry = state, base[row], out, pool, rings
-        _, _, *carry = jax.lax.fori_loop(0, turns[row], turn, carry)
-        return tuple(carry)
-
-    folds = (position >= (base // group + 1) * group) & (fold_block != NULL_BLOCK)
-    turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
-    # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
-    last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1), 0))
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
-    carry = out, pool, (ring_k, ring_u, ring_g)
-    out, pool, rings = jax.lax.fori_loop(0, last, run_row, carry)
-    return out, pool, *rings
+    where = query_start_loc, slot, base, position, read_block, fold_block
+    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, (ring_k, ring_u, ring_g))
+    return out, pool, *rings[:2], rings[2].reshape(gates_of_ring)

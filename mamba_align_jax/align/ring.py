@@ -1,0 +1,102 @@
+"""What a layer keeps for each slot under policy "deferred": what rings have in common, and the ring of Mamba-2."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mamba_align_jax import _values as values
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of an element of a state.
+
+    Raises:
+        ValueError: No state has this dtype.
+    """
+    if dtype not in _SIZES:
+        raise ValueError(f"dtype must be one of {sorted(_SIZES)}, got {dtype!r}")
+    return _SIZES[dtype]
+
+
+def set_fields(instance: Any, **fields: Any) -> None:
+    """Sets fields of a frozen dataclass to the plain values that their checks returned."""
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+
+
+def dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        # NumPy takes None for float64.
+        return np.dtype("" if dtype is None else dtype).name
+    except (TypeError, ValueError):
+        raise ValueError(f"dtype must be the name of a dtype or a dtype, got {dtype!r}") from None
+
+
+class Ring:
+    """The entries that one layer keeps for each slot under policy "deferred". There is a class for each kind of layer."""
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the layer's recurrent state, whose layout is "VK"."""
+        raise NotImplementedError
+
+    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of one layer's arrays for one slot, each [heads, places, ...]."""
+        raise NotImplementedError
+
+    def bytes_per_slot(self, fold_length: int) -> int:
+        """Returns the bytes of one layer's arrays for one slot."""
+        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in self.arrays(fold_length))
+
+
+@dataclass(frozen=True)
+class MambaRing(Ring):
+    """The entries that one layer of Mamba-2 keeps for each slot under policy "deferred".
+
+    Attributes:
+        heads: Heads of the states.
+        head_dim: Channels of a head.
+        groups: Groups of heads that share their B. They divide the heads.
+        state_dim: Dims of B.
+        dtype: The dtype of x and B: "float32", "bfloat16" or "float16". Step sizes and log decays are float32.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        set_fields(self, dtype=dtype_name(self.dtype))
+        itemsize(self.dtype)
+        for name in ("heads", "head_dim", "groups", "state_dim"):
+            set_fields(self, **{name: values.integer(f"MambaRing: {name}", getattr(self, name), 1)})
+        if self.heads % self.groups:
+            raise ValueError(f"MambaRing: groups must divide heads = {self.heads}, got {self.groups}")
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[heads, head_dim, state_dim]."""
+        return self.heads, self.head_dim, self.state_dim
+
+    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of one layer's arrays for one slot: x, B, step sizes and log decays."""
+        places = 2 * fold_length
+        return (
+            ((self.heads, places, self.head_dim), self.dtype),
+            ((self.groups, places, self.state_dim), self.dtype),
+            ((self.heads, places), "float32"),
+            ((self.heads, places), "float32"),
+        )

@@ -1,0 +1,3 @@
+"""Mamba-2 over decode and verify rows with deferred states: written once per group of tokens."""
+
+from pallas_kernels.selective_state_update.deferred.api import selective_state_deferred as selective_state_deferred

@@ -1,0 +1,265 @@
+"""Deferred states of Mamba-2 on Hopper GPUs. A program has 64 channels of one head of one row, and reads them once.
+
+The state is in registers, in pieces of bfloat16, and is the left operand of the product with the C of the row's tokens. A
+fold has the same layout there, so no value changes its place between memory and the product. What B, C and step sizes alone
+determine comes from a launch before this one (weights.py), which has stored all entries in the ring. Many programs share a
+multiprocessor and hide each other's waiting.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._dot import pieces
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
+
+_CHANNELS = 64  # of a program: the rows of a product on tensor cores
+_LENGTHS = (16, 32)  # of groups: the widths of tiles of entries
+
+
+def unsupported(xBC: jax.Array, pool: jax.Array, ring_x: jax.Array) -> str | None:
+    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    head_dim, state_dim = pool.shape[3:]
+    length = ring_x.shape[3] // 2
+    if xBC.dtype != jnp.bfloat16:
+        return f"xBC must be bfloat16, got {xBC.dtype}"
+    if head_dim % _CHANNELS or state_dim % 64 or state_dim > 256:
+        return f"head_dim and state_dim must be multiples of 64, state_dim at most 256, got {head_dim} and {state_dim}"
+    return None if length in _LENGTHS else f"groups must have {_LENGTHS} tokens, got {length}"
+
+
+def _kernel(
+    layer_of,
+    query_start_loc,
+    slots,
+    bases,
+    positions,
+    read_blocks,
+    fold_blocks,
+    ring_x,
+    C,
+    weight,
+    factors,
+    fold_B,
+    pool,
+    out,
+    state_tile,
+    C_tile,
+    x_tiles,
+    fold_tile,
+    weight_tile,
+    factor_tile,
+    out_tile,
+    loaded,
+    fold_loaded,
+    *,
+    max_query_tokens: int,
+    count: int,
+):
+    """Handles one row, one head, and 64 of its channels.
+
+    The arguments up to `out` are the arrays of `selective_state_deferred` and of `weights`. Those named "tile" are shared
+    memory: the state [channels, states], the C of tokens [tokens, states], the inputs of both groups [groups, places,
+    channels], the B of the fold [places, states], the weights [tokens, places], the factors, and the outputs [tokens,
+    channels]. The barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values
+    are multiplied in `count` pieces of bfloat16.
+    """
+    row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+    rows, (_, state_dim), length = slots.shape[0], pool.shape[3:], ring_x.shape[3] // 2
+    vectors, places = C_tile.shape[0], fold_tile.shape[0]
+    at = Factors.of(vectors, places)
+    tile = pm.SWIZZLE // pool.dtype.itemsize  # states in a step of a product
+    tiles = [pm.slice_of(first, tile) for first in range(0, state_dim, tile)]
+    start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
+    layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
+    read, fold_to = read_blocks[row], fold_blocks[row]
+    tokens = end - start
+    first_group = jax.lax.div(base, jnp.int32(length)) * length
+    boundary = first_group + length
+    dims = pm.slice_of(part * _CHANNELS, _CHANNELS)
+    group = jax.lax.div(head, jnp.int32(pool.shape[2] // C.shape[1]))
+    place, vector = pm.columns((_CHANNELS, places)), pm.columns((_CHANNELS, vectors))
+
+    def place_of(position):
+        return jax.lax.rem(position, jnp.int32(2 * length))
+
+    def fetch():
+        """Starts the copies of what the program reads."""
+
+        @pm.when(read != NULL_BLOCK)
+        def _():
+            pm.copy_in(pool.at[layer, read, head, dims], state_tile, loaded)
+
+        @pm.when(read == NULL_BLOCK)
+        def _():
+            state_tile[...] = pm.zeros((_CHANNELS, state_dim), pool.dtype)
+            pm.commit()
+            pm.arrive(loaded)
+
+        pm.copy_in(C.at[row, group], C_tile, loaded)
+        pm.copy_in(weight.at[row, head], weight_tile, loaded)
+        pm.copy_in(factors.at[row, head], factor_tile, loaded)
+        for n, first in enumerate((first_group, boundary)):
+            entries = pm.slice_of(place_of(first), length)
+            pm.copy_in(ring_x.at[layer, slot, head, entries, dims], x_tiles.at[n], loaded)
+
+    def state_at(columns):
+        return pm.load(state_tile.at[:, columns])
+
+    def operands(state):
+        """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
+        if state.dtype == jnp.bfloat16:
+            return [state]
+        return pieces(state.astype(jnp.float32), count)[::-1]
+
+    def times_C():
+        """Multiplies the state with the C of the row's tokens. Returns [channels, tokens]."""
+        steps = [lambda columns=columns: (operands(state_at(columns)), C_tile.at[:, columns].T) for columns in tiles]
+        return pm.multiply((_CHANNELS, vectors), steps)
+
+    def inputs(n, first, low):
+        """Returns the inputs [channels, places] of a group from position `low` on, and 0 for places without an entry."""
+        x = pm.load_transposed(x_tiles.at[n]).astype(jnp.float32)
+        return jnp.where((first + place >= low) & (first + place < position + tokens), x, 0.0)
+
+    def run_tokens(first, x):
+        """Runs the tokens in the group that starts at `first` and has the inputs x."""
+        of_state = factor_tile.at[pm.slice_of(at.of_state, vectors)]
+        of_state = pm.along_columns(pm.load_per_column(of_state), _CHANNELS)
+        from_state = of_state * times_C()
+
+        def lives(token):
+            here = position + token - first
+            return (token < tokens) & (here >= 0) & (here < length)
+
+        for token in range(max_query_tokens):
+            own = jnp.sum(jnp.where(vector == token, from_state, 0.0), axis=1)
+            of_inputs = pm.along_columns(pm.load_per_column(weight_tile.at[token]), _CHANNELS)
+            answer = (own + jnp.sum(x * of_inputs, axis=1)).astype(out.dtype)
+
+            @pm.when(lives(token))
+            def _(token=token, answer=answer):
+                out_tile[token] = answer
+
+        pm.commit()
+        for token in range(max_query_tokens):
+
+            @pm.when(lives(token))
+            def _(token=token):
+                pm.copy_out(out_tile.at[token], out.at[start + token, head, dims])
+
+    def fold(x):
+        """Replaces the state in shared memory by the one at the end of the first group, which has the inputs x."""
+        of_inputs = factor_tile.at[pm.slice_of(at.fold, places)]
+        weighted = x * pm.along_columns(pm.load_per_column(of_inputs), _CHANNELS)
+        left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
+        for columns in tiles:
+            added = pm.multiply((_CHANNELS, tile), [lambda columns=columns: (left, fold_tile.at[:, columns])])
+            state_tile[:, columns] = (decay * state_at(columns).astype(jnp.float32) + added).astype(pool.dtype)
+        pm.commit()
+
+    @pm.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    def _():
+        fetch()
+        folds = jnp.maximum(position, position + tokens - 1) >= boundary
+
+        @pm.when(folds)
+        def _():
+            pm.copy_in(fold_B.at[row, group], fold_tile, fold_loaded)
+
+        pm.wait(loaded)
+        x = inputs(0, first_group, base)
+
+        @pm.when(position < boundary)
+        def _():
+            run_tokens(first_group, x)
+
+        @pm.when(folds)
+        def _():
+            pm.wait(fold_loaded)
+            fold(x)
+
+            @pm.when((position >= boundary) & (fold_to != NULL_BLOCK))
+            def _():
+                pm.copy_out(state_tile, pool.at[layer, fold_to, head, dims])
+
+            @pm.when(position + tokens > boundary)
+            def _():
+                run_tokens(boundary, inputs(1, boundary, boundary))
+
+        pm.wait_for_copies_out(0, wait_read_only=True)
+
+    shares = jax.lax.div(jnp.maximum(out.shape[0] - total - row + rows - 1, 0), jnp.int32(rows))
+
+    @pm.when(shares > 0)
+    def _():
+        out_tile[0] = pm.zeros_per_row(_CHANNELS, out.dtype)
+        pm.commit()
+
+        def clear(n, _):
+            """Writes zeros to this row's n-th share of the tokens after the last row."""
+            pm.copy_out(out_tile.at[0], out.at[total + row + n * rows, head, dims])
+
+        jax.lax.fori_loop(0, shares, clear, None)
+        pm.wait_for_copies_out(0, wait_read_only=True)
+
+
+def selective_state_deferred(
+    xBC: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    pool: jax.Array,
+    ring_x: jax.Array,
+    ring_B: jax.Array,
+    ring_dt: jax.Array,
+    ring_g: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    read_block: jax.Array,
+    fold_block: jax.Array,
+    D: jax.Array | None,
+    dt_bias: jax.Array | None,
+    *,
+    max_query_tokens: int,
+    dt_softplus: bool,
+) -> tuple[jax.Array, ...]:
+    """Launches both kernels. See api.py."""
+    heads, head_dim, state_dim = pool.shape[2:]
+    vectors, places = sizes(max_query_tokens, ring_x.shape[3] // 2)
+    rows = query_start_loc, slot, base, position
+    rings, options = (ring_x, ring_B, ring_dt, ring_g), dict(vectors=vectors, dt_softplus=dt_softplus)
+    given = weights(xBC, dt, A, *rings, layer, *rows, fold_block, D, dt_bias, **options)
+    updated = jax.new_ref(pool)
+    out = pm.kernel(
+        functools.partial(_kernel, max_query_tokens=max_query_tokens, count=3 if pool.dtype == jnp.float32 else 2),
+        out_type=jax.ShapeDtypeStruct((xBC.shape[0], heads, head_dim), xBC.dtype),
+        grid=(slot.shape[0], heads, head_dim // _CHANNELS),
+        grid_names=("row", "head", "part"),
+        scratch_types=[
+            pm.tiled(_CHANNELS, state_dim, dtype=pool.dtype),
+            # A step of a product has as many states as a row of a state's tile.
+            pm.tiled(vectors, state_dim, dtype=xBC.dtype, swizzle=2 * pm.SWIZZLE // pool.dtype.itemsize),
+            pm.shared((2, places, _CHANNELS), xBC.dtype),
+            pm.tiled(places, state_dim, dtype=xBC.dtype, swizzle=2 * places),
+            pm.shared((vectors, places), jnp.float32),
+            pm.shared((given["factors"].shape[2],), jnp.float32),
+            pm.shared((max_query_tokens, _CHANNELS), xBC.dtype),
+            pm.Barrier(num_arrivals=6),
+            pm.Barrier(),
+        ],
+        kernel_name="selective_state_deferred",
+    )(
+        layer.reshape(1),
+        *rows,
+        read_block,
+        fold_block,
+        *(given[name] for name in ("ring_x", "C", "weight", "factors", "fold_B")),
+        updated,
+    )
+    return out, jax.freeze(updated), *(given[name] for name in ("ring_x", "ring_B", "ring_dt", "ring_g"))

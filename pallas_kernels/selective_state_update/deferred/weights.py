@@ -1,0 +1,221 @@
+"""What deferred states of Mamba-2 need of B, C and step sizes alone, as a Triton kernel: one program per row and some heads.
+
+It also stores the entries of the call's tokens in the ring.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_triton as pt
+from pallas_kernels._dot import dot, operand
+from pallas_kernels._math import softplus
+from pallas_kernels._pallas_triton import Refs
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.prefill.tiles import BLOCK, iota, key_lanes
+
+_HEADS = 16  # of a program, which share their B and C
+_WARPS = 4
+
+
+def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
+    """Returns the number of tokens and of places in tiles, for groups of `length` tokens.
+
+    The number of tokens does not follow `max_query_tokens` up to eight, so that decode and verify rows run the same
+    instructions.
+    """
+    return max(pt.power_of_two(max_query_tokens), 8), max(pt.power_of_two(length), BLOCK)
+
+
+class Factors(NamedTuple):
+    """Where the array `factors` of `weights` has what, along its last axis.
+
+    Attributes:
+        of_state: The factors of the state for each token, [tokens].
+        fold: Those of the inputs in a fold, [places].
+        decay: That of the state in this fold.
+        size: The length of the axis, a multiple of 16 bytes.
+    """
+
+    of_state: int
+    fold: int
+    decay: int
+    size: int
+
+    @staticmethod
+    def of(vectors: int, places: int) -> "Factors":
+        """The factors of so many tokens and places."""
+        return Factors(0, vectors, vectors + places, vectors + places + 4)
+
+
+def _kernel(refs: Refs, *, vectors: int, dt_softplus: bool, interpret: bool) -> None:
+    """Handles one row and some heads of a group.
+
+    Args:
+        refs: Reads the arguments of `weights`, updates `ring_x`, `ring_B`, `ring_dt` and `ring_g`, and writes the other
+            results of `weights`.
+        vectors: The number of tokens in a tile.
+        dt_softplus: Whether a softplus is applied to `dt`.
+        interpret: Whether the kernel runs as plain JAX.
+    """
+    heads, ring_places, head_dim = refs.ring_x.shape[2:]
+    groups, _, state_dim = refs.ring_B.shape[2:]
+    length, repeats, places = ring_places // 2, heads // groups, refs.fold_B.shape[2]
+    block, row = pt.program_id(0), pt.program_id(1)
+    # Everything that addresses depend on is loaded here, before any branch.
+    start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
+    layer, slot, base, position = refs.layer[...], refs.slot[row], refs.base[row], refs.position[row]
+    fold_to, count = refs.fold_block[row], end - start
+    blocks = -(-repeats // _HEADS)
+    group = jax.lax.div(block, jnp.int32(blocks))
+    first_block = block == group * blocks
+    in_group, exists = pt.lanes(block - group * blocks, _HEADS, repeats)
+    head = group * repeats + in_group
+    first_group = jax.lax.div(base, jnp.int32(length)) * length
+    boundary = first_group + length
+    # A product needs 16 tokens, some of which may not exist.
+    index, vector = iota((places,), 0), iota((max(vectors, BLOCK),), 0)
+    channel, channel_inside = pt.lanes(0, key_lanes(head_dim), head_dim)
+    column, column_inside = pt.lanes(0, key_lanes(state_dim), state_dim)
+    of_B = heads * head_dim + group * state_dim
+    of_C = of_B + groups * state_dim
+    at_factor = Factors.of(vectors, places)
+
+    def per_head(ref) -> jax.Array:
+        """Loads a parameter of each head, [heads, 1]."""
+        return pt.load(ref.at[head], mask=exists, other=0.0).astype(jnp.float32)[:, None]
+
+    def store_factor(place, values):
+        pt.store(refs.factors.at[row, head, place], values, mask=exists)
+
+    def sums_after(g: jax.Array, last: jax.Array) -> jax.Array:
+        """Returns the sums of log decays [heads, places] from each place, without its own, to the place `last`."""
+        i, j = index[None, :, None], index[None, None, :]
+        return jnp.sum(jnp.where((j > i) & (j <= last), g[:, None, :], 0.0), axis=2)
+
+    def of_group(n: jax.Array, C: jax.Array) -> None:
+        """Handles the first group (n = 0), whose fold may be needed, or the next one (n = 1)."""
+        first = first_group + n * length
+        low, is_first = jnp.where(n == 0, base, first), n == 0
+        of = first + index
+        inside = (index < length) & (of >= low)
+        old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
+        at, own = jax.lax.rem(first, jnp.int32(ring_places)) + index, start + of - position
+
+        ring_at = refs.ring_B.at[layer, slot, group, at[:, None], column[None, :]]
+        call_at = refs.xBC.at[own[:, None], of_B + column[None, :]]
+        kept = pt.load(ring_at, mask=old[:, None] & column_inside[None, :], other=0.0)
+        call = pt.load(call_at, mask=new[:, None] & column_inside[None, :], other=0.0)
+        B = jnp.where(new[:, None], call, kept)
+        pt.store(ring_at, B, mask=(new & first_block)[:, None] & column_inside[None, :])
+        fold_at = refs.fold_B.at[row, group, index[:, None], column[None, :]]
+        pt.store(fold_at, B, mask=jnp.broadcast_to(column_inside[None, :] & is_first & first_block, B.shape))
+
+        of_call = exists[:, None] & new[None, :]
+        dt = pt.load(refs.dt.at[own[None, :], head[:, None]], mask=of_call, other=0.0).astype(jnp.float32)
+        if refs.dt_bias is not None:
+            dt = dt + per_head(refs.dt_bias)
+        dt = softplus(dt) if dt_softplus else dt
+        known = []
+        for ring, value in ((refs.ring_dt, dt), (refs.ring_g, per_head(refs.A) * dt)):
+            ring_at = ring.at[layer, slot, head[:, None], at[None, :]]
+            kept = pt.load(ring_at, mask=exists[:, None] & old[None, :], other=0.0)
+            pt.store(ring_at, value, mask=of_call)
+            known.append(jnp.where(of_call, value, kept))
+        dt, g = known
+
+        @pt.when(is_first)
+        def _():
+            fold = jnp.exp(sums_after(g, jnp.int32(places))) * dt
+            at = refs.factors.at[row, head[:, None], at_factor.fold + index[None, :]]
+            pt.store(at, fold, mask=jnp.broadcast_to(exists[:, None], fold.shape))
+            store_factor(at_factor.decay, jnp.exp(jnp.sum(g, axis=1)))
+
+        products = dot(operand(C), operand(B), contract=(1, 1), interpret=interpret)
+
+        def run_token(n: jax.Array, _: None) -> None:
+            """Handles token n of the row."""
+            here = position + n - first
+            of_token = jnp.sum(jnp.where((vector == n)[:, None], products, 0.0), axis=0)
+            until = index <= here
+            weight = jnp.exp(sums_after(g, here)) * dt * of_token[None, :]
+            weight = jnp.where(until[None, :], weight, 0.0)
+            if refs.D is not None:
+                weight = weight + jnp.where((index == here)[None, :], per_head(refs.D), 0.0)
+            at = refs.weight.at[row, head[:, None], n, index[None, :]]
+            pt.store(at, weight, mask=jnp.broadcast_to(exists[:, None], weight.shape))
+            store_factor(at_factor.of_state + n, jnp.exp(jnp.sum(jnp.where(until[None, :], g, 0.0), axis=1)))
+            mask = exists[:, None] & channel_inside[None, :]
+            x = refs.xBC.at[start + n, head[:, None] * head_dim + channel[None, :]]
+            place = jax.lax.rem(position + n, jnp.int32(ring_places))
+            ring_at = refs.ring_x.at[layer, slot, head[:, None], place, channel[None, :]]
+            pt.store(ring_at, pt.load(x, mask=mask, other=0.0), mask=mask)
+
+        # From the first token in this group to the first one after it.
+        begin, stop = (jnp.clip(at - position, 0, count) for at in (first, first + length))
+        jax.lax.fori_loop(begin, stop, run_token, None)
+
+    @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
+    def _():
+        C = refs.xBC.at[(start + vector)[:, None], of_C + column[None, :]]
+        C = pt.load(C, mask=(vector < count)[:, None] & column_inside[None, :], other=0.0)
+        C_at = refs.C.at[row, group, vector[:, None], column[None, :]]
+        pt.store(C_at, C, mask=(vector < vectors)[:, None] & column_inside[None, :] & first_block)
+        crosses = jnp.maximum(position, position + count - 1) >= boundary
+        jax.lax.fori_loop(0, 1 + crosses.astype(jnp.int32), lambda n, _: of_group(n, C), None)
+
+
+def weights(
+    xBC: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    ring_x: jax.Array,
+    ring_B: jax.Array,
+    ring_dt: jax.Array,
+    ring_g: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    fold_block: jax.Array,
+    D: jax.Array | None,
+    dt_bias: jax.Array | None,
+    *,
+    vectors: int,
+    dt_softplus: bool,
+    interpret: bool = False,
+) -> dict[str, jax.Array]:
+    """Computes what inputs and states are multiplied by. The arguments are those of `selective_state_deferred`.
+
+    Groups are the one of the row's base and the one after it. What belongs to rows that take no part, and to tokens that
+    do not exist, is undefined.
+
+    Returns:
+        `weight`, the factors of the inputs in the group of each token [rows, heads, vectors, places];
+        `factors`, all other factors [rows, heads, Factors.size];
+        `C`, the C of the row's tokens [rows, groups, vectors, state_dim], 0 for those that do not exist;
+        `fold_B`, the B of the first group [rows, groups, places, state_dim], 0 for places without an entry;
+        and the updated `ring_x`, `ring_B`, `ring_dt` and `ring_g`, with all entries of the call's tokens.
+    """
+    (groups, ring_places, state_dim), (rows, heads) = ring_B.shape[2:], (slot.shape[0], A.shape[0])
+    places = sizes(vectors, ring_places // 2)[1]
+    array, f32 = jax.ShapeDtypeStruct, jnp.float32
+    row = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
+    return pt.call(
+        functools.partial(_kernel, vectors=vectors, dt_softplus=dt_softplus, interpret=interpret),
+        name="selective_state_deferred_weights",
+        grid=(groups * -(-(heads // groups) // _HEADS), rows),
+        inputs=dict(xBC=xBC, dt=dt, A=A, D=D, dt_bias=dt_bias, fold_block=fold_block) | row,
+        outputs=dict(
+            weight=array((rows, heads, vectors, places), f32),
+            factors=array((rows, heads, Factors.of(vectors, places).size), f32),
+            C=array((rows, groups, vectors, state_dim), xBC.dtype),
+            fold_B=array((rows, groups, places, state_dim), xBC.dtype),
+        ),
+        updates=dict(ring_x=ring_x, ring_B=ring_B, ring_dt=ring_dt, ring_g=ring_g),
+        num_warps=_WARPS,
+        interpret=interpret,
+    )

@@ -1,0 +1,87 @@
+"""Deferred states of Mamba-2 in plain jax.numpy: row by row and token by token, sums in the order of the places."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._deferred_rows import advance_rows
+from pallas_kernels._math import softplus
+
+
+def selective_state_deferred(
+    xBC: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    pool: jax.Array,
+    ring_x: jax.Array,
+    ring_B: jax.Array,
+    ring_dt: jax.Array,
+    ring_g: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    slot: jax.Array,
+    base: jax.Array,
+    position: jax.Array,
+    read_block: jax.Array,
+    fold_block: jax.Array,
+    D: jax.Array | None,
+    dt_bias: jax.Array | None,
+    *,
+    dt_softplus: bool,
+) -> tuple[jax.Array, ...]:
+    """Advances packed rows. See api.py."""
+    heads, head_dim, state_dim = pool.shape[2:]
+    groups, places = ring_B.shape[2:4]
+    group = places // 2
+    inner, of_groups = heads * head_dim, groups * state_dim
+    place = jnp.arange(group, dtype=jnp.int32)
+    A = A.astype(jnp.float32)
+
+    def per_head(x):
+        return jnp.repeat(x, heads // groups, axis=0)
+
+    def entries(rings, slot, first, low, high):
+        """Returns x, B, dt and g of the positions low .. high - 1 of the group that starts at `first`, and 0 elsewhere."""
+        position = first + place
+        inside = (position >= low) & (position < high)
+        x, B, dt, g = (ring[layer, slot][:, first % places + place].astype(jnp.float32) for ring in rings)
+        x, B = (jnp.where(inside[:, None], v, 0.0) for v in (x, B))
+        return x, B, *(jnp.where(inside, v, 0.0) for v in (dt, g))
+
+    def decays(g, last):
+        """Returns the decay from each place to the place `last`, and the decay of the whole group up to it."""
+        later = (place[None, :] > place[:, None]) & (place[None, :] <= last)
+        after = jnp.sum(jnp.where(later, g[:, None, :], 0.0), axis=-1)
+        return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(place <= last, g, 0.0), axis=-1))
+
+    def fold(state, rings, slot, base):
+        first = base // group * group
+        x, B, dt, g = entries(rings, slot, first, base, first + group)
+        decay, of_state = decays(g, group - 1)
+        weighted = (decay * dt)[:, :, None] * x
+        added = jnp.einsum("hip,hin->hpn", weighted, per_head(B), precision=jax.lax.Precision.HIGHEST)
+        return (of_state[:, None, None] * state + added).astype(pool.dtype).astype(jnp.float32)
+
+    def advance(token, slot, base, position, state, out, rings):
+        first = base // group * group
+        here, at = position - first, position % places
+        x, B, C = jnp.split(xBC[token], [inner, inner + of_groups])
+        x, B, C = x.reshape(heads, head_dim), B.reshape(groups, state_dim), C.reshape(groups, state_dim)
+        step = dt[token].astype(jnp.float32)
+        step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)
+        step = softplus(step) if dt_softplus else step
+        entry = x, B, step, A * step
+        rings = tuple(ring.at[layer, slot, :, at].set(v) for ring, v in zip(rings, entry, strict=True))
+        xs, Bs, steps, g = entries(rings, slot, first, base, position + 1)
+        decay, of_state = decays(g, here)
+        C = C.astype(jnp.float32)
+        weight = decay * steps * per_head(jnp.sum(Bs * C[:, None, :], axis=-1))
+        y = of_state[:, None] * jnp.sum(state * per_head(C)[:, None, :], axis=-1)
+        y = y + jnp.sum(weight[:, :, None] * xs, axis=1)
+        y = y if D is None else y + D.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
+        return out.at[token].set(y.astype(out.dtype)), rings
+
+    out = jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype)
+    where = query_start_loc, slot, base, position, read_block, fold_block
+    rings = ring_x, ring_B, ring_dt, ring_g
+    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, rings)
+    return out, pool, *rings

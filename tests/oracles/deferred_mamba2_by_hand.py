@@ -1,0 +1,62 @@
+"""The Mosaic GPU kernel of deferred states of Mamba-2 in NumPy: what follows `weights`, which runs interpreted.
+
+No CPU can interpret that kernel. This has its steps, in float64, so what the two launches hand over is tested anywhere.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from oracles.deferred_by_hand import wide
+
+from pallas_kernels.selective_state_update.deferred.weights import Factors, sizes, weights
+
+
+def selective_state_deferred(
+    xBC, dt, A, pool, ring_x, ring_B, ring_dt, ring_g, layer, query_start_loc, slot, base, position, read_block, fold_block,
+    *, max_query_tokens, D=None, dt_bias=None, dt_softplus=True,
+):  # fmt: skip
+    """Takes the arguments of the op, and returns its results."""
+    length = ring_x.shape[3] // 2
+    vectors, places = sizes(max_query_tokens, length)
+    given = weights(
+        xBC, dt, A, ring_x, ring_B, ring_dt, ring_g, jnp.int32(layer), query_start_loc, slot, base, position, fold_block,
+        D, dt_bias, vectors=vectors, dt_softplus=dt_softplus, interpret=True,
+    )  # fmt: skip
+    at, ring_x, pool = Factors.of(vectors, places), wide(given["ring_x"]), np.array(pool)
+    out = np.zeros((xBC.shape[0], *pool.shape[2:4]), xBC.dtype)
+    starts = np.asarray(query_start_loc)
+    blocks = zip(*(map(int, each) for each in (slot, base, position, read_block, fold_block)), strict=True)
+    for row, (own, before, first, read, fold_to) in enumerate(blocks):
+        count, group = int(starts[row + 1] - starts[row]), before // length * length
+        boundary = group + length
+        if not count and (first < boundary or not fold_to):
+            continue
+        for head in range(pool.shape[2]):
+            weight, factors = (wide(given[name][row, head]) for name in ("weight", "factors"))
+            C, fold_B = (wide(given[name][row, head * ring_B.shape[2] // pool.shape[2]]) for name in ("C", "fold_B"))
+            state = wide(pool[layer, read, head]) if read else np.zeros(pool.shape[3:])
+
+            def inputs(start, low, own=own, end=first + count, head=head):
+                """A group's inputs [channels, places] from position `low` on, 0 for places without an entry."""
+                x = np.zeros((pool.shape[3], places))
+                for n in range(max(start, low), min(end, start + length)):
+                    x[:, n - start] = ring_x[layer, own, head, n % (2 * length)]
+                return x
+
+            x = inputs(group, before)
+            for n in range(count):
+                if first + n == boundary or (n == 0 and first > boundary):
+                    state = folded(state, x, factors, fold_B, at, places, pool.dtype)
+                    x = inputs(boundary, boundary)
+                answer = factors[at.of_state + n] * (state @ C[n]) + x @ weight[n]
+                out[starts[row] + n, head] = answer.astype(out.dtype)
+            if first >= boundary and fold_to:
+                start = wide(pool[layer, read, head]) if read else np.zeros(pool.shape[3:])
+                x = inputs(group, before)
+                pool[layer, fold_to, head] = folded(start, x, factors, fold_B, at, places, pool.dtype)
+    return jnp.asarray(out), jnp.asarray(pool), *(given[name] for name in ("ring_x", "ring_B", "ring_dt", "ring_g"))
+
+
+def folded(state, x, factors, fold_B, at, places, dtype):
+    """Returns the state at the end of the group that has the inputs x, rounded as it is stored."""
+    added = (x * factors[at.fold :][:places]) @ fold_B
+    return wide((factors[at.decay] * state + added).astype(dtype))
