@@ -1,5 +1,6 @@
 """Deferred states of the gated delta rule for `benchmarks.deferred`."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,28 +14,43 @@ from benchmarks.update import delta_rule_benchmark
 from pallas_kernels.gated_delta_rule import cases as update_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.gated_delta_rule.deferred.cases import Case
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig, default_config
+from pallas_kernels.gated_delta_rule.deferred.config import (
+    ChannelConfig,
+    DeferredConfig,
+    default_channel_config,
+    default_config,
+)
 
-Variant = DeferredConfig | None  # None is the Mosaic GPU kernel, which has no configuration
+Variant = DeferredConfig | ChannelConfig | None  # None is the Mosaic GPU kernel, which has no configuration
 
 
-def default(case: Case) -> DeferredConfig:
-    """The configuration of the Triton kernels that the op selects for a case."""
-    return default_config(itemsize(case.state_dtype))
+def default(case: Case) -> DeferredConfig | ChannelConfig:
+    """The Triton kernel's configuration that the op selects for a case."""
+    size = itemsize(case.state_dtype)
+    return default_channel_config(size) if case.kda else default_config(len(case.lengths), size)
 
 
 def variants(case: Case, every: bool) -> list[Variant]:
-    """The Mosaic GPU kernel, if it can run the case, and the default of the Triton kernels; others if `every` is true."""
+    """The Mosaic GPU kernel, if it can run the case, and the default of the Triton kernel; others if `every` is true."""
     found: list[Variant] = [default(case)] if case.kda else [None, default(case)]
-    if every:
-        found += itertools.starmap(DeferredConfig, itertools.product((8, 16, 32), (32, 64), (1, 2)))
-        found.append(DeferredConfig(64, 32, 4))
+    if every and case.kda:
+        found += itertools.starmap(ChannelConfig, itertools.product((8, 16, 32), (32, 64), (1, 2)))
+        found.append(ChannelConfig(64, 32, 4))
+    elif every:
+        make = functools.partial(DeferredConfig, pieces=3 if case.state_dtype == "float32" else 2)
+        found += [make(128, 32, 128, 4), make(128, 32, 32, 4), make(128, 32, 128, 2), make(64, 32, 128, 4)]
+        found += [make(32, 32, 128, 4), make(128, 64, 32, 4, values_first=True)]
     return list(dict.fromkeys(found))
 
 
 def short(c: Variant) -> str:
     """A variant in few letters."""
-    return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}" if c else "mosaic_gpu"
+    if c is None:
+        return "mosaic_gpu"
+    if isinstance(c, ChannelConfig):
+        return f"triton_v{c.tile_value}_s{c.segment}_w{c.num_warps}"
+    order = "vx" if c.values_first else "xv"
+    return f"triton_b{c.block_value}_v{c.tile_value}_k{c.tile_key}_w{c.num_warps}_p{c.pieces}_{order}"
 
 
 class DeltaRuleBench(Bench):
@@ -103,7 +119,6 @@ TINY = [
 ]
 
 
-def tiny_config(case: Case) -> DeferredConfig:
+def tiny_config(case: Case) -> DeferredConfig | ChannelConfig:
     """The configuration for a case of `TINY`."""
-    del case
-    return DeferredConfig(16, 16, 1)
+    return ChannelConfig(16, 16, 1) if case.kda else DeferredConfig(16, 16, 16, 1, 3 if "float32" in case.name else 2)

@@ -23,7 +23,7 @@ from kernels.deferred_rows import (
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
+from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig, DeferredConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,20 +203,27 @@ def test_errors_do_not_grow_with_the_number_of_tokens(rng, slow, implementation)
     assert late <= 2e-6
 
 
-CONFIGS = [DeferredConfig(16, 16, 1), DeferredConfig(8, 4, 1), DeferredConfig(32, 128, 2)]
+CONFIGS = {
+    "per head": [
+        DeferredConfig(16, 16, 128, 1, 3),
+        DeferredConfig(32, 16, 16, 2, 3),
+        DeferredConfig(32, 32, 32, 4, 3, values_first=True),
+    ],
+    "per channel": [ChannelConfig(16, 16, 1), ChannelConfig(8, 4, 1), ChannelConfig(32, 128, 2)],
+}
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kda", [False, True])
-def test_every_config_computes_the_same_numbers(rng, kda, implementation):
-    kind = Kind("grouped", "bfloat16", kda=kda)
+@pytest.mark.parametrize("decay", CONFIGS)
+def test_every_config_computes_the_same_numbers(rng, decay, implementation):
+    kind, configs = Kind("grouped", "bfloat16", kda=decay == "per channel"), CONFIGS[decay]
     sequences, dims = Sequences(rng, kind, [3, 2]), DIMS[kind.dims]
     pool = dirty_pool(rng, (LAYERS, BLOCKS, dims.value_heads, dims.value_dim, dims.key_dim), kind.state, (1, 2))
     ints = lambda *values: jnp.asarray(values, jnp.int32)
     tokens = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     rows = ints(0, 3, 5), ints(0, 1), ints(14, 14), ints(14, 14), ints(1, 2), ints(3, 4)
     arrays = pool, *map(jnp.asarray, dirty_rings(kind))
-    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in CONFIGS]
+    results = [sequences.call(tokens, arrays, rows, implementation, config=config)[0] for config in configs]
     for out in results[1:]:
         assert_close(exact(out), exact(results[0]), jnp.bfloat16, dims.key_dim, "outputs")
 
@@ -282,6 +289,7 @@ def refused(**changes):
         (dict(base=jnp.zeros(3, jnp.int32)), "base must be"),
         (dict(query_start_loc=jnp.zeros(5, jnp.int32)), "query_start_loc must have 3 entries"),
         (dict(layer=1), r"layer must be in \[0, 1\)"),
+        (dict(config=ChannelConfig(16, 16, 1)), r"config must be a DeferredConfig for log decays of shape \(2,\), got"),
         (dict(a=jnp.zeros((3, 2, 16))), r"dt_bias must have the shape \(2, 16\) of one token of a, got \(2,\)"),
         (
             dict(a=jnp.zeros((3, 2, 16)), dt_bias=jnp.zeros((2, 16))),

@@ -7,6 +7,8 @@ from kernels.common import skip_if_unavailable
 from kernels.deferred_rows import Kind
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
 
+from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
+
 
 @functools.cache
 def wanted_bits(kind, implementation):
@@ -68,3 +70,12 @@ def test_a_row_depends_on_that_row_alone(kind, implementation):
     schedule = schedules(kind.length)["three, all accepted"]
     found = serve(kind, implementation, schedule, order=(2, 0, 1), padding=4)
     assert found == serve(kind, implementation, schedule)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Kind("kimi", "bfloat16"), Kind("kimi", "bfloat16", "bfloat16")], ids=str)
+def test_the_number_of_tiles_of_a_program_changes_no_bit(kind):
+    schedule = schedules(kind.length)["random"]
+    configs = [DeferredConfig(block, 32, 128, 4, 3) for block in (32, 64, 128)]
+    found = [serve(kind, "triton", schedule, config=config) for config in configs]
+    assert found[0] == found[1] == found[2]

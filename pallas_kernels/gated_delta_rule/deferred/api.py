@@ -10,7 +10,7 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import check_groups, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
+from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig, DeferredConfig
 
 Pool = Float[Array, "layers blocks value_heads value_dim key_dim"]
 RingK = Float[Array, "layers slots key_heads places key_dim"]
@@ -43,7 +43,7 @@ def gated_delta_rule_deferred(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     implementation: Implementation | None = None,
-    config: DeferredConfig | None = None,
+    config: DeferredConfig | ChannelConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], Pool, RingK, RingU, RingG]:
     """Runs the gated delta rule over decode and verify rows, and writes a state only where a group of tokens ends.
@@ -115,7 +115,8 @@ def gated_delta_rule_deferred(
             on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
             JAX 0.11.2, bfloat16 inputs, a decay per head, key_dim and value_dim that are multiples of 64 (key_dim at most
             256), and groups of 16 or 32 tokens.
-        config: Launch configuration of the Triton kernels. None selects the default.
+        config: Launch configuration of the Triton kernel: a `DeferredConfig`, or a `ChannelConfig` for a decay per key
+            channel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
@@ -150,6 +151,11 @@ def gated_delta_rule_deferred(
     require(
         ring_g.shape == wanted,
         f"{name}: ring_g must be {list(wanted)} for log decays of shape {a.shape[1:]}, got {list(ring_g.shape)}",
+    )
+    kind = DeferredConfig if a.ndim == 2 else ChannelConfig
+    require(
+        config is None or isinstance(config, kind),
+        f"{name}: config must be a {kind.__name__} for log decays of shape {a.shape[1:]}, got {config!r}",
     )
     require(lower_bound is None or lower_bound < 0, f"{name}: lower_bound must be negative or None, got {lower_bound}")
     if slot.shape[0] == 0:

@@ -5,7 +5,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeferredConfig:
-    """How the kernel that reads states cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
+    """How the kernel cuts a head's state [value_dim, key_dim], and how it multiplies. Sizes are powers of two.
+
+    Attributes:
+        block_value: The number of value dims per program. It changes no bit.
+        tile_value: The number of value dims per tile of a state, at least 16. A program has block_value / tile_value
+            tiles of values, which it runs one after the other.
+        tile_key: The number of keys per tile of a state, at least 16. A program has all keys of its values.
+        num_warps: The number of warps per program.
+        pieces: The number of bfloat16 pieces into which float32 values are split for products. The relative error is
+            2^-8 with one piece, 2^-16 with two and 2^-24 with three.
+        values_first: Whether the product with the state is computed as [values, vectors] and not as [vectors, values].
+            With four warps and 64 values, [values, vectors] uses the tensor cores' wider instruction.
+    """
+
+    block_value: int
+    tile_value: int
+    tile_key: int
+    num_warps: int
+    pieces: int
+    values_first: bool = False
+
+
+@dataclass(frozen=True)
+class ChannelConfig:
+    """How the kernel for a decay per key channel cuts a head's state [value_dim, key_dim]. Sizes are powers of two.
 
     Attributes:
         tile_value: The number of value dims per program.
@@ -18,10 +42,22 @@ class DeferredConfig:
     num_warps: int
 
 
-def default_config(itemsize: int) -> DeferredConfig:
-    """Returns the configuration for states of `itemsize` bytes.
+def default_channel_config(itemsize: int) -> ChannelConfig:
+    """Returns the configuration for states of `itemsize` bytes with a decay per key channel.
 
     It does not depend on the number of rows, because a tile may set the order of sums. A thread has 16 bytes of a segment,
     so that eight threads share a row of the state.
     """
-    return DeferredConfig(tile_value=16, segment=32 if itemsize == 4 else 64, num_warps=1)
+    return ChannelConfig(tile_value=16, segment=32 if itemsize == 4 else 64, num_warps=1)
+
+
+def default_config(rows: int, itemsize: int) -> DeferredConfig:
+    """Returns the configuration for a batch of `rows` rows and states of `itemsize` bytes.
+
+    With few rows, a program has one tile, so that there are more programs. All else depends on the state's dtype alone,
+    because it determines the order of sums.
+    """
+    few = rows <= 16
+    if itemsize == 4:
+        return DeferredConfig(32 if few else 128, tile_value=32, tile_key=128, num_warps=4, pieces=3)
+    return DeferredConfig(64 if few else 128, tile_value=64, tile_key=32, num_warps=4, pieces=2, values_first=True)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule.deferred.config import DeferredConfig
+from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig
 from pallas_kernels.gated_delta_rule.deferred.weights import Factors
 from pallas_kernels.gated_delta_rule.prefill.tiles import iota
 
 
-def _kernel(refs: Refs, *, config: DeferredConfig, interpret: bool) -> None:
+def _kernel(refs: Refs, *, config: ChannelConfig, interpret: bool) -> None:
     """Handles one row, value head and tile of value dims.
 
     Args:
@@ -27,7 +27,6 @@ def _kernel(refs: Refs, *, config: DeferredConfig, interpret: bool) -> None:
         interpret: Whether the kernel runs as plain JAX.
     """
     tokens, rows, (value_heads, value_dim, key_dim) = refs.qkv.shape[0], refs.slot.shape[0], refs.pool.shape[2:]
-    vector_head = jax.lax.div(pt.program_id(1), jnp.int32(value_heads // refs.x.shape[1]))
     ring_places, (vectors, places) = refs.ring_u.shape[3], refs.weight.shape[3:]
     length, values_from = ring_places // 2, refs.qkv.shape[1] - value_heads * value_dim
     head, row = pt.program_id(1), pt.program_id(2)
@@ -68,16 +67,12 @@ def _kernel(refs: Refs, *, config: DeferredConfig, interpret: bool) -> None:
 
         def add(place, added):
             u = wide(pt.load(entry(first_group, place), mask=value_inside, other=0.0))
-            if refs.decay is None:
-                u = u * refs.factors[row, head, place_in.fold + place]
-            return added + u[None, :, None] * vector(refs.fold_k, row, vector_head, place)
+            return added + u[None, :, None] * vector(refs.fold_k, row, head, place)
 
         begin = base - first_group
         added = jax.lax.fori_loop(begin, jnp.where(folds, length, begin), add, jnp.zeros_like(state))
-        if refs.decay is None:
-            decay = refs.factors[row, head, place_in.decay]
-        else:
-            decay = pt.load(refs.decay.at[row, head, key], mask=key_inside & folds, other=0.0)[:, None, :]
+        mask = key_inside & folds
+        decay = pt.load(refs.decay.at[row, head, key], mask=mask, other=0.0)[:, None, :]
         folded = (decay * state + added).astype(refs.pool.dtype)
         at, exists = state_at(fold_to)
         pt.store(at, folded, mask=exists & folds & (position >= boundary))
@@ -97,7 +92,7 @@ def _kernel(refs: Refs, *, config: DeferredConfig, interpret: bool) -> None:
             """Returns what the state before a token, or after it, gives for vector `number`, [values]."""
             weight = pt.load(refs.weight.at[row, head, n, number, index])
             of_state = refs.factors[row, head, place_in.of_state + n * vectors + number]
-            from_state = pt.row_sum(state * vector(refs.x, row, vector_head, number))
+            from_state = pt.row_sum(state * vector(refs.x, row, head, number))
             return of_state * from_state + jnp.sum(weight[:, None] * u, axis=0)
 
         def run(t: jax.Array, u: jax.Array) -> jax.Array:
@@ -148,13 +143,13 @@ def values(
     read_block: jax.Array,
     fold_block: jax.Array,
     *,
-    config: DeferredConfig,
+    config: ChannelConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes outputs, folds and corrections.
 
     Args:
-        given: The results of `weights` or of `channel_weights`.
+        given: The results of `channel_weights`.
         qkv: This and the other arrays are arguments of `gated_delta_rule_deferred`.
         pool: As above.
         ring_u: As above.
@@ -173,7 +168,7 @@ def values(
     """
     value_heads, value_dim = pool.shape[2:4]
     rows = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
-    taken = {name: given.get(name) for name in ("x", "weight", "factors", "fold_k", "decay")}
+    taken = {name: given[name] for name in ("x", "weight", "factors", "fold_k", "decay")}
     results = pt.call(
         functools.partial(_kernel, config=config, interpret=interpret),
         name="gated_delta_rule_deferred",
