@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
+from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.ssd.decays import Factors, decays
 
-_TILE = 64  # the tokens of a chunk, and the channels and the columns of a state in one tile
 _STAGES = 2  # chunks whose tokens are in shared memory
 _STATES = 2  # states in shared memory
 _PIECES = 2  # bfloat16 numbers that stand for a float32 one in products that states depend on
@@ -29,35 +29,24 @@ def unsupported(x: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, chunk
     head_dim, state_dim = pool.shape[3:]
     if any(v.dtype != jnp.bfloat16 for v in (x, B, C)):
         return f"x, B and C must be bfloat16, got {x.dtype}, {B.dtype} and {C.dtype}"
-    if chunk_size != _TILE:
-        return f"chunk_size must be {_TILE}, got {chunk_size}"
-    if head_dim % _TILE or state_dim not in (_TILE, 2 * _TILE):
+    if chunk_size != TILE:
+        return f"chunk_size must be {TILE}, got {chunk_size}"
+    if head_dim % TILE or state_dim not in (TILE, 2 * TILE):
         return f"head_dim must be a multiple of 64 and state_dim 64 or 128, got {head_dim} and {state_dim}"
     return None
 
 
-def _kernel(names, *arrays, checkpoints: int):
+def _kernel(names, *arrays):
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
     head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
-    rows, heads, state_dim = refs.read_block.shape[0], refs.x.shape[1], refs.pool.shape[4]
+    heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
-    columns = range(state_dim // _TILE)
+    columns = range(state_dim // TILE)
     group = jax.lax.div(head, jnp.int32(heads // refs.B.shape[1]))
-    dims = pm.slice_of(part * _TILE, _TILE)
-    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, read, first = refs.layer[0], refs.read_block[row], refs.first_chunk[row]
-    first_length = refs.cu_chunk_seqlens[first + 1] - start
-
-    def chunks_up_to(length):
-        """Returns the number of chunks that hold the row's first `length` tokens."""
-        return jnp.where(length > 0, 1 + jax.lax.div(length - first_length + _TILE - 1, jnp.int32(_TILE)), 0)
-
-    count = chunks_up_to(end - start)
-
-    def tokens_of(chunk):
-        """Returns a chunk's first token and its number of tokens."""
-        token = start + jnp.maximum(first_length + (chunk - 1) * _TILE, 0)
-        return token, jnp.minimum(start + first_length + chunk * _TILE, end) - token
+    dims = pm.slice_of(part * TILE, TILE)
+    layer, read = refs.layer[0], refs.read_block[row]
+    prefill_row = PrefillRow.of(refs, row)
+    count = prefill_row.chunks_up_to(prefill_row.end - prefill_row.start)
 
     def stage(chunk):
         return jax.lax.rem(chunk, jnp.int32(_STAGES))
@@ -72,16 +61,16 @@ def _kernel(names, *arrays, checkpoints: int):
             def _():
                 pm.wait(refs.free.at[at])
 
-            token, _ = tokens_of(chunk)
-            here, full = pm.slice_of(token, _TILE), refs.full.at[at]
+            token, _ = prefill_row.tokens_of(chunk)
+            here, full = pm.slice_of(token, TILE), refs.full.at[at]
             pm.copy_in(refs.x.at[here, head, dims], token_rows["x"].at[at], full)
             if refs.z is not None:
                 pm.copy_in(refs.z.at[here, head, dims], token_rows["z"].at[at], full)
             for name in ("B", "C"):
                 for n in columns:
-                    source = getattr(refs, name).at[here, group, pm.slice_of(n * _TILE, _TILE)]
+                    source = getattr(refs, name).at[here, group, pm.slice_of(n * TILE, TILE)]
                     pm.copy_in(source, token_rows[name].at[at, n], full)
-            factors = refs.factors.at[head, first + chunk]
+            factors = refs.factors.at[head, prefill_row.first_chunk + chunk]
             pm.copy_in(factors.at[pm.slice_of(0, 4)], refs.per_row.at[at], full)
             pm.copy_in(factors.at[pm.slice_of(2, 4)], refs.per_column.at[at], full)
 
@@ -95,7 +84,7 @@ def _kernel(names, *arrays, checkpoints: int):
         pm.set_max_registers(232, action="increase")
 
         def place(block, n):
-            return refs.pool.at[layer, block, head, dims, pm.slice_of(n * _TILE, _TILE)]
+            return refs.pool.at[layer, block, head, dims, pm.slice_of(n * TILE, TILE)]
 
         def advance(chunk, state):
             at, out = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
@@ -110,50 +99,38 @@ def _kernel(names, *arrays, checkpoints: int):
             pm.commit()
             pm.arrive(refs.state_full.at[out])
             pm.wait(refs.full.at[at])
-            _, live = tokens_of(chunk)
+            _, live = prefill_row.tokens_of(chunk)
             B = token_tiles["B"].at[at]
 
-            @pm.when(live < _TILE)
+            @pm.when(live < TILE)
             def _():
                 for n in columns:
                     pm.keep_rows(B.at[n], live)
 
             x = pm.load(token_tiles["x"].at[at]).astype(jnp.float32)
-            weight = pm.along_rows(pm.load_per_row(refs.per_row.at[at, _AT.weight]), _TILE)
-            weighted = jnp.where(pm.rows((_TILE, _TILE)) < live, weight * x, pm.zeros((_TILE, _TILE), jnp.float32))
+            weight = pm.along_rows(pm.load_per_row(refs.per_row.at[at, _AT.weight]), TILE)
+            weighted = jnp.where(pm.rows(SHAPE) < live, weight * x, pm.zeros(SHAPE, jnp.float32))
             for piece, value in enumerate(pieces(weighted, _PIECES)):
                 refs.weighted[piece] = value
             pm.commit()
             decay = refs.per_column[at, _AT.end - _AT.whole, 0]
             left = [refs.weighted.at[piece].T for piece in reversed(range(_PIECES))]
-            added = pm.multiply_all((_TILE, _TILE), [[(a, B.at[n]) for a in left] for n in columns])
+            added = pm.multiply_all(SHAPE, [[(a, B.at[n]) for a in left] for n in columns])
             pm.arrive(refs.free.at[at])
             return [decay * s + a for s, a in zip(state, added, strict=True)]
 
-        def segment(n, carry):
-            """Runs the chunks up to checkpoint n and stores its state. The final state is the last checkpoint."""
-            chunk, state = carry
-            offset, block = end - start, refs.write_block[row]
-            if checkpoints:
-                final, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
-                offset = jnp.where(final, offset, jnp.minimum(refs.checkpoint_offset[row, at], offset))
-                block = jnp.where(final, block, refs.checkpoint_block[row, at])
-            stop = jnp.maximum(chunk, chunks_up_to(offset))
-            state = jax.lax.fori_loop(chunk, stop, advance, state)
+        def advance_to(chunk, stop, state):
+            return jax.lax.fori_loop(chunk, stop, advance, state)
 
-            @pm.when((block != NULL_BLOCK) & (offset > 0))
-            def _():
-                for n in columns:
-                    pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype))
-
-            return stop, state
+        def store(block, state):
+            for n in columns:
+                pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype))
 
         def initial(n):
             load = lambda: pm.load_directly(place(read, n)).astype(jnp.float32)
-            return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros((_TILE, _TILE), jnp.float32))
+            return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros(SHAPE, jnp.float32))
 
-        carry = jnp.int32(0), [initial(n) for n in columns]
-        jax.lax.fori_loop(0, checkpoints + 1, segment, carry)
+        prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
 
         @pm.loop(jnp.maximum(count - _STATES, 0), count)
         def _(chunk):
@@ -165,22 +142,22 @@ def _kernel(names, *arrays, checkpoints: int):
 
     def write_outputs():
         pm.set_max_registers(232, action="increase")
-        shape = _TILE, _TILE
+        shape = SHAPE
 
         def one(chunk, _):
             at, state = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
-            token, live = tokens_of(chunk)
+            token, live = prefill_row.tokens_of(chunk)
             pm.wait(refs.full.at[at])
             x, B, C = (token_tiles[name].at[at] for name in ("x", "B", "C"))
             (products,) = pm.multiply_all(shape, [[(C.at[n], B.at[n].T) for n in columns]])
-            per_row = lambda n: pm.along_rows(pm.load_per_row(refs.per_row.at[at, n]), _TILE)
-            per_column = lambda n: pm.along_columns(pm.load_per_column(refs.per_column.at[at, n - _AT.whole]), _TILE)
+            per_row = lambda n: pm.along_rows(pm.load_per_row(refs.per_row.at[at, n]), TILE)
+            per_column = lambda n: pm.along_columns(pm.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
             between = (per_row(_AT.whole) - per_column(_AT.whole)) + (per_row(_AT.rest) - per_column(_AT.rest))
             causal = pm.rows(shape) >= pm.columns(shape)
             nothing = pm.zeros(shape, jnp.float32)
             within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
 
-            @pm.when(live < _TILE)
+            @pm.when(live < TILE)
             def _():
                 pm.keep_rows(x, live)
                 pm.commit()
@@ -191,7 +168,7 @@ def _kernel(names, *arrays, checkpoints: int):
             pm.arrive(refs.state_free.at[state])
             y = per_row(_AT.from_state) * y + pm.multiply(shape, [lambda: ([within], x)])
             if refs.skip is not None:
-                skip = pm.along_columns(pm.load_per_column(refs.skip_tile), _TILE)
+                skip = pm.along_columns(pm.load_per_column(refs.skip_tile), TILE)
                 y = y + skip * pm.load(x).astype(jnp.float32)
             if refs.z is not None:
                 z = pm.load(token_tiles["z"].at[at]).astype(jnp.float32)
@@ -207,24 +184,7 @@ def _kernel(names, *arrays, checkpoints: int):
             pm.wait(refs.skip_full)
         jax.lax.fori_loop(0, count, one, None)
         pm.wait_for_copies_out(0, wait_read_only=True)
-        clear()
-
-    def clear():
-        """Writes zeros to this row's share of the tokens after the last row."""
-        tokens = refs.x.shape[0]
-        tiles = jax.lax.div(tokens - total + _TILE - 1, jnp.int32(_TILE))
-
-        @pm.when(tiles > row)
-        def _():
-            out_tile[...] = pm.zeros((_TILE, _TILE), jnp.bfloat16)
-            pm.commit()
-
-            @pm.loop(0, jax.lax.div(tiles - row + rows - 1, jnp.int32(rows)))
-            def _(n):
-                token = total + (row + n * rows) * _TILE
-                store_tokens(token, jnp.minimum(tokens - token, _TILE))
-
-            pm.wait_for_copies_out(0, wait_read_only=True)
+        prefill_row.clear(refs.x.shape[0], out_tile, store_tokens)
 
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
@@ -251,7 +211,7 @@ def ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """Launches both kernels. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
-    parts, rows = state_dim // _TILE, read_block.shape[0]
+    parts, rows = state_dim // TILE, read_block.shape[0]
     checkpoints = 0 if checkpoint_offset is None else checkpoint_offset.shape[1]
     skip = None
     if D is not None:
@@ -267,12 +227,12 @@ def ssd(
     if z is not None:
         of_stage["z"], copies = (_STAGES,), copies + 1
     scratch = dict(
-        tokens=pm.token_tiles({name: (*shape, _TILE, _TILE) for name, shape in of_stage.items()}, x.dtype),
-        per_row=pm.shared((_STAGES, 4, _TILE), jnp.float32),
-        per_column=pm.shared((_STAGES, 4, _TILE), jnp.float32),
-        states=pm.tiled(_STATES, _PIECES, parts, _TILE, _TILE, dtype=jnp.bfloat16),
-        weighted=pm.tiled(_PIECES, _TILE, _TILE, dtype=jnp.bfloat16),
-        outputs=pm.token_tiles((_TILE, _TILE), x.dtype),
+        tokens=pm.token_tiles({name: (*shape, *SHAPE) for name, shape in of_stage.items()}, x.dtype),
+        per_row=pm.shared((_STAGES, 4, TILE), jnp.float32),
+        per_column=pm.shared((_STAGES, 4, TILE), jnp.float32),
+        states=pm.tiled(_STATES, _PIECES, parts, *SHAPE, dtype=jnp.bfloat16),
+        weighted=pm.tiled(_PIECES, *SHAPE, dtype=jnp.bfloat16),
+        outputs=pm.token_tiles(SHAPE, x.dtype),
         full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
         state_full=pm.Barrier(num_barriers=_STATES),
@@ -280,13 +240,13 @@ def ssd(
         done=pm.Barrier(num_arrivals=3),
     )
     if skip is not None:
-        scratch |= dict(skip_tile=pm.shared((_TILE,), jnp.float32), skip_full=pm.Barrier())
+        scratch |= dict(skip_tile=pm.shared((TILE,), jnp.float32), skip_full=pm.Barrier())
     updated = jax.new_ref(pool)
     arrays = {name: array for name, array in given.items() if array is not None}
     out = pm.kernel(
-        functools.partial(_kernel, [*arrays, "pool", "out", *scratch], checkpoints=checkpoints),
+        functools.partial(_kernel, [*arrays, "pool", "out", *scratch]),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(rows, head_dim // _TILE, heads),
+        grid=(rows, head_dim // TILE, heads),
         grid_names=("row", "part", "head"),
         num_threads=3,
         thread_name=pm.WARPGROUP,

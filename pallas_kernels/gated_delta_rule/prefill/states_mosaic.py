@@ -15,11 +15,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
+from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 
-_TILE = 64  # the tokens of a chunk, and the keys and the values in one tile
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
-_SHAPE = _TILE, _TILE
 
 
 def unsupported(k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
@@ -27,36 +26,25 @@ def unsupported(k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
     key_dim, value_dim = k.shape[2], v.shape[2]
     if any(x.dtype != jnp.bfloat16 for x in (k, v)):
         return f"q, k and v must be bfloat16, got {k.dtype} and {v.dtype}"
-    if chunk_size != _TILE:
-        return f"chunk_size must be {_TILE}, got {chunk_size}"
-    if key_dim not in (_TILE, 2 * _TILE) or value_dim % _TILE:
+    if chunk_size != TILE:
+        return f"chunk_size must be {TILE}, got {chunk_size}"
+    if key_dim not in (TILE, 2 * TILE) or value_dim % TILE:
         return f"key_dim must be 64 or 128 and value_dim a multiple of 64, got {key_dim} and {value_dim}"
     return None
 
 
-def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints: int):
+def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
     head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
-    rows, value_heads, key_dim = refs.read_block.shape[0], refs.v.shape[1], refs.k.shape[2]
+    value_heads, key_dim = refs.v.shape[1], refs.k.shape[2]
     key_head = jax.lax.div(head, jnp.int32(value_heads // refs.k.shape[1]))
     stages = refs.factors.shape[0]
-    key_tiles, numbers = range(key_dim // _TILE), range(refs.solve.shape[0])
-    values = pm.slice_of(part * _TILE, _TILE)
-    start, end, total = refs.query_start_loc[row], refs.query_start_loc[row + 1], refs.query_start_loc[rows]
-    layer, read, first = refs.layer[0], refs.read_block[row], refs.first_chunk[row]
-    first_length = refs.cu_chunk_seqlens[first + 1] - start
-
-    def chunks_up_to(length):
-        """Returns the number of chunks that hold the row's first `length` tokens."""
-        return jnp.where(length > 0, 1 + jax.lax.div(length - first_length + _TILE - 1, jnp.int32(_TILE)), 0)
-
-    count = chunks_up_to(end - start)
-
-    def tokens_of(chunk):
-        """Returns a chunk's first token and its number of tokens."""
-        token = start + jnp.maximum(first_length + (chunk - 1) * _TILE, 0)
-        return token, jnp.minimum(start + first_length + chunk * _TILE, end) - token
+    key_tiles, numbers = range(key_dim // TILE), range(refs.solve.shape[0])
+    values = pm.slice_of(part * TILE, TILE)
+    layer, read = refs.layer[0], refs.read_block[row]
+    prefill_row = PrefillRow.of(refs, row)
+    count, first = prefill_row.chunks_up_to(prefill_row.end - prefill_row.start), prefill_row.first_chunk
 
     def split(x):
         return pieces(x, len(numbers))
@@ -65,8 +53,8 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
         pm.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
-            token, _ = tokens_of(chunk)
-            here, number = pm.slice_of(token, _TILE), first + chunk
+            token, _ = prefill_row.tokens_of(chunk)
+            here, number = pm.slice_of(token, TILE), first + chunk
             at, full = jax.lax.rem(chunk, jnp.int32(stages)), refs.full
 
             @pm.when(chunk >= stages)
@@ -109,7 +97,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
 
     def refs_tile(name, n, here, number):
         """Returns where the n-th tile of a chunk's keys or queries is in memory, decayed ones if decays are per channel."""
-        keys = pm.slice_of(n * _TILE, _TILE)
+        keys = pm.slice_of(n * TILE, TILE)
         if per_channel:
             return getattr(refs, name).at[0, head, number, :, keys]
         return getattr(refs, name).at[here, key_head, keys]
@@ -124,7 +112,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
         pm.set_max_registers(232, action="increase")
 
         def place(block, n):
-            keys = pm.slice_of(n * _TILE, _TILE)
+            keys = pm.slice_of(n * TILE, TILE)
             if layout == "VK":
                 return refs.pool.at[layer, block, head, values, keys]
             return refs.pool.at[layer, block, head, keys, values]
@@ -133,7 +121,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
             """Returns the factors of a chunk's tokens: of their keys before the chunk (0), and after it (2)."""
             if per_channel:
                 return 1.0
-            return pm.along_columns(pm.load_per_column(refs.factors.at[at, kind]), _TILE)
+            return pm.along_columns(pm.load_per_column(refs.factors.at[at, kind]), TILE)
 
         def of_state(chunk):
             """Returns the factor of the state over a chunk, if it is one number."""
@@ -142,19 +130,19 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
 
         def of_keys(n, at):
             """Returns the factors of the state's n-th tile over a chunk, if there is one per key."""
-            keys = pm.slice_of(n * _TILE, _TILE)
-            return pm.along_columns(pm.load_per_column(refs.factors.at[at, keys]), _TILE)
+            keys = pm.slice_of(n * TILE, TILE)
+            return pm.along_columns(pm.load_per_column(refs.factors.at[at, keys]), TILE)
 
         def advance(chunk, carry):
             decay, state = carry
             at = jax.lax.rem(chunk, jnp.int32(stages))
             upcoming = of_state(chunk + 1)
-            _, live = tokens_of(chunk)
+            _, live = prefill_row.tokens_of(chunk)
             v_tile = token_tiles["v"].at[at]
             part = lambda tile, piece: lambda: split(tile)[piece]
             pm.wait(refs.full.at[at])
 
-            @pm.when(live < _TILE)
+            @pm.when(live < TILE)
             def _():
                 for tile in [v_tile] + ([] if per_channel else keys_of("k", at)):
                     pm.keep_rows(tile, live)
@@ -170,11 +158,11 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
             before, after = keys_of("k_before", at), keys_of("k_after", at)
             of_before = [(part(state[n], p), before[n].T) for p in numbers for n in key_tiles]
             # A product with ones on the diagonal is a transposition.
-            known, v = pm.multiply_all(_SHAPE, [of_before, [(v_tile.T, refs.identity)]], publish_state)
+            known, v = pm.multiply_all(SHAPE, [of_before, [(v_tile.T, refs.identity)]], publish_state)
             wanted = v - of_tokens(0, at) * known
             solve = [refs.squares["solve"].at[at, n].T for n in numbers]
             pairs = [(part(wanted, i), solve[j]) for i in numbers for j in numbers if i + j < len(numbers)]
-            (added,) = pm.multiply_all(_SHAPE, [pairs])
+            (added,) = pm.multiply_all(SHAPE, [pairs])
             weighted = of_tokens(2, at) * added
 
             def publish_added():
@@ -184,42 +172,30 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
                 pm.arrive(refs.added_full)
 
             changes = [[(part(weighted, p), after[n]) for p in numbers] for n in key_tiles]
-            change = pm.multiply_all(_SHAPE, changes, publish_added)
+            change = pm.multiply_all(SHAPE, changes, publish_added)
             decays = [of_keys(n, at) if per_channel else decay for n in key_tiles]
             state = [d * s + c for d, s, c in zip(decays, state, change, strict=True)]
             pm.arrive(refs.free.at[at])
             return upcoming, state
 
-        def segment(n, carry):
-            """Runs the chunks up to checkpoint n and stores its state. The final state is the last checkpoint."""
-            chunk, state = carry
-            offset, block = end - start, refs.write_block[row]
-            if checkpoints:
-                final, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
-                offset = jnp.where(final, offset, jnp.minimum(refs.checkpoint_offset[row, at], offset))
-                block = jnp.where(final, block, refs.checkpoint_block[row, at])
-            stop = jnp.maximum(chunk, chunks_up_to(offset))
-            _, state = jax.lax.fori_loop(chunk, stop, advance, (of_state(chunk), state))
+        def advance_to(chunk, stop, state):
+            return jax.lax.fori_loop(chunk, stop, advance, (of_state(chunk), state))[1]
 
-            @pm.when((block != NULL_BLOCK) & (offset > 0))
-            def _():
-                for n in key_tiles:
-                    pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype), transposed=layout == "KV")
-
-            return stop, state
+        def store(block, state):
+            for n in key_tiles:
+                pm.store_directly(place(block, n), state[n].astype(refs.pool.dtype), transposed=layout == "KV")
 
         def initial(n):
             load = lambda: pm.load_directly(place(read, n), transposed=layout == "KV").astype(jnp.float32)
-            return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros(_SHAPE, jnp.float32))
+            return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros(SHAPE, jnp.float32))
 
-        diagonal = (pm.rows(_SHAPE) == pm.columns(_SHAPE)).astype(jnp.float32)
+        diagonal = (pm.rows(SHAPE) == pm.columns(SHAPE)).astype(jnp.float32)
         refs.identity[...] = diagonal.astype(jnp.bfloat16)
         pm.commit()
 
         @pm.when(count > 0)
         def _():
-            carry = jnp.int32(0), [initial(n) for n in key_tiles]
-            jax.lax.fori_loop(0, checkpoints + 1, segment, carry)
+            prefill_row.run(refs, [initial(n) for n in key_tiles], advance_to, store)
             pm.wait(refs.state_free)
             pm.wait(refs.added_free)
 
@@ -228,16 +204,16 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
 
         def one(chunk, _):
             at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
-            token, live = tokens_of(chunk)
+            token, live = prefill_row.tokens_of(chunk)
             pm.wait(refs.query_full.at[at])
             pm.wait(refs.state_full)
             queries, attention = keys_of("q_before", at), refs.squares["attention"].at[at]
-            (out,) = pm.multiply_all(_SHAPE, [[(queries[n], refs.states.at[n].T) for n in key_tiles]])
+            (out,) = pm.multiply_all(SHAPE, [[(queries[n], refs.states.at[n].T) for n in key_tiles]])
             pm.arrive(refs.state_free)
             if not per_channel:
-                out = pm.along_rows(pm.load_per_row(refs.of_query.at[at]), _TILE) * out
+                out = pm.along_rows(pm.load_per_row(refs.of_query.at[at]), TILE) * out
             pm.wait(refs.added_full)
-            (of_added,) = pm.multiply_all(_SHAPE, [[(attention, refs.added.T)]])
+            (of_added,) = pm.multiply_all(SHAPE, [[(attention, refs.added.T)]])
             pm.arrive(refs.added_free)
             pm.arrive(refs.query_free.at[at])
             pm.wait_for_copies_out(0, wait_read_only=True)
@@ -247,29 +223,12 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool, checkpoints:
 
         jax.lax.fori_loop(0, count, one, None)
         pm.wait_for_copies_out(0, wait_read_only=True)
-        clear()
+        prefill_row.clear(refs.v.shape[0], out_tile, store_tokens)
 
     def store_tokens(token, live):
         """Stores the first `live` rows of the tile of outputs."""
         target = lambda n, size: refs.out.at[pm.slice_of(token + n, size), head, values]
         pm.store_rows(out_rows, live, target)
-
-    def clear():
-        """Writes zeros to this row's share of the tokens after the last row."""
-        tokens = refs.v.shape[0]
-        tiles = jax.lax.div(tokens - total + _TILE - 1, jnp.int32(_TILE))
-
-        @pm.when(tiles > row)
-        def _():
-            out_tile[...] = pm.zeros(_SHAPE, jnp.bfloat16)
-            pm.commit()
-
-            @pm.loop(0, jax.lax.div(tiles - row + rows - 1, jnp.int32(rows)))
-            def _(n):
-                token = total + (row + n * rows) * _TILE
-                store_tokens(token, jnp.minimum(tokens - token, _TILE))
-
-            pm.wait_for_copies_out(0, wait_read_only=True)
 
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
@@ -287,28 +246,28 @@ def states(
     """
     k, v, solve = inputs["k"], inputs["v"], inputs["solve"]
     key_dim, (_, value_heads, value_dim), rows = k.shape[2], v.shape, inputs["read_block"].shape[0]
-    count, tiles, per_channel = solve.shape[0], key_dim // _TILE, "k_before" in inputs
+    count, tiles, per_channel = solve.shape[0], key_dim // TILE, "k_before" in inputs
     given = inputs | {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
     given |= dict(layer=given["layer"].reshape(1))
     stages = 2 if per_channel else 3  # chunks whose keys and values are in shared memory: as many as fit
     squares = dict(solve=(stages, count), attention=(_QUERY_STAGES,))
-    tokens = dict(v=(stages, *_SHAPE))
+    tokens = dict(v=(stages, *SHAPE))
     if per_channel:
         squares |= dict(k_before=(stages, tiles), k_after=(stages, tiles), q_before=(_QUERY_STAGES, tiles))
         factors = pm.shared((stages, key_dim), jnp.float32)
     else:
-        tokens |= dict(k=(stages, tiles, *_SHAPE), q=(_QUERY_STAGES, tiles, *_SHAPE))
-        factors = pm.shared((stages, 3, _TILE), jnp.float32)
-    tile = lambda *shape: pm.tiled(*shape, *_SHAPE, dtype=jnp.bfloat16)
+        tokens |= dict(k=(stages, tiles, *SHAPE), q=(_QUERY_STAGES, tiles, *SHAPE))
+        factors = pm.shared((stages, 3, TILE), jnp.float32)
+    tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     scratch: dict[str, Any] = dict(
         tokens=pm.token_tiles(tokens, v.dtype),
         squares={name: tile(*shape) for name, shape in squares.items()},
         factors=factors,
-        of_query=pm.shared((_QUERY_STAGES, _TILE), jnp.float32),
+        of_query=pm.shared((_QUERY_STAGES, TILE), jnp.float32),
         states=tile(tiles),
         added=tile(),
         identity=tile(),
-        outputs=pm.token_tiles(_SHAPE, v.dtype),
+        outputs=pm.token_tiles(SHAPE, v.dtype),
         full=pm.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + count + 1, num_barriers=stages),
         free=pm.Barrier(num_barriers=stages),
         query_full=pm.Barrier(num_arrivals=tiles + 1 + (not per_channel), num_barriers=_QUERY_STAGES),
@@ -325,12 +284,11 @@ def states(
         [*given, "pool", "out", *scratch],
         layout=layout,
         per_channel=per_channel,
-        checkpoints=given["checkpoint_block"].shape[1] if "checkpoint_block" in given else 0,
     )
     out = pm.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        grid=(rows, value_heads, value_dim // _TILE),
+        grid=(rows, value_heads, value_dim // TILE),
         grid_names=("row", "head", "part"),
         num_threads=3,
         thread_name=pm.WARPGROUP,

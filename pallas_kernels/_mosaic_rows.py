@@ -1,0 +1,112 @@
+"""What prefill kernels by Mosaic GPU share: a row's chunks, its checkpoints, and zeros for the tokens after the last row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels.blocks import NULL_BLOCK
+
+TILE = 64  # the tokens of a chunk
+SHAPE = TILE, TILE
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """A row of a prefill kernel, and how it is cut into chunks.
+
+    Attributes:
+        index: The number of the row.
+        rows: The number of rows.
+        start: The row's first token.
+        end: The token after its last one.
+        total: The token after the last row.
+        first_chunk: The number of chunks in earlier rows.
+        first_length: The length of the row's first chunk, if that is not also the last one. Only a first chunk can start
+            between two positions at which chunks are cut.
+    """
+
+    index: Any
+    rows: int
+    start: Any
+    end: Any
+    total: Any
+    first_chunk: Any
+    first_length: Any
+
+    @classmethod
+    def of(cls, refs: Any, index: jax.Array) -> "PrefillRow":
+        """Reads a row. `refs` has `query_start_loc`, `first_chunk`, `cu_chunk_seqlens` and `read_block`."""
+        rows = refs.read_block.shape[0]
+        start, end, total = refs.query_start_loc[index], refs.query_start_loc[index + 1], refs.query_start_loc[rows]
+        first = refs.first_chunk[index]
+        # A row without tokens has no chunk of its own, and there may be none after it.
+        after = jnp.minimum(first + 1, refs.cu_chunk_seqlens.shape[0] - 1)
+        return cls(index, rows, start, end, total, first, refs.cu_chunk_seqlens[after] - start)
+
+    def chunks_up_to(self, length: Any) -> Any:
+        """Returns the number of chunks that hold the row's first `length` tokens."""
+        later = jax.lax.div(length - self.first_length + TILE - 1, jnp.int32(TILE))
+        return jnp.where(length > 0, 1 + later, 0)
+
+    def tokens_of(self, chunk: Any) -> tuple[Any, Any]:
+        """Returns a chunk's first token and its number of tokens."""
+        token = self.start + jnp.maximum(self.first_length + (chunk - 1) * TILE, 0)
+        return token, jnp.minimum(self.start + self.first_length + chunk * TILE, self.end) - token
+
+    def run(
+        self,
+        refs: Any,
+        state: list[jax.Array],
+        advance: Callable[[Any, Any, list[jax.Array]], list[jax.Array]],
+        store: Callable[[jax.Array, list[jax.Array]], None],
+    ) -> None:
+        """Runs the row's chunks, and stores its state after each checkpoint and at its end.
+
+        Args:
+            refs: Has `write_block`, and `checkpoint_offset` and `checkpoint_block` if there are checkpoints.
+            state: The state before the row.
+            advance: Runs the chunks from the first argument up to the second one, and returns the new state.
+            store: Stores the state in a block.
+        """
+        checkpoints = refs.checkpoint_block.shape[1] if hasattr(refs, "checkpoint_block") else 0
+
+        def segment(n, carry):
+            """Runs the chunks up to checkpoint n and stores its state. The final state is the last checkpoint."""
+            chunk, state = carry
+            offset, block = self.end - self.start, refs.write_block[self.index]
+            if checkpoints:
+                final, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
+                offset = jnp.where(final, offset, jnp.minimum(refs.checkpoint_offset[self.index, at], offset))
+                block = jnp.where(final, block, refs.checkpoint_block[self.index, at])
+            stop = jnp.maximum(chunk, self.chunks_up_to(offset))
+            state = advance(chunk, stop, state)
+            pm.when((block != NULL_BLOCK) & (offset > 0))(lambda: store(block, state))
+            return stop, state
+
+        jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
+
+    def clear(self, tokens: int, tile: Any, store: Callable[[Any, Any], None]) -> None:
+        """Writes zeros to this row's share of the tokens after the last row.
+
+        Args:
+            tokens: The number of tokens, padding included.
+            tile: The tile of outputs, which becomes zero.
+            store: Stores so many rows of the tile, the second argument, from the token on that is the first one.
+        """
+        tiles = jax.lax.div(tokens - self.total + TILE - 1, jnp.int32(TILE))
+
+        @pm.when(tiles > self.index)
+        def _():
+            tile[...] = pm.zeros(SHAPE, tile.dtype)
+            pm.commit()
+
+            @pm.loop(0, jax.lax.div(tiles - self.index + self.rows - 1, jnp.int32(self.rows)))
+            def _(n):
+                token = self.total + (self.index + n * self.rows) * TILE
+                store(token, jnp.minimum(tokens - token, TILE))
+
+            pm.wait_for_copies_out(0, wait_read_only=True)
