@@ -37,6 +37,11 @@ def unsupported(x: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, chunk
 
 
 def _kernel(names, *arrays):
+    """Runs one row, head and tile of channels.
+
+    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, shared memory and barriers. "full"
+    barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    """
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
     head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
     heads, state_dim = refs.x.shape[1], refs.pool.shape[4]
@@ -52,6 +57,7 @@ def _kernel(names, *arrays):
         return jax.lax.rem(chunk, jnp.int32(_STAGES))
 
     def fetch():
+        """Fetches the tokens of the chunks to come, and their factors."""
         pm.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
@@ -76,11 +82,13 @@ def _kernel(names, *arrays):
 
         jax.lax.fori_loop(0, count, one, None)
 
+        # A barrier has one phase bit, so each of its completions must be waited for.
         @pm.loop(jnp.maximum(count - _STAGES, 0), count)
         def _(chunk):
             pm.wait(refs.free.at[stage(chunk)])
 
     def carry_state():
+        """Runs the chunks' way from state to state, and hands the state before each chunk to the outputs."""
         pm.set_max_registers(232, action="increase")
 
         def place(block, n):
@@ -141,6 +149,7 @@ def _kernel(names, *arrays):
         pm.store_rows(out_rows, live, lambda n, size: refs.out.at[pm.slice_of(token + n, size), head, dims])
 
     def write_outputs():
+        """Makes the outputs of each chunk from the state before it and from its own tokens."""
         pm.set_max_registers(232, action="increase")
         shape = SHAPE
 

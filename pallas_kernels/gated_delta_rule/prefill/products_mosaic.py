@@ -23,6 +23,10 @@ _AT = Factors()
 
 
 def _kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
+    """Handles one chunk and key head.
+
+    `arrays` are, by their `names`, what `products` launches: the inputs, the outputs, shared memory and barriers.
+    """
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     token_rows, token_tiles, system, solution = refs.memory
     pieces = range(refs.solve.shape[0])

@@ -34,6 +34,11 @@ def unsupported(k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
 
 
 def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
+    """Runs one row, head and tile of value dims.
+
+    `arrays` are, by their `names`, what `states` launches: the inputs, the pool, the outputs, shared memory and barriers.
+    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    """
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
     head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
@@ -49,58 +54,50 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
     def split(x):
         return pieces(x, len(numbers))
 
+    def copy_tiles(name, here, number, at, full):
+        """Copies a chunk's keys or queries. Decayed ones are stored chunk by chunk, others token by token."""
+        for n in key_tiles:
+            keys = pm.slice_of(n * TILE, TILE)
+            if per_channel:
+                pm.copy_in(getattr(refs, name).at[0, head, number, :, keys], refs.squares[name].at[at, n], full)
+            else:
+                pm.copy_in(getattr(refs, name).at[here, key_head, keys], token_rows[name].at[at, n], full)
+
     def fetch():
+        """Fetches what the chunks to come need: keys, values and squares for the state, then queries for the outputs."""
         pm.set_max_registers(40, action="decrease")
 
         def one(chunk, _):
             token, _ = prefill_row.tokens_of(chunk)
             here, number = pm.slice_of(token, TILE), first + chunk
-            at, full = jax.lax.rem(chunk, jnp.int32(stages)), refs.full
-
-            @pm.when(chunk >= stages)
-            def _():
-                pm.wait(refs.free.at[at])
-
-            def copy(source, target):
-                pm.copy_in(source, target.at[at], full.at[at])
-
-            copy_tiles = lambda name, target: [
-                pm.copy_in(refs_tile(name, n, here, number), target.at[at, n], full.at[at]) for n in key_tiles
-            ]
+            at = jax.lax.rem(chunk, jnp.int32(stages))
+            full = refs.full.at[at]
+            pm.when(chunk >= stages)(lambda: pm.wait(refs.free.at[at]))
             for name in ("k_before", "k_after") if per_channel else ("k",):
-                copy_tiles(name, (refs.squares if per_channel else token_rows)[name])
-            copy(refs.v.at[here, head, values], token_rows["v"])
+                copy_tiles(name, here, number, at, full)
+            pm.copy_in(refs.v.at[here, head, values], token_rows["v"].at[at], full)
             for n in numbers:
-                pm.copy_in(refs.solve.at[n, head, number], refs.squares["solve"].at[at, n], full.at[at])
-            copy(refs.decay.at[head, number] if per_channel else refs.scales.at[:, head, number], refs.factors)
+                pm.copy_in(refs.solve.at[n, head, number], refs.squares["solve"].at[at, n], full)
+            factors = refs.decay.at[head, number] if per_channel else refs.scales.at[:, head, number]
+            pm.copy_in(factors, refs.factors.at[at], full)
+            fetch_queries(chunk, here, number)
 
-            at, full = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES)), refs.query_full
-
-            @pm.when(chunk >= _QUERY_STAGES)
-            def _():
-                pm.wait(refs.query_free.at[at])
-
-            name = "q_before" if per_channel else "q"
-            for n in key_tiles:
-                target = (refs.squares if per_channel else token_rows)[name]
-                pm.copy_in(refs_tile(name, n, here, number), target.at[at, n], full.at[at])
-            pm.copy_in(refs.attention.at[0, head, number], refs.squares["attention"].at[at], full.at[at])
+        def fetch_queries(chunk, here, number):
+            at = jax.lax.rem(chunk, jnp.int32(_QUERY_STAGES))
+            full = refs.query_full.at[at]
+            pm.when(chunk >= _QUERY_STAGES)(lambda: pm.wait(refs.query_free.at[at]))
+            copy_tiles("q_before" if per_channel else "q", here, number, at, full)
+            pm.copy_in(refs.attention.at[0, head, number], refs.squares["attention"].at[at], full)
             if not per_channel:
-                pm.copy_in(refs.scales.at[1, head, number], refs.of_query.at[at], full.at[at])
+                pm.copy_in(refs.scales.at[1, head, number], refs.of_query.at[at], full)
 
         jax.lax.fori_loop(0, count, one, None)
+        # A barrier has one phase bit, so each of its completions must be waited for.
         for length, free in ((stages, refs.free), (_QUERY_STAGES, refs.query_free)):
 
             @pm.loop(jnp.maximum(count - length, 0), count)
             def _(chunk, length=length, free=free):
                 pm.wait(free.at[jax.lax.rem(chunk, jnp.int32(length))])
-
-    def refs_tile(name, n, here, number):
-        """Returns where the n-th tile of a chunk's keys or queries is in memory, decayed ones if decays are per channel."""
-        keys = pm.slice_of(n * TILE, TILE)
-        if per_channel:
-            return getattr(refs, name).at[0, head, number, :, keys]
-        return getattr(refs, name).at[here, key_head, keys]
 
     def keys_of(name, at):
         """Returns the tiles [tokens, keys] of a chunk's decayed keys or queries, or of its keys or queries."""
@@ -109,6 +106,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
         return [token_tiles[name[0]].at[at, n] for n in key_tiles]
 
     def carry_state():
+        """Runs the chunks' way from state to state, and hands the state before each and its corrections to the outputs."""
         pm.set_max_registers(232, action="increase")
 
         def place(block, n):
@@ -134,6 +132,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             return pm.along_columns(pm.load_per_column(refs.factors.at[at, keys]), TILE)
 
         def advance(chunk, carry):
+            """Runs one chunk. Its `carry` is the factor of the state over the chunk, and the state's tiles."""
             decay, state = carry
             at = jax.lax.rem(chunk, jnp.int32(stages))
             upcoming = of_state(chunk + 1)
@@ -200,6 +199,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             pm.wait(refs.added_free)
 
     def write_outputs():
+        """Makes the outputs of each chunk from the state before it and from its corrections."""
         pm.set_max_registers(232, action="increase")
 
         def one(chunk, _):
