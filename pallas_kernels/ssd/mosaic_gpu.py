@@ -39,8 +39,8 @@ def unsupported(x: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, chunk
 def _kernel(names, *arrays):
     """Runs one row, head and tile of channels.
 
-    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, shared memory and barriers. "full"
-    barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    `arrays` are, by their `names`, what `ssd` launches: the inputs, the pool, the outputs, shared memory and barriers.
+    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
     """
     refs = SimpleNamespace(**(dict(z=None, skip=None) | dict(zip(names, arrays, strict=True))))
     head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
