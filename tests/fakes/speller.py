@@ -139,6 +139,10 @@ class Speller(nnx.Module):
             def run(rows, x, conv, recurrent, *ring):
                 loc, at = rows.query_start_loc, token_rows(rows.query_start_loc, x.shape[0])
                 keeps = {} if rows.checkpoint_block is None else checkpoints(rows)
+                boundaries = {}
+                if is_decode and rows.fold is not None:
+                    folds = rows.fold.of_group(0)
+                    boundaries = dict(boundary_row=folds.boundary_row, boundary_block=folds.boundary_block)
                 window, conv = conv_op(
                     *(
                         x[:, None],
@@ -153,6 +157,7 @@ class Speller(nnx.Module):
                     ),
                     activation=None,
                     **keeps,
+                    **boundaries,
                 )
                 last = at.offset == jnp.diff(loc)[at.row] - 1
                 write = rows.write[0, at.row, at.offset] if is_decode else rows.write[0, at.row, 0]
