@@ -36,7 +36,7 @@ DEFERRED = (
     "tests/align/test_deferred_machine.py",
 )
 OPTIONS = (
-    *("-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--depth=full"),
+    *("-x", "-q", "--tb=no", "-p", "no:cacheprovider"),
     *("--hypothesis-seed=0", "--hypothesis-profile=no_shrinking"),
 )
 AT_ONCE = 2
@@ -76,7 +76,7 @@ def copy_tree(to):
             shutil.copy(ROOT / name, to / name)
 
 
-def run_tests(tree, tests):
+def run_tests(tree, tests, *options):
     """Runs tests in `tree`. Returns the exit status and the first test that failed."""
     env = os.environ | {
         "PYTHONPATH": str(tree),
@@ -87,7 +87,7 @@ def run_tests(tree, tests):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *options, *tests]
     run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LONGEST_S)
     failed = re.search(r"^FAILED \S*/(\S+)", run.stdout, re.MULTILINE)
     return run.returncode, failed.group(1) if failed else run.stdout[-2000:] + run.stderr[-2000:]
@@ -113,12 +113,14 @@ def main(parts):
             """Returns True if the tests failed with a mutant, or passed without one."""
             tree, began = trees.get(), time.monotonic()
             path, text = mutate(tree, mutant) if mutant else (None, None)
-            groups = GENERAL, DEFERRED
-            if mutant and mutant.name.startswith("deferred: "):
-                groups = DEFERRED, GENERAL  # those that will notice it come first
+            runs = [(GENERAL, "--depth=full"), (DEFERRED, "--depth=full")]
+            if mutant:
+                # The tests that will notice it come first, without their long searches.
+                of_deferred = mutant.name.startswith("deferred: ")
+                runs = [(DEFERRED if of_deferred else GENERAL,), *(reversed(runs) if of_deferred else runs)]
             try:
-                for tests in groups:
-                    status, test = run_tests(tree, tests)
+                for run in runs:
+                    status, test = run_tests(tree, *run)
                     if status:
                         break
             except subprocess.TimeoutExpired:
