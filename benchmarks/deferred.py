@@ -40,7 +40,7 @@ def family(case: Any) -> tuple[Any, type[Bench]]:
 
 
 def time_calls(program: Callable[[int, int], Any], kernel: str) -> tuple[list[float], dict[str, float]]:
-    """The durations of all calls of a program, and the mean duration of each of its launches, in microseconds.
+    """Returns the durations of all calls of a program, and the mean of each of its launches, in microseconds.
 
     The names of the launches begin with `kernel`.
     """

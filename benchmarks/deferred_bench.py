@@ -123,7 +123,7 @@ class Bench:
 
     @functools.cached_property
     def sample(self) -> tuple[int, list[int]]:
-        """What is compared with float64: a turn, and one row of each kind in it.
+        """Chooses what is compared with float64: a turn, and one row of each kind in it.
 
         The kinds are rows that fold, rows that cross the end of a group, and others. A turn with all kinds is preferred.
         """
