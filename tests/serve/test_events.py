@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.cache.events import CacheCleared, PageRemoved, PageStored, StateRemoved, StateStored
 from mamba_align_jax.routing import CacheMirror, Reach, StateRouter
+from mamba_align_jax.serve import event_reader
 from mamba_align_jax.serve.event_options import add_event_options, event_listener
 from mamba_align_jax.serve.event_publisher import EventPublisher
 from mamba_align_jax.serve.event_reader import EventReader
@@ -218,6 +219,57 @@ def test_a_lost_batch_is_asked_for_again(publishers, readers):
             assert reader._socket.poll(1000 * PATIENCE)
             reader._socket.recv_multipart()
     read_until(reader, mirror, CacheMirror({12}, {12: 4}))
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.001, 0.05])
+def test_an_answer_in_pieces_loses_nothing(timeout_s):
+    """An answer that comes slowly is read in pieces, each by another call."""
+    batches = [(CacheCleared(), PAGES[0]), (PAGES[1],), (StateStored(12, 4),)]
+    pieces = [(number.to_bytes(8, "big"), encode(1.0, batch, states=True)) for number, batch in enumerate(batches)]
+    pieces.append(((-1).to_bytes(8, "big", signed=True), b""))
+    with zmq.Context() as context, context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as replay:
+        live.bind(ANY_PORT)
+        replay.bind(ANY_PORT)
+        reader = EventReader(*(socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)))
+        try:
+            mirror = CacheMirror()
+            assert replay.poll(1000 * PATIENCE)
+            name, *request = replay.recv_multipart()
+            assert request == [b"", bytes(8)]
+            for number, payload in pieces:
+                replay.send_multipart([name, b"", b"", number, payload])
+                known = reader._next + (payload != b"")
+                end = time.monotonic() + PATIENCE
+                while reader._next < known and time.monotonic() < end:
+                    mirror.apply(reader.read(timeout_s))
+                mirror.apply(reader.read(timeout_s))
+            assert mirror == mirror_of(batches)
+        finally:
+            reader.close()
+
+
+def test_a_silent_replay_socket_is_asked_again_from_where_the_answer_broke_off(monkeypatch):
+    monkeypatch.setattr(event_reader, "_PATIENCE_S", 0.01)
+    with zmq.Context() as context, context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as replay:
+        live.bind(ANY_PORT)
+        replay.bind(ANY_PORT)
+        reader = EventReader(*(socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)))
+        try:
+            name, *_ = replay.recv_multipart()
+            payload = encode(1.0, (PAGES[0],), states=True)
+            starts = []
+            end = time.monotonic() + PATIENCE
+            while starts[-1:] != [1] and time.monotonic() < end:
+                # An answer goes to the socket that asked, so the first one is late if it has been given up.
+                replay.send_multipart([name, b"", b"", bytes(8), payload])
+                reader.read(0.02)
+                while replay.poll(0):
+                    name, _, start = replay.recv_multipart()
+                    starts.append(int.from_bytes(start, "big"))
+            assert starts[-1:] == [1]
+            assert set(starts) <= {0, 1}
+        finally:
+            reader.close()
 
 
 def test_a_gap_without_a_replay_socket_forgets_what_was_known(publishers, readers):
