@@ -1,4 +1,4 @@
-"""Ops of recurrent models over pools of states and pages: Pallas GPU kernels (Triton), each with an XLA twin.
+"""Ops of recurrent models over pools of states and pages: Pallas GPU kernels, each with an XLA twin.
 
 The ops keep no state of their own. They know blocks, rows and tokens, but no requests and no models.
 """

@@ -19,7 +19,7 @@ class PrefillRow:
     """A row of a prefill kernel, and how it is cut into chunks.
 
     Attributes:
-        index: The number of the row.
+        index: The row's place in the batch.
         rows: The number of rows.
         start: The row's first token.
         end: The token after its last one.
@@ -90,12 +90,12 @@ class PrefillRow:
         jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
 
     def clear(self, tokens: int, tile: Any, store: Callable[[Any, Any], None]) -> None:
-        """Writes zeros to this row's share of the tokens after the last row.
+        """Writes zeros to those of the tokens after the last row that are this row's to clear.
 
         Args:
             tokens: The number of tokens, padding included.
             tile: The tile of outputs, which becomes zero.
-            store: Stores so many rows of the tile, the second argument, from the token on that is the first one.
+            store: store(token, count) writes the first `count` rows of the tile to the tokens from `token` on.
         """
         tiles = jax.lax.div(tokens - self.total + TILE - 1, jnp.int32(TILE))
 

@@ -44,12 +44,13 @@ LONGEST_S = 600
 
 
 class Mutant(NamedTuple):
-    """A mistake: `new` in place of `old` in `file`, a path below mamba_align_jax."""
+    """A mistake: `new` in place of `old` in `file`, a path below mamba_align_jax. `first` are the tests to try first."""
 
     file: str
     old: str
     new: str
     name: str
+    first: tuple[str, ...]
 
 
 def read_table():
@@ -60,11 +61,12 @@ def read_table():
         if not texts:
             file = name.removeprefix("file ")
             continue
-        old, new = (text.removeprefix(sign) for text, sign in zip(texts, ("- ", "+ "), strict=True))
+        first = tuple(text.removeprefix("> ") for text in texts if text.startswith("> "))
+        old, new = (text.removeprefix(sign) for text, sign in zip(texts[len(first) :], ("- ", "+ "), strict=True))
         count = (ROOT / "mamba_align_jax" / file).read_text().count(old)
         if count != 1:
             sys.exit(f"mutants.txt: {name!r}: its text must occur once in {file}, occurs {count} times: {old}")
-        mutants.append(Mutant(file, old, new, name))
+        mutants.append(Mutant(file, old, new, name, first))
     return mutants
 
 
@@ -117,7 +119,8 @@ def main(parts):
             if mutant:
                 # The tests that will notice it come first, without their long searches.
                 of_deferred = mutant.name.startswith("deferred: ")
-                runs = [(DEFERRED if of_deferred else GENERAL,), *(reversed(runs) if of_deferred else runs)]
+                first = mutant.first or (DEFERRED if of_deferred else GENERAL)
+                runs = [(first,), *(reversed(runs) if of_deferred else runs)]
             try:
                 for run in runs:
                     status, test = run_tests(tree, *run)

@@ -25,7 +25,8 @@ class StepBatch:
         idx_mapping: The slot of each row, or -1 for a padding row. int32 [rows].
         query_start_loc: The position of each row's first token among the packed tokens, followed by the number of
             packed tokens, which padding rows repeat. int32 [rows + 1].
-        num_drafts: The number of draft tokens of a verify row, or -1 for any other row. int32 [rows].
+        num_drafts: The number of draft tokens of a verify row, 0 of a decode row, or -1 for any other row. Under the
+            policies other than "deferred" a decode row may have -1, too. int32 [rows].
     """
 
     idx_mapping: jax.Array

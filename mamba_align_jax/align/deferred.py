@@ -203,6 +203,9 @@ def fold_slots(
     Returns:
         The state with the new bases, and with the accepted count 1 where a window has moved to row 0 of its block; and the
         pool.
+
+    Raises:
+        ValueError: The policy is not "deferred", or `state` or `tables` were made for another configuration.
     """
     state, folds = plan_slots(spec, state, tables, slots)
     pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
@@ -212,7 +215,10 @@ def fold_slots(
 
 def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots: jax.Array) -> tuple[AlignState, Folds]:
     """Does what `fold_slots` does, but returns the folds instead of making them."""
+    if not spec.is_deferred:
+        raise ValueError(f"fold_slots: policy must be 'deferred', got {spec.policy!r}")
     state.check(spec)
+    tables.check(spec)
     assert state.state_pos is not None
     slot = jnp.maximum(slots, 0)
     base, computed = state.state_pos[slot], state.num_computed_tokens[slot]

@@ -100,7 +100,7 @@ def fold_places(base: Any, computed: Any, block_size: int, fold_length: int) -> 
 
 
 class BoundaryWindow(NamedTuple):
-    """Where the convolution window of the boundary is that a row has passed, before the row folds its group.
+    """Where to find the convolution window of the boundary that a row has passed but not folded yet.
 
     Attributes:
         needed: True if the row must write the window to row 0 of the boundary's column, which is the fold's column.

@@ -129,14 +129,15 @@ class StatePool:
         The arrays of the group's ring may follow. Without them the ring stays as it is.
 
         Raises:
-            ValueError: `states` does not have as many arrays as the group.
+            ValueError: `states` does not have as many arrays as the group, or as the group and its ring.
         """
         group = self._group("with_group", group)
         states = _arrays("StatePool.with_group: states", states)
         number, ring = len(self.states[group]), self.ring(group)
         if len(states) not in (number, number + len(ring)):
+            wanted = f"{number} or {number + len(ring)}" if ring else number
             raise ValueError(
-                f"StatePool.with_group: states of group {group} must be {number} arrays, got {len(states)}"
+                f"StatePool.with_group: states of group {group} must be {wanted} arrays, got {len(states)}"
             )
         put = lambda all_, own: (*all_[:group], tuple(own), *all_[group + 1 :])
         rings = put(self.rings, states[number:]) if self.rings and len(states) > number else self.rings

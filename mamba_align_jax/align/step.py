@@ -170,7 +170,7 @@ def begin_step(
 def _begin_deferred(
     spec: AlignConfig, state: AlignState, batch: StepBatch, tables: BlockTables, indices: StepIndices
 ) -> tuple[AlignState, StepIndices]:
-    """Finds the deferred states: what `begin_step` returns for policy "deferred", whose windows `indices` has."""
+    """Completes `begin_step` for policy "deferred". `indices` already says where the convolution windows are."""
     live, current, write, window_row = _live(batch), indices.running_column, indices.write, indices.window_row
     computed, conv_read = indices.num_computed_tokens, indices.conv_read
     read, folds, base = plan_folds(spec, state, batch, tables, live, computed, current, conv_read)

@@ -245,10 +245,12 @@ class HybridCache:
             request: A request whose newest step was dispatched just now.
             tokens: For a row of a prompt, the request's tokens up to the end of that step. The pages and the boundary
                 that they fill are published now, because any step that reads them runs later on the device. None for a
-                decode row, whose pages and boundary are published by `commit`.
+                decode or verify row. `commit` publishes its pages and its boundary. Under policy "deferred" the call of
+                `dispatched` for the request's next step publishes the boundary.
 
         Returns:
-            The last boundary, in tokens, whose key is new in the cache. 0 if there is none.
+            The last boundary, in tokens, that is published now: one of this step whose key is new in the cache, or under
+            policy "deferred" the boundary that this step folds. 0 if there is none.
         """
         boundary = 0
         if tokens is not None and self.states.mode != "none":
@@ -267,7 +269,11 @@ class HybridCache:
         return self.states.unfolded(request)
 
     def folded(self, request: Hashable) -> int:
-        """Publishes that boundary after the fold was dispatched: see `StateBlockManager.folded`."""
+        """Publishes the boundary that `unfolded` returned, after its fold was dispatched: see `StateBlockManager.folded`.
+
+        Returns:
+            The boundary, in tokens, or 0 if there is none.
+        """
         boundary = self.states.folded(request)
         self._changed()
         return boundary
@@ -281,7 +287,7 @@ class HybridCache:
             computed: How many of the tokens count as computed now.
 
         Returns:
-            The last boundary that the request keeps, in tokens, or 0 for none.
+            The last boundary that the request keeps and whose state is written, in tokens, or 0 for none.
 
         Raises:
             ValueError: The request has no step in flight, or the step cannot have left so many tokens.

@@ -233,7 +233,10 @@ class StateBlockManager:
         return max([at for at in passed if self._offer(request, record, tokens, at)[1]], default=0)
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
-        """Records the result of the request's oldest step in flight, and publishes the boundary that the step passed.
+        """Records the result of the request's oldest step in flight.
+
+        It publishes the boundary that the step passed, if its state is written. Under policy "deferred" the boundary waits
+        for the request's next step.
 
         Args:
             request: A request that has a step in flight.

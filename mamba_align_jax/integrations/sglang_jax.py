@@ -29,8 +29,8 @@ def install(*, implementation: Implementation | None = None) -> None:
     `set_kv_buffer_legacy`, it gets one that forwards to the pool inside.
 
     Args:
-        implementation: "xla" or "triton" for all ops. None selects Triton on NVIDIA GPUs where a kernel can run the
-            arguments, and XLA otherwise.
+        implementation: "xla" or "triton" for all ops. None lets each op choose: a kernel on NVIDIA GPUs where one can
+            run the arguments, and XLA otherwise.
 
     Raises:
         ImportError: if sglang-jax cannot be imported.

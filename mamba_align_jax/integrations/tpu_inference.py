@@ -36,8 +36,8 @@ def register(name: str = "mamba_align", *, implementation: Implementation | None
 
     Args:
         name: The name of the backend. It must not be one that vLLM has already.
-        implementation: "xla" or "triton" for all ops. None selects Triton on NVIDIA GPUs where a kernel can run the
-            arguments, and XLA otherwise.
+        implementation: "xla" or "triton" for all ops. None lets each op choose: a kernel on NVIDIA GPUs where one can
+            run the arguments, and XLA otherwise.
 
     Raises:
         ImportError: if tpu-inference cannot be imported.

@@ -63,13 +63,13 @@ class Linear(nnx.Module):
         return outs[0] if self._is_whole else outs
 
     def with_wide_first(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, ...]:
-        """Takes [tokens, in] to the parts, of which the first may have the columns of the others behind its own.
+        """Takes [tokens, in] to the parts, of which the first may have the columns of the others after its own.
 
         Cutting the first part of a long prompt's product off would be a copy. Kernels can do without it.
 
         Args:
             x: The inputs.
-            is_wide: Whether what reads the first part ignores the columns behind its own.
+            is_wide: Whether what reads the first part ignores the columns after its own.
         """
         if not is_wide or self.axis is not None:
             return self(x)

@@ -53,7 +53,8 @@ class LayerRows:
         conv_read: Block that holds each row's convolution window; NULL_BLOCK for a fresh row. [rows]
         window_row: First row of that window to read. [rows]
         write: Blocks that each row writes. In a verify row, `write[r, t]` takes the state after token t. In any other
-            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window.
+            row, `write[r, 0]` takes the state after the last token. `write[r, 0]` also takes the row's window. Under policy
+            "deferred" decode and verify rows write only their window, and `fold` says where their state goes.
             [rows, 1 + K]
         checkpoint_offset: Tokens before each boundary inside a prefill row, in mode "all"; None otherwise. See
             `InteriorBoundaries`. [rows, boundaries]

@@ -80,8 +80,8 @@ def ssd(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, or None.
         dt_softplus: Whether a softplus is applied to `dt`. If not, `dt` must not be negative.
-        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
-            on any CUDA GPU, and XLA that can run the arguments.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, if JAX's default device is
+            a Hopper GPU, Triton, on any CUDA GPU, and XLA that can run the arguments.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -93,7 +93,7 @@ def ssd(
             checkpoint arguments is given.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because the chunk
             size is not a power of two from 16 to 256, or because a chunk's tiles do not fit into a GPU's shared memory.
-            If it is "mosaic_gpu", because x, B or C is not bfloat16, the chunk size is not 64, head_dim is not a multiple
+            If it is "mosaic_gpu", because x, B, C or z is not bfloat16, the chunk size is not 64, head_dim is not a multiple
             of 64, state_dim is not 64 or 128, a `config` is given, or JAX is too old.
     """
     require(
@@ -126,6 +126,7 @@ def _prefill(operands, dt_softplus, implementation, config, interpret, unsupport
 def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     x, _, _, B, C, pool, _, _, chunks = operands[:9]
+    z = operands[14]
     device = pm.missing() if implementation else pm.unavailable()
-    reason = device or mosaic_gpu.unsupported(x, B, C, pool, chunks.chunk_size)
+    reason = device or mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)
     return reason or (config and "a configuration of the Triton kernel is given")

@@ -1,4 +1,4 @@
-"""What ssd's Mosaic GPU kernel needs of the step sizes, for all chunks at once: decays and weights of tokens."""
+"""The launch before ssd's Mosaic GPU kernel: decays and weights of the tokens of all chunks."""
 
 from typing import Any, NamedTuple
 

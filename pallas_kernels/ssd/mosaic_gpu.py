@@ -24,11 +24,15 @@ _PIECES = 2  # bfloat16 numbers that stand for a float32 one in products that st
 _AT = Factors()
 
 
-def unsupported(x: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, chunk_size: int) -> str | None:
+def unsupported(
+    x: jax.Array, B: jax.Array, C: jax.Array, z: jax.Array | None, pool: jax.Array, chunk_size: int
+) -> str | None:
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     head_dim, state_dim = pool.shape[3:]
     if any(v.dtype != jnp.bfloat16 for v in (x, B, C)):
         return f"x, B and C must be bfloat16, got {x.dtype}, {B.dtype} and {C.dtype}"
+    if z is not None and z.dtype != jnp.bfloat16:
+        return f"z must be bfloat16, got {z.dtype}"
     if chunk_size != TILE:
         return f"chunk_size must be {TILE}, got {chunk_size}"
     if head_dim % TILE or state_dim not in (TILE, 2 * TILE):
@@ -151,19 +155,18 @@ def _kernel(names, *arrays):
     def write_outputs():
         """Makes the outputs of each chunk from the state before it and from its own tokens."""
         pm.set_max_registers(232, action="increase")
-        shape = SHAPE
 
         def one(chunk, _):
             at, state = stage(chunk), jax.lax.rem(chunk, jnp.int32(_STATES))
             token, live = prefill_row.tokens_of(chunk)
             pm.wait(refs.full.at[at])
             x, B, C = (token_tiles[name].at[at] for name in ("x", "B", "C"))
-            (products,) = pm.multiply_all(shape, [[(C.at[n], B.at[n].T) for n in columns]])
+            (products,) = pm.multiply_all(SHAPE, [[(C.at[n], B.at[n].T) for n in columns]])
             per_row = lambda n: pm.along_rows(pm.load_per_row(refs.per_row.at[at, n]), TILE)
             per_column = lambda n: pm.along_columns(pm.load_per_column(refs.per_column.at[at, n - _AT.whole]), TILE)
             between = (per_row(_AT.whole) - per_column(_AT.whole)) + (per_row(_AT.rest) - per_column(_AT.rest))
-            causal = pm.rows(shape) >= pm.columns(shape)
-            nothing = pm.zeros(shape, jnp.float32)
+            causal = pm.rows(SHAPE) >= pm.columns(SHAPE)
+            nothing = pm.zeros(SHAPE, jnp.float32)
             within = jnp.where(causal, jnp.exp2(between) * per_column(_AT.dt) * products, nothing).astype(jnp.bfloat16)
 
             @pm.when(live < TILE)
@@ -173,9 +176,9 @@ def _kernel(names, *arrays):
 
             pm.wait(refs.state_full.at[state])
             of_state = [(C.at[n], refs.states.at[state, p, n].T) for p in reversed(range(_PIECES)) for n in columns]
-            (y,) = pm.multiply_all(shape, [of_state])
+            (y,) = pm.multiply_all(SHAPE, [of_state])
             pm.arrive(refs.state_free.at[state])
-            y = per_row(_AT.from_state) * y + pm.multiply(shape, [lambda: ([within], x)])
+            y = per_row(_AT.from_state) * y + pm.multiply(SHAPE, [lambda: ([within], x)])
             if refs.skip is not None:
                 skip = pm.along_columns(pm.load_per_column(refs.skip_tile), TILE)
                 y = y + skip * pm.load(x).astype(jnp.float32)

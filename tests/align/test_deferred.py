@@ -347,6 +347,14 @@ def test_slots_of_another_policy_are_refused(policies):
         begin_step(used, AlignState.create(made), batch, BlockTables.create(used))
 
 
+@pytest.mark.parametrize("policy", ["copy_free", "pre_copy"])
+def test_slots_are_folded_under_policy_deferred_alone(policy):
+    spec = make_spec(policy=policy)
+    state, pool, tables = AlignState.create(spec), StatePool.create(spec, 8), BlockTables.create(spec)
+    with pytest.raises(ValueError, match=f"fold_slots: policy must be 'deferred', got '{policy}'"):
+        fold_slots(spec, state, pool, tables, jnp.array([0], jnp.int32))
+
+
 @EACH
 def test_everything_stays_int32_in_64_bit_mode(spec):
     with jax.enable_x64(True):

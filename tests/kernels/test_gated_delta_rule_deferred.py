@@ -328,6 +328,13 @@ def test_what_the_mosaic_gpu_kernel_cannot_run_is_refused(changes, message):
         refused(**changes, ring_k=ring_k, implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize("sizes", [(32, 64), (48, 32), (32, 0)])
+def test_a_configuration_must_cut_a_program_into_whole_tiles(sizes):
+    block, tile = sizes
+    with pytest.raises(ValueError, match=f"block_value must be a multiple of tile_value, got {block} and {tile}"):
+        DeferredConfig(block, tile_value=tile, tile_key=32, num_warps=4, pieces=3)
+
+
 def test_calls_without_rows_change_nothing():
     none = jnp.zeros(0, jnp.int32)
     names = ("slot", "base", "position", "read_block", "fold_block")

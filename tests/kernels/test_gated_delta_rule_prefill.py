@@ -411,7 +411,7 @@ def test_errors_name_the_bad_argument(rng):
 @pytest.mark.parametrize(
     ("dims", "changes", "message"),
     [
-        ("kimi", dict(dtype=jnp.float32), "q, k and v must be bfloat16, got float32 and float32"),
+        ("kimi", dict(dtype=jnp.float32), "q, k and v must be bfloat16, got float32, float32 and float32"),
         ("kimi", dict(chunk=32), "chunk_size must be 64, got 32"),
         ("kimi", dict(config=PrefillConfig(32, 4, 1, 2, 2)), "a configuration of the Triton kernels is given"),
         ("256 x 64", {}, "key_dim must be 64 or 128 and value_dim a multiple of 64, got 256 and 64"),
@@ -422,3 +422,10 @@ def test_what_the_mosaic_gpu_kernels_cannot_run_is_refused(rng, dims, changes, m
     inputs, pool = make_prefill(rng, [2], DIMS[dims], options.pop("dtype", jnp.bfloat16))
     with pytest.raises(UnsupportedError, match=message):
         prefill(inputs, pool, [2], [0], [3], [6], implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+def test_queries_of_another_dtype_are_refused_by_the_mosaic_gpu_kernels(rng):
+    (q, *others), pool = make_prefill(rng, [2], DIMS["kimi"], jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match="q, k and v must be bfloat16, got float32, bfloat16 and bfloat16"):
+        prefill((q.astype(np.float32), *others), pool, [2], [0], [3], [6], implementation="mosaic_gpu")

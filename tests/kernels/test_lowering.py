@@ -32,6 +32,7 @@ from pallas_kernels import (
     state_copy,
 )
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
+from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
@@ -405,6 +406,21 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
         text = lower_selective_state_deferred("NVIDIA H200", case, implementation="mosaic_gpu")
         assert "mosaic_gpu" in text
         assert "selective_state_deferred_weights" in text
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    ("lower", "cases", "module"),
+    [
+        (lower_gated_delta_rule_deferred, deferred_cases, deferred_delta_rule),
+        (lower_selective_state_deferred, deferred_mamba2_cases, deferred_mamba2),
+    ],
+)
+def test_a_configuration_of_triton_is_refused_by_the_mosaic_gpu_kernels_of_deferred_states(lower, cases, module):
+    case = cases.Case("any", (4,) * 8)
+    config = module.default(case)
+    with pytest.raises(UnsupportedError, match="a configuration of the Triton kernel is given"):
+        lower("NVIDIA H200", case, implementation="mosaic_gpu", config=config)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")

@@ -419,3 +419,11 @@ def test_what_the_mosaic_gpu_kernel_cannot_run_is_refused(rng, dims, changes, me
     packed, fixed, pool = make(rng, [2], DIMS[dims], options.pop("dtype", jnp.bfloat16))
     with pytest.raises(UnsupportedError, match=message):
         prefill(packed | fixed, pool, [2], [0], [3], [6], implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+def test_a_gate_of_another_dtype_is_refused_by_the_mosaic_gpu_kernel(rng):
+    packed, fixed, pool = make(rng, [2], DIMS["64 x 128"], jnp.bfloat16)
+    gate = np.zeros(packed["x"].shape, np.float32)
+    with pytest.raises(UnsupportedError, match="z must be bfloat16, got float32"):
+        prefill(packed | fixed | dict(z=gate), pool, [2], [0], [3], [6], implementation="mosaic_gpu")

@@ -59,17 +59,17 @@ def gated_delta_rule_deferred(
     A decay per key channel scales the columns of S[base] and the channels of k[i].
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
-    in the ring of its slot, position i at place i mod 2 L. Let B = (base // L + 1) * L be the end of base's group. The row
+    in the ring of its slot, position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row
     adds the entries of its own tokens and then
 
-    - if position >= B, it folds the group: S at position B is written to `fold_block` and used by the row's tokens. The
-      caller's next `base` is B.
-    - if position < B, nothing is written to the pool. Tokens from B on use the same fold, which is not kept, because some
+    - if position >= E, it folds the group: S at position E is written to `fold_block` and used by the row's tokens. The
+      caller's next `base` is E.
+    - if position < E, nothing is written to the pool. Tokens from E on use the same fold, which is not kept, because some
       of its entries may be drafts. `base` remains.
 
     To reject drafts, the caller gives a smaller position to the next call. Nothing is moved.
 
-    A row whose position is at least B folds even if it has no tokens, if `fold_block` is not NULL_BLOCK. All other rows
+    A row whose position is at least E folds even if it has no tokens, if `fold_block` is not NULL_BLOCK. All other rows
     without tokens take no part.
 
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
@@ -102,9 +102,9 @@ def gated_delta_rule_deferred(
         slot: The slot of each row, whose ring it reads and writes. Two rows with tokens have different slots.
         base: The number of tokens that the state in `read_block` has read.
         position: The number of tokens before the row's first one, at least `base`. A row's last token must be before
-            position B + L. That holds if every call since `base` had at most `max_query_tokens` tokens per row.
+            position E + L. That holds if every call since `base` had at most `max_query_tokens` tokens per row.
         read_block: The block that holds each row's state at `base`. NULL_BLOCK (0) reads as zeros.
-        fold_block: The block that receives the fold, if position >= B. NULL_BLOCK skips the write. It may be the row's
+        fold_block: The block that receives the fold, if position >= E. NULL_BLOCK skips the write. It may be the row's
             own read block. The blocks of rows that do not fold are not touched.
         max_query_tokens: The largest number of tokens of any row. Static.
         lower_bound: Lower bound of g for the bounded gate, negative. None selects the softplus gate.
@@ -112,9 +112,9 @@ def gated_delta_rule_deferred(
         scale: Factor of the queries. None means key_dim ** -0.5.
         use_qk_l2norm: Whether queries and keys are normalised to unit length first. If not, n is 1.
         implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
-            on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
-            JAX 0.11.2, bfloat16 inputs, a decay per head, key_dim and value_dim that are multiples of 64 (key_dim at most
-            256), and groups of 16 or 32 tokens.
+            if JAX's default device is a Hopper GPU and the kernel can run the arguments, and Triton otherwise. "mosaic_gpu"
+            needs JAX 0.11.2, bfloat16 inputs, a decay per head, key_dim and value_dim that are multiples of 64 (key_dim at
+            most 256), groups of 16 or 32 tokens, and no `config`.
         config: Launch configuration of the Triton kernel: a `DeferredConfig`, or a `ChannelConfig` for a decay per key
             channel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
@@ -199,12 +199,13 @@ def _deferred(
         mosaic_gpu=functools.partial(
             mosaic_gpu.gated_delta_rule_deferred, max_query_tokens=max_query_tokens, **options
         ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
     )
 
 
-def _no_mosaic_gpu(operands, implementation):
+def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
     device = pm.missing() if implementation else pm.unavailable()
-    return device or mosaic_gpu.unsupported(qkv, a, pool, ring_u)
+    reason = device or mosaic_gpu.unsupported(qkv, a, pool, ring_u)
+    return reason or (config and "a configuration of the Triton kernel is given")

@@ -1,4 +1,4 @@
-"""What deferred states with a decay per key channel need of keys, queries and gates alone, as a Triton kernel.
+"""The first Triton kernel for a decay per key channel: everything that needs only keys, queries and gates.
 
 It is to Kimi delta attention what `weights` is to gated delta nets. Decays per key channel cannot scale a product of keys
 afterwards, so keys and queries are decayed first. A sum of log decays always runs from an earlier token to a later one. It

@@ -26,6 +26,13 @@ class DeferredConfig:
     pieces: int
     values_first: bool = False
 
+    def __post_init__(self) -> None:
+        if self.tile_value < 1 or self.block_value % self.tile_value:
+            raise ValueError(
+                "DeferredConfig: block_value must be a multiple of tile_value, "
+                f"got {self.block_value} and {self.tile_value}"
+            )
+
 
 @dataclass(frozen=True)
 class ChannelConfig:

@@ -108,7 +108,7 @@ def _kernel(
         pm.copy_in(weight.at[row, head], weight_tile, loaded)
         pm.copy_in(factors.at[row, head], factor_tile, loaded)
         channel = qkv.shape[1] - value_heads * value_dim + head * value_dim + part * _VALUES
-        # The copy has a fixed size. What it brings from behind the row's end is not used.
+        # The copy has a fixed size. What it brings from after the row's end is not used.
         pm.copy_in(qkv.at[pm.slice_of(start, vectors // 2), pm.slice_of(channel, _VALUES)], v_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
             entries = pm.slice_of(place_of(first), length)
@@ -219,7 +219,7 @@ def _kernel(
         pm.commit()
 
         def clear(n, _):
-            """Writes zeros to this row's n-th share of the tokens after the last row."""
+            """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
             pm.copy_out(v_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import Operand, dot, pieces
+from pallas_kernels._dot import dot, operand
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.channel_weights import channel_weights
@@ -43,13 +43,6 @@ class _Group(NamedTuple):
     g: jax.Array
     new: jax.Array
     at: jax.Array
-
-
-def _operand(x: jax.Array, count: int = 3) -> Operand:
-    """Returns a tile in pieces of bfloat16, float32 tiles in `count` of them and narrower ones without an error."""
-    if x.dtype == jnp.bfloat16:
-        return x
-    return pieces(x.astype(jnp.float32), count if x.dtype == jnp.float32 else 2)
 
 
 def _row(tile: jax.Array, index: jax.Array) -> jax.Array:
@@ -146,10 +139,10 @@ def _kernel(
         later = index[None, :] > index[:, None]
         weight = jnp.exp(jnp.sum(jnp.where(later, group.g[None, :], 0.0), axis=1))
         weighted = weight[:, None] * pt.load(at, mask=mask, other=0.0).astype(jnp.float32)
-        weighted, decay = _operand(weighted, config.pieces), jnp.exp(jnp.sum(group.g))
+        weighted, decay = operand(weighted, config.pieces), jnp.exp(jnp.sum(group.g))
         folded = []
         for state, k, (at, mask) in zip(states, group.k, states_at(fold_to, value), strict=True):
-            added = product(weighted, _operand(k), contract=(0, 0))
+            added = product(weighted, operand(k), contract=(0, 0))
             folded.append((decay * state.astype(jnp.float32) + added).astype(state.dtype))
             pt.store(at, folded[-1], mask=mask & (position >= boundary))
         return folded
@@ -158,7 +151,7 @@ def _kernel(
         """Multiplies the vectors x with the state. Returns [vectors, values]."""
         total = None
         for vectors, state in zip(x, states, strict=True):
-            vectors, state = _operand(vectors), _operand(state, config.pieces)
+            vectors, state = operand(vectors), operand(state, config.pieces)
             left, right = (state, vectors) if config.values_first else (vectors, state)
             part = product(left, right, contract=(1, 1))
             total = part if total is None else total + part
@@ -199,11 +192,11 @@ def _kernel(
         # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
         until = index[None, :] <= place[:, None]
         later = jnp.where(index[None, :] > index[:, None], group.g[None, :], 0.0)
-        between = product(until.astype(jnp.bfloat16), _operand(later), contract=(1, 1))
+        between = product(until.astype(jnp.bfloat16), operand(later), contract=(1, 1))
         of_state = jnp.exp(jnp.sum(jnp.where(until, group.g[None, :], 0.0), axis=1)) * factor
         # A key sees the places before its own, and a query sees its token's place too.
         seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
-        products = [product(_operand(a), _operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
+        products = [product(operand(a), operand(b), contract=(1, 1)) for a, b in zip(x, group.k, strict=True)]
         weight = jnp.where(seen, sum(products[1:], products[0]) * jnp.exp(between), 0.0) * factor[:, None]
         return weight, of_state, jnp.where(is_key, beta * factor, 0.0)
 
@@ -240,7 +233,7 @@ def _kernel(
         ]
         weight, of_state, of_key = weights(x, load_group(first, low), inside, token, place)
         of_state, of_key = of_state[:, None], of_key[:, None]
-        of_u, of_out = -of_key * weight, _operand(weight, narrow)
+        of_u, of_out = -of_key * weight, operand(weight, narrow)
 
         def run_tile(tile, ahead):
             states, v, u = ahead
@@ -263,7 +256,7 @@ def _kernel(
             )
             at, mask = corrections_at(first, jnp.maximum(low, position), position + count, value)
             pt.store(at, u.astype(refs.ring_u.dtype), mask=mask)
-            out = from_state + product(of_out, _operand(u, narrow))
+            out = from_state + product(of_out, operand(u, narrow))
             mask = (inside & ~is_key)[:, None] & value[1][None, :]
             pt.store(refs.out.at[token[:, None], head, value[0][None, :]], out.astype(refs.out.dtype), mask=mask)
             return following
@@ -277,7 +270,7 @@ def _kernel(
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
         value, inside = pt.lanes(value_block, config.block_value, value_dim)
         zeros = jnp.zeros(value.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=inside)

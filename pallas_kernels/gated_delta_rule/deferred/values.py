@@ -1,4 +1,4 @@
-"""What deferred states do with states and values, after the launch of their weights, as a Triton kernel.
+"""The second Triton kernel for a decay per key channel: corrections, outputs and folds.
 
 A program has some value dims of one head of one row, and all keys of them. It holds its part of the state in registers and
 goes from token to token: two products with the state, and two sums over the group's corrections. Products are sums of
@@ -122,7 +122,7 @@ def _kernel(refs: Refs, *, config: ChannelConfig, interpret: bool) -> None:
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, state)
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
         zeros = jnp.zeros(value.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, value], zeros, mask=value_inside)
 

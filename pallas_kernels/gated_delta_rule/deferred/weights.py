@@ -1,6 +1,6 @@
-"""What deferred states need of keys, queries and gates alone, as a Triton kernel: one program per row and key head.
+"""The Triton kernel that runs before the Mosaic GPU kernel: everything that needs only keys, queries and gates.
 
-It also stores the keys and log decays of the call's tokens in the ring.
+It has one program per row and key head. It also stores the keys and log decays of the call's tokens in the ring.
 """
 
 import functools
@@ -29,7 +29,7 @@ def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
 
 
 class Factors(NamedTuple):
-    """Where the array `factors` of `weights` has what, along its last axis.
+    """The index at which each kind of factor begins along the last axis of the array `factors`.
 
     Attributes:
         of_state: The factors of the state, [groups, vectors].

@@ -1,4 +1,4 @@
-"""What Mosaic GPU's prefill kernels need of log decays and betas, for all chunks at once, for decays per head."""
+"""The launch before the Mosaic GPU kernels for a decay per head: sums of log decays, decays and betas of all chunks."""
 
 from typing import Any, NamedTuple
 

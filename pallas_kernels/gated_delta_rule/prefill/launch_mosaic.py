@@ -29,7 +29,10 @@ def gated_delta_rule_prefill(
     use_qk_l2norm: bool,
     layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the op that `gated_delta_rule_prefill` in api.py describes. Some of it is still by Triton."""
+    """Runs the op that `gated_delta_rule_prefill` in api.py describes.
+
+    With a decay per key channel the first two launches are Triton's. With one per head only the launch of decays is.
+    """
     per_channel, rows = g.ndim == 3, read_block.shape[0]
     values = v.shape[1] * v.shape[2] * rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)

@@ -121,7 +121,7 @@ def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout,
         jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
 
     def clear(n, _):
-        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
         token = total + (row + n * rows) * size + lane
         mask = (token < tokens)[:, None] & value_inside[None, :]
         zeros = jnp.zeros((size, config.tile_value), refs.out.dtype)

@@ -21,11 +21,11 @@ from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
 
 
-def unsupported(k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> str | None:
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     key_dim, value_dim = k.shape[2], v.shape[2]
-    if any(x.dtype != jnp.bfloat16 for x in (k, v)):
-        return f"q, k and v must be bfloat16, got {k.dtype} and {v.dtype}"
+    if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
+        return f"q, k and v must be bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}"
     if chunk_size != TILE:
         return f"chunk_size must be {TILE}, got {chunk_size}"
     if key_dim not in (TILE, 2 * TILE) or value_dim % TILE:

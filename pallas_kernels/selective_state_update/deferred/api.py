@@ -54,17 +54,17 @@ def selective_state_deferred(
              + the sum over base <= i < p of exp(g[i + 1] + .. + g[p - 1]) dt[i] x[i] B[i]^T
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
-    in the ring of its slot, position i at place i mod 2 L. Let B = (base // L + 1) * L be the end of base's group. The row
+    in the ring of its slot, position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row
     adds the entries of its own tokens and then
 
-    - if position >= B, it folds the group: S at position B is written to `fold_block` and used by the row's tokens. The
-      caller's next `base` is B.
-    - if position < B, nothing is written to the pool. Tokens from B on use the same fold, which is not kept, because some
+    - if position >= E, it folds the group: S at position E is written to `fold_block` and used by the row's tokens. The
+      caller's next `base` is E.
+    - if position < E, nothing is written to the pool. Tokens from E on use the same fold, which is not kept, because some
       of its entries may be drafts. `base` remains.
 
     To reject drafts, the caller gives a smaller position to the next call. Nothing is moved.
 
-    A row whose position is at least B folds even if it has no tokens, if `fold_block` is not NULL_BLOCK. All other rows
+    A row whose position is at least E folds even if it has no tokens, if `fold_block` is not NULL_BLOCK. All other rows
     without tokens take no part.
 
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
@@ -94,18 +94,18 @@ def selective_state_deferred(
         slot: The slot of each row, whose ring it reads and writes. Two rows with tokens have different slots.
         base: The number of tokens that the state in `read_block` has read.
         position: The number of tokens before the row's first one, at least `base`. A row's last token must be before
-            position B + L. That holds if every call since `base` had at most `max_query_tokens` tokens per row.
+            position E + L. That holds if every call since `base` had at most `max_query_tokens` tokens per row.
         read_block: The block that holds each row's state at `base`. NULL_BLOCK (0) reads as zeros.
-        fold_block: The block that receives the fold, if position >= B. NULL_BLOCK skips the write. It may be the row's
+        fold_block: The block that receives the fold, if position >= E. NULL_BLOCK skips the write. It may be the row's
             own read block. The blocks of rows that do not fold are not touched.
         max_query_tokens: The largest number of tokens of any row. Static.
         D: Skip connection, per head, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
         implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA, Mosaic GPU
-            on Hopper GPUs if it can run the arguments, and Triton otherwise. "mosaic_gpu" is the fastest. It needs
-            JAX 0.11.2, bfloat16 inputs, head_dim and state_dim that are multiples of 64 (state_dim at most 256), and
-            groups of 16 or 32 tokens.
+            if JAX's default device is a Hopper GPU and the kernel can run the arguments, and Triton otherwise. "mosaic_gpu"
+            needs JAX 0.11.2, bfloat16 inputs, head_dim and state_dim that are multiples of 64 (state_dim at most 256),
+            groups of 16 or 32 tokens, and no `config`.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -161,12 +161,13 @@ def _deferred(operands, max_query_tokens, dt_softplus, implementation, config, i
         mosaic_gpu=functools.partial(
             mosaic_gpu.selective_state_deferred, dt_softplus=dt_softplus, max_query_tokens=max_query_tokens
         ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
     )
 
 
-def _no_mosaic_gpu(operands, implementation):
+def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     xBC, pool, ring_x = operands[0], operands[3], operands[4]
     device = pm.missing() if implementation else pm.unavailable()
-    return device or mosaic_gpu.unsupported(xBC, pool, ring_x)
+    reason = device or mosaic_gpu.unsupported(xBC, pool, ring_x)
+    return reason or (config and "a configuration of the Triton kernel is given")

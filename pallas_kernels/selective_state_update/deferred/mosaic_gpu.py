@@ -200,7 +200,7 @@ def _kernel(
         pm.commit()
 
         def clear(n, _):
-            """Writes zeros to this row's n-th share of the tokens after the last row."""
+            """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
             pm.copy_out(out_tile.at[0], out.at[total + row + n * rows, head, dims])
 
         jax.lax.fori_loop(0, shares, clear, None)

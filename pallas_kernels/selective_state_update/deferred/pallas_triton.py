@@ -178,7 +178,7 @@ def _kernel(refs: Refs, *, max_query_tokens: int, config: DeferredConfig, dt_sof
         jax.lax.fori_loop(stages[0], stages[1] + 1, stage, None)
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
         zeros = jnp.zeros(channel.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, channel], zeros, mask=channel_inside)
 

@@ -1,6 +1,6 @@
-"""What deferred states of Mamba-2 need of B, C and step sizes alone, as a Triton kernel: one program per row and some heads.
+"""The Triton kernel that runs before the Mosaic GPU kernel: everything that needs only B, C and step sizes.
 
-It also stores the entries of the call's tokens in the ring.
+It has one program per row and up to 16 heads. It also stores the entries of the call's tokens in the ring.
 """
 
 import functools
@@ -30,7 +30,7 @@ def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
 
 
 class Factors(NamedTuple):
-    """Where the array `factors` of `weights` has what, along its last axis.
+    """The index at which each kind of factor begins along the last axis of the array `factors`.
 
     Attributes:
         of_state: The factors of the state for each token, [tokens].
