@@ -209,9 +209,9 @@ RUDE = (vanishing, vanishing, stalling, half_open, leaving_early, garbage, overs
 RUDE += (too_long, keyless)
 
 
-async def client(port, prompts, seen, until):
+async def client(port, prompts, seen, goes_on):
     """Calls again and again, rudely one time in four."""
-    while time.monotonic() < until:
+    while goes_on():
         act = random.choice(RUDE) if random.random() < 0.25 else polite
         try:
             async with asyncio.timeout(600), Call(port) as call:
@@ -228,9 +228,15 @@ async def client(port, prompts, seen, until):
             seen.rude[act.__name__] += 1
 
 
-async def run_clients(port, prompts, seen, streams, seconds):
-    until = time.monotonic() + seconds
-    await asyncio.gather(*(client(port, prompts, seen, until) for _ in range(streams)))
+async def run_clients(port, prompts, seen, streams, seconds, enough=lambda: True):
+    """Runs `streams` clients for so many seconds, and longer until `enough()` is true, at most ten times as long."""
+    began = time.monotonic()
+
+    def goes_on():
+        lasted = time.monotonic() - began
+        return lasted < seconds or (not enough() and lasted < 10 * seconds)
+
+    await asyncio.gather(*(client(port, prompts, seen, goes_on) for _ in range(streams)))
 
 
 def compile_programs(port, prompts):
