@@ -22,7 +22,14 @@ A, B = np.random.default_rng(1).normal(size=(2, 512, 1)).astype(np.float32)
 A_LOG, BIAS = np.float32([-1.5]), np.float32([0.3])
 # The lengths of fold groups, with the most drafts that each allows. Blocks of any size may follow.
 SPECS = {
-    L: make_spec(WIDTH, policy="deferred", fold_length=L, block_size=L, num_speculative_tokens=(L - 1) // 2)
+    L: make_spec(
+        WIDTH,
+        policy="deferred",
+        fold_length=L,
+        block_size=L,
+        num_speculative_tokens=(L - 1) // 2,
+        max_model_len=LONGEST,
+    )
     for L in (3, 8)
 }
 
