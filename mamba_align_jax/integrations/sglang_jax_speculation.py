@@ -79,6 +79,11 @@ def _check_arguments(args: Any, check: Callable) -> None:
         args.speculative_algorithm = None
     check(args)
     args.speculative_algorithm = algorithm
+    interval, num_tokens = args.recurrent_track_interval, args.speculative_num_draft_tokens
+    if algorithm == ALGORITHM and args.enable_recurrent_extra_buffer and interval < num_tokens:
+        raise ValueError(
+            f"speculative_num_draft_tokens must be at most recurrent_track_interval, got {num_tokens} and {interval}"
+        )
 
 
 def _algorithm(dflash: Any, from_string: Callable, name: str | None) -> Any:
@@ -189,7 +194,9 @@ def _verify_batch(
     places = [(row.request.req_pool_idx, row.computed, len(row.tokens)) for row in rows]
     info.out_cache_loc = np.concatenate([pool.req_to_token[i, begin : begin + size] for i, begin, size in places])
     info.recurrent_indices = pool.get_linear_recurrent_indices(info.req_pool_indices)
-    info.recurrent_cow_src_indices = info.recurrent_track_indices = info.recurrent_track_mask = None
+    # The rest is left from the requests' prompts, or asks for copies that are made otherwise.
+    info.extend_logprob_start_lens = info.recurrent_cow_src_indices = None
+    info.recurrent_track_indices = info.recurrent_track_mask = None
     step.reqs_info, step.forward_mode = [info], modes.ForwardMode.EXTEND
     step = step.get_model_worker_batch(*paddings)
     batch.per_dp_bs_size = step.per_dp_bs_size
@@ -261,9 +268,10 @@ class NGramWorker:
         for i, row in enumerate(rows):
             choice = sampled[begin : begin + len(row.tokens)]
             begin += len(row.tokens)
-            accepted[i] = 1 + int(np.cumprod(choice[:-1] == row.tokens[1:]).sum())
-            tokens[i, : accepted[i]] = choice[: accepted[i]]
-            pool.accept(row, int(accepted[i]))
+            choice = choice[: 1 + int(np.cumprod(choice[:-1] == row.tokens[1:]).sum())].tolist()
+            accepted[i] = number = _until_stop(row.request, choice)
+            tokens[i, :number] = choice[:number]
+            pool.accept(row, number)
         return tokens.reshape(-1), accepted
 
     def _state(self, verified: np.ndarray, lengths: np.ndarray) -> Any:
@@ -275,7 +283,16 @@ class NGramWorker:
         )  # fmt: skip
 
 
-def _process_decode(scheduler: Any, process: Callable, drafter: Drafter, batch: Any, result: Any, launch_done: Any = None):
+def _until_stop(request: Any, tokens: list[int]) -> int:
+    """Counts a request's new tokens up to its first stop token. Those after it would be cached with a longer prefix."""
+    request = copy.copy(request)
+    before, request.output_ids = len(request.output_ids), [*request.output_ids, *tokens]
+    return request.finished_len - before if request._check_token_based_finish(tokens) else len(tokens)
+
+
+def _process_decode(
+    scheduler: Any, process: Callable, drafter: Drafter, batch: Any, result: Any, launch_done: Any = None
+):
     """Processes what a step sampled, and lets a finished request cache all tokens that it accepted.
 
     sglang-jax counts a step's accepted tokens as computed only if the request goes on. What it caches of a finished

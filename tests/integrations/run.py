@@ -1,8 +1,8 @@
 """Runs this library inside other people's stacks: `make integrations SGLANG_JAX=DIR`, with DIR a clone of sglang-jax.
 
-A tiny random Qwen3.5 is served by sglang-jax's engine twice, with its own linear-attention backend and with ours. Both must
-answer the same tokens with the same cache hits, and the tokens must be right by this library's float32 reference. Then
-sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in build/integrations, because
+A tiny random Qwen3.5 is served by sglang-jax's engine three times, with its own linear-attention backend, with ours, and with
+ours and speculative decoding. All must answer the same tokens with the same cache hits, and the tokens must be right by this
+library's float32 reference. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in build/integrations, because
 it pins its packages and needs Python 3.12; `--python` names another one.
 """
 
@@ -99,15 +99,21 @@ def main():
     reference, failed = Reference(load_model(str(model), dtype="float32")), []
     for setting in ("cached", "batched"):
         answers = {}
-        for backend in ("native", "ours"):
-            name = f"{backend}_{setting}"
-            run(name, HERE / "sglang_jax_server.py", model, BUILD / f"{name}.json", backend, setting)
-            answers[backend] = json.loads((BUILD / f"{name}.json").read_text())
+        for backend in ("native", "ours", "drafts"):
+            name, rehearsed = f"{backend}_{setting}", BUILD / f"ours_{setting}.json"
+            command = HERE / "sglang_jax_server.py", model, BUILD / f"{name}.json", backend, setting
+            run(name, *command, *(["--rehearsed", rehearsed] if backend == "drafts" else []))
+            served = json.loads((BUILD / f"{name}.json").read_text())
+            answers[backend], drafts = served["answers"], served["drafts"]
         for phase, ours in answers["ours"].items():
             text, wrong = judge(reference, ours)
-            same = ours == answers["native"][phase]
-            say(f"{setting}, {phase}: {text}; native's tokens and hits are {'the same' if same else 'OTHERS'}")
-            failed += [phase] * (wrong > 0 or not same)
+            others = [backend for backend in answers if answers[backend][phase] != ours]
+            same = f"with {' and '.join(others)} OTHERS" if others else "the same with native and with drafts"
+            say(f"{setting}, {phase}: {text}; tokens and hits are {same}")
+            failed += [phase] * (wrong > 0 or bool(others))
+        say(f"{setting}, drafts: {', '.join(f'{name} {count}' for name, count in drafts.items())}")
+        # Without a radix cache of states there are no boundaries.
+        failed += [name for name, count in drafts.items() if count == 0 and (setting == "cached" or "_" not in name)]
     for test in options.tests:
         run(test, "-c", ON_OURS, test)
         count = (BUILD / f"{test}.log").read_text().rpartition("Ran ")[2].partition(" tests")[0]
