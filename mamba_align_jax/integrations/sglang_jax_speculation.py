@@ -16,7 +16,7 @@ import numpy as np
 
 from mamba_align_jax.engine.drafting import Drafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.integrations.sglang_jax import VerifySlots, _module
+from mamba_align_jax.integrations.sglang_jax import VerifySlots, _module, backends
 
 ALGORITHM = "NGRAM"
 
@@ -146,9 +146,10 @@ def _pool_class(base: type) -> type:
             token = np.zeros((num_rows, self.draft_slots.shape[1] - 1), np.int32)
             kept, source = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
             for i, row in enumerate(rows):
-                *token[i], spare = self.draft_slots[row.request.req_pool_idx]
+                slots = self.draft_slots[row.request.req_pool_idx]
+                token[i] = slots[:-1]
                 if row.boundary is not None and row.boundary <= row.computed + len(row.tokens):
-                    kept[i], source[i] = spare, token[i, row.boundary - row.computed - 1]
+                    kept[i], source[i] = slots[-1], slots[row.boundary - row.computed - 1]
             return VerifySlots(token, kept, source)
 
         def accept(self, row: VerifyRow, num_accepted: int) -> None:
@@ -211,14 +212,21 @@ def _row(request: Any, drafter: Drafter, num_tokens: int, interval: int | None) 
     computed, wanted = len(tokens) - 1, request.sampling_params.max_new_tokens - len(request.output_ids)
     most = min(num_tokens, wanted) - 1
     drafts = drafter.draft(request.rid, tokens, most)[:most] if most > 0 else []
-    return VerifyRow(request, computed, [tokens[-1], *drafts], interval and (computed // interval + 1) * interval)
+    boundary = None if interval is None else (computed // interval + 1) * interval
+    return VerifyRow(request, computed, [tokens[-1], *drafts], boundary)
 
 
 class NGramWorker:
     """Runs the batches of sglang-jax's scheduler. It holds the target model's worker and has no model of its own."""
 
     def __init__(self, server_args: Any, target_worker: Any) -> None:
-        """Keeps the worker of the model that verifies."""
+        """Keeps the worker of the model that verifies, whose linear-attention layers must run on this library's ops."""
+        backend = getattr(target_worker.model_runner.attn_backend, "linear_attn_backend", None)
+        if not isinstance(backend, backends(getattr(backend, "implementation", None))):
+            raise ValueError(
+                f"speculative_algorithm={ALGORITHM!r} needs the linear-attention backends that sglang_jax.install makes, "
+                f"got {type(backend).__name__}"
+            )
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         self.target_worker = target_worker
 

@@ -1,9 +1,9 @@
 """Runs this library inside other people's stacks: `make integrations SGLANG_JAX=DIR`, with DIR a clone of sglang-jax.
 
-A tiny random Qwen3.5 is served by sglang-jax's engine three times, with its own linear-attention backend, with ours, and with
-ours and speculative decoding. All must answer the same tokens with the same cache hits, and the tokens must be right by this
-library's float32 reference. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in build/integrations, because
-it pins its packages and needs Python 3.12; `--python` names another one.
+A tiny random Qwen3.5 is served by sglang-jax's engine three times: with its own linear-attention backend, with ours, and
+with ours and speculative decoding. All must answer the same tokens with the same cache hits, and the tokens must be right by
+this library's float32 reference. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of
+its own in build/integrations, because it pins its packages and needs Python 3.12; `--python` names another one.
 """
 
 import argparse
