@@ -106,7 +106,8 @@ def delta_rule_step(
     read = block if rows.fresh is None else jnp.where(rows.fresh, 0, block)
     convolve = causal_conv1d_update if decode else causal_conv1d_prefill
     # Each row's own window is written to `last`, and a verify row's windows after its other tokens are its checkpoints.
-    last, token_blocks, checkpoints = block, rows.token_blocks, {}
+    last, token_blocks = block, rows.token_blocks
+    checkpoints: dict[str, Any] = {}
     if token_blocks is not None:
         token_blocks, length = token_blocks.astype(jnp.int32), jnp.diff(query_start_loc)
         last = jnp.take_along_axis(token_blocks, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
@@ -139,9 +140,7 @@ def delta_rule_step(
     return out, conv_pool[0], state_pool[0]
 
 
-def window_checkpoints(
-    token_blocks: Int[Array, "rows window"], length: Int[Array, " rows"]
-) -> dict[str, Int[Array, "rows checkpoints"]]:
+def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Array, " rows"]) -> dict[str, Any]:
     """Names the windows that verify rows keep besides their last one, as arguments of `causal_conv1d_prefill`.
 
     A server with windows of width - 1 inputs keeps one after each token. Here a verify row has a longer window instead.

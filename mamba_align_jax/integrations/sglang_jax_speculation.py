@@ -126,7 +126,7 @@ def _pool_class(base: type) -> type:
 
         def __init__(self, pool: Any, num_tokens: int) -> None:
             """Takes a pool that has slots for all places' tokens and boundaries besides those that are given out."""
-            vars(self).update(vars(pool))
+            self.__dict__.update(vars(pool))
             self.slots_per_rank -= self.size * (num_tokens + 1)
             self.draft_slots = np.zeros((self.size, num_tokens + 1), np.int32)
             self._give_slots()
