@@ -49,7 +49,7 @@ class HybridReqToTokenPool:
     def clear(self):
         self.recurrent_free_slots = [list(range(1, self.slots_per_rank + 1))]
 
-    def alloc(self, request, place):
+    def admit(self, request, place):
         take = self.recurrent_free_slots[0].pop
         request.req_pool_idx, request.recurrent_pool_idx = place, take(0)
         request.recurrent_ping_pong_track_buffer, request.recurrent_next_track_idx = [take(0)], 0
@@ -102,7 +102,9 @@ class ModelRunnerKVCacheMixin:
 class ScheduleBatch:
     """A batch of requests. A step of it has what the real one has, without padding of tokens."""
 
-    def get_spec_model_worker_batch(self, *arguments, **options):
+    def get_spec_model_worker_batch(
+        self, token_paddings, bs_paddings, cache_loc_paddings, page_size, enable_static_lora=False, draft_token_num=1
+    ):
         return "a step of sglang-jax"
 
     def get_model_worker_batch(
@@ -142,8 +144,8 @@ class ForwardBatch:
     """What a model gets of a step."""
 
     @staticmethod
-    def init_new(batch, runner):
-        return batch, runner
+    def init_new(batch, model_runner):
+        return batch, model_runner
 
 
 def put(monkeypatch):

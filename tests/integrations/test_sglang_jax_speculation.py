@@ -1,5 +1,6 @@
 """Speculation keeps each request's slots in order. `make integrations` serves with it in the real sglang-jax."""
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,31 @@ def test_install_changes_only_servers_that_ask_for_it(stack):
         sglang_jax_speculation.install()
 
 
+def test_functions_are_called_as_those_of_sglang_jax(stack):
+    """The stand-ins have its parameters, and what takes their place has them after the functions that it is given."""
+    parameters = lambda function: list(inspect.signature(function).parameters)
+    own = sglang_jax_speculation
+    classes = "HybridReqToTokenPool", "ServerArgs", "SpeculativeAlgorithm", "ModelRunnerKVCacheMixin", "ForwardBatch"
+    for name in (*classes, "ScheduleBatch", "SchedulerOutputProcessorMixin"):
+        methods = [method for method in SIGNATURES if method.startswith(f"{name}.")]
+        assert methods
+        for method in methods:
+            assert parameters(getattr(getattr(sgl_jax, name), method.partition(".")[2])) == SIGNATURES[method]
+    for function, originals, name in (
+        (own._check_arguments, 1, "ServerArgs.__post_init__"),
+        (own._init_pools, 1, "ModelRunnerKVCacheMixin._init_pools"),
+        (own._verify_batch, 2, "ScheduleBatch.get_spec_model_worker_batch"),
+        (own._process_decode, 2, "SchedulerOutputProcessorMixin.process_batch_result_decode"),
+    ):
+        assert parameters(function)[1 + originals :] == SIGNATURES[name][1:]
+    worker = parameters(NGramWorker.forward_batch_speculative_generation)
+    assert len(worker) == len(SIGNATURES["DFlashWorker.forward_batch_speculative_generation"])
+    assert parameters(Request._check_token_based_finish) == SIGNATURES["Req._check_token_based_finish"]
+    assert {"sampling_metadata", "skip_sample", "forward_metadata"} <= {
+        *SIGNATURES["ModelWorker.forward_batch_generation"]
+    }
+
+
 def test_bad_input_is_refused_by_name(stack):
     sglang_jax_speculation.install()
     args = stack.server_args.ServerArgs
@@ -160,7 +186,7 @@ def test_each_slot_has_the_state_of_the_tokens_that_its_owner_says(data):
                 request = running[place] = Request(
                     place, [next(fresh) for _ in range(data.draw(st.integers(1, 6)))], []
                 )
-                pool.alloc(request, place)
+                pool.admit(request, place)
                 slots[request.recurrent_pool_idx] = tuple(request.origin_input_ids)
                 request.output_ids.append(next(fresh))
             elif data.draw(st.integers(0, 4)) == 0:
@@ -219,7 +245,7 @@ def test_a_batch_is_verified_as_prompts_and_goes_on_from_what_was_accepted(stack
     # All drafts of the first are right, the second draft of the second is wrong, the third stops at its first draft.
     requests = [Request("a", [1] * 30, [2], 4), Request("b", [1] * 12, [3, 4]), Request("c", [1] * 5, [6], stops=[7])]
     for place, request in enumerate(requests):
-        pool.alloc(request, place)
+        pool.admit(request, place)
         request.kv_committed_len = len(request.origin_input_ids) + len(request.output_ids)
     batch = stack.schedule_batch.ScheduleBatch()
     computed = np.array([30, 13, 5])
@@ -253,6 +279,8 @@ def test_a_batch_is_verified_as_prompts_and_goes_on_from_what_was_accepted(stack
     tokens = result.next_token_ids.reshape(4, 4)
     assert [tokens[i, :n].tolist() for i, n in enumerate(result.accept_lens)] == [[7, 8, 50], [7, 60], [7], []]
     state = result.next_draft_input
+    assert {*vars(result)} <= {*SIGNATURES["GenerationBatchResult"]}
+    assert {*vars(state)} <= {*SIGNATURES["DFlashDraftInput"], "new_seq_lens"}
     assert state.verified_id.tolist() == [50, 60, 7]
     assert (state.draft_seq_lens.tolist(), state.new_seq_lens.tolist()) == ([33, 15, 6], [34, 16, 7, 0])
     assert [r.recurrent_pool_idx for r in requests] == [right[0, 2], right[1, 1], right[2, 0]]
