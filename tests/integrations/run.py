@@ -89,31 +89,46 @@ def main():
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-    def run(name, *command):
+    def run(name, *command, **variables):
         with (BUILD / f"{name}.log").open("w") as log:
-            done = subprocess.run([python, *command], env=env, stdout=log, stderr=log, check=False).returncode
+            done = subprocess.run(
+                [python, *command], env=env | variables, stdout=log, stderr=log, check=False
+            ).returncode
         if done != 0:
             raise SystemExit(f"{name} failed:\n{(BUILD / f'{name}.log').read_text()[-3000:]}")
 
     model = tiny_qwen3_5.write(BUILD / "tiny_qwen3_5")
+
+    def serve(name, backend, setting, **variables):
+        """Runs an engine. Returns its answers by phase, and counts of drafts as a text."""
+        rehearsed = ("--rehearsed", BUILD / f"ours_{setting}.json") if backend == "drafts" else ()
+        answers = BUILD / f"{name}_{setting}.json"
+        run(answers.stem, HERE / "sglang_jax_server.py", model, answers, backend, setting, *rehearsed, **variables)
+        served = json.loads(answers.read_text())
+        counts = served["drafts"]
+        # Nothing is retracted unless it is asked for, and without a radix cache of states there are no boundaries.
+        wanted = [name for name in counts if name != "retracted" and (setting != "batched" or "boundary" not in name)]
+        wanted += ["retracted"] if variables else []
+        failed.extend(name for name in wanted if backend == "drafts" and counts[name] == 0)
+        return served["answers"], ", ".join(f"{count} {name}" for name, count in counts.items())
+
     reference, failed = Reference(load_model(str(model), dtype="float32")), []
-    for setting in ("cached", "batched"):
-        answers = {}
-        for backend in ("native", "ours", "drafts"):
-            name, rehearsed = f"{backend}_{setting}", BUILD / f"ours_{setting}.json"
-            command = HERE / "sglang_jax_server.py", model, BUILD / f"{name}.json", backend, setting
-            run(name, *command, *(["--rehearsed", rehearsed] if backend == "drafts" else []))
-            served = json.loads((BUILD / f"{name}.json").read_text())
-            answers[backend], drafts = served["answers"], served["drafts"]
-        for phase, ours in answers["ours"].items():
-            text, wrong = judge(reference, ours)
-            others = [backend for backend in answers if answers[backend][phase] != ours]
-            same = f"with {' and '.join(others)} OTHERS" if others else "the same with native and with drafts"
+    for setting in ("cached", "batched", "both"):
+        native, ours, drafts = (serve(backend, backend, setting) for backend in ("native", "ours", "drafts"))
+        for phase, answers in ours[0].items():
+            text, wrong = judge(reference, answers)
+            others = [
+                name for name, (served, _) in (("native", native), ("drafts", drafts)) if served[phase] != answers
+            ]
+            same = f"other ones with {' and '.join(others)}" if others else "the same with native and with drafts"
             say(f"{setting}, {phase}: {text}; tokens and hits are {same}")
             failed += [phase] * (wrong > 0 or bool(others))
-        say(f"{setting}, drafts: {', '.join(f'{name} {count}' for name, count in drafts.items())}")
-        # Without a radix cache of states there are no boundaries.
-        failed += [name for name, count in drafts.items() if count == 0 and (setting == "cached" or "_" not in name)]
+        say(f"{setting}, drafts: {drafts[1]}")
+    retracted, counts = serve("retracted", "drafts", "both", SGLANG_TEST_RETRACT="1")
+    tokens = lambda served: [[answer["tokens"] for answer in phase] for phase in served.values()]
+    same = tokens(retracted) == tokens(ours[0])
+    say(f"both, requests retracted in every third step: {counts}; tokens are {'the same' if same else 'other ones'}")
+    failed += ["retracted"] * (not same)
     for test in options.tests:
         run(test, "-c", ON_OURS, test)
         count = (BUILD / f"{test}.log").read_text().rpartition("Ran ")[2].partition(" tests")[0]

@@ -1,12 +1,13 @@
 """Serves prompts by sglang-jax's engine and writes what it answered: run by `make integrations`, in sglang-jax's Python.
 
-    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched} [--rehearsed FILE] [--record FOLDER]
+    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--record FOLDER]
 
 "native" is sglang-jax's own backend and "ours" this library's. "drafts" is ours with speculative decoding: its drafts are
-the answers in FILE, with mistakes. "cached" serves one prompt after the other with the radix
-cache. "batched" serves several at once, without it and with pages of one token: with larger pages sglang-jax's attention
-on a CPU reads the wrong keys of all rows but the first. Steps do not overlap, because on a CPU some tokens then depend on
-timing, with its own backend too. With `--record`, calls that the model made of its own backend are written as well.
+the answers in FILE, with mistakes. "cached" serves one prompt after the other with the radix cache. "batched" serves several
+at once, without it and with pages of one token. "both" serves several at once with the radix cache. It corrects sglang-jax's
+attention on a CPU, which reads the wrong keys of all rows but the first if pages are larger. Steps do not overlap, because
+on a CPU some tokens then depend on timing, with its own backend too. With `--record`, calls that the model made of its own
+backend are written as well.
 """
 
 import argparse
@@ -15,8 +16,14 @@ import os
 
 os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32")
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.entrypoints.engine import Engine
+from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
 from mamba_align_jax.integrations import sglang_jax, sglang_jax_speculation
 
@@ -35,10 +42,11 @@ SETTINGS = {
     "cached": dict(page_size=16, enable_unified_radix_tree=True, enable_recurrent_extra_buffer=True),
     "batched": dict(page_size=1, disable_radix_cache=True),
 }
+SETTINGS["both"] = SETTINGS["cached"]
 
 
 class Rehearsed:
-    """Drafts what a request has answered before. Every token but the first may be a mistake, depending on the text."""
+    """Drafts what a request has answered before. One of the drafts may be a mistake, depending on the text."""
 
     def __init__(self, answers):
         self.texts = [answer["prompt"] + answer["tokens"] for phase in answers.values() for answer in phase]
@@ -53,23 +61,48 @@ class Rehearsed:
 
 
 def watch_acceptance():
-    """Counts drafts that are accepted and where steps end that reach a boundary, from now on."""
-    accept = sglang_jax_speculation.NGramWorker._accept
-    counts = dict.fromkeys(("steps", "drafts", "accepted", "past_boundary", "at_boundary", "before_boundary"), 0)
+    """Counts drafts, which are accepted, where rows end that reach a boundary, and retracted requests, from now on."""
+    accept, retract = sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode
+    names = "rows", "drafts", "accepted", "after a boundary", "at a boundary", "before a boundary", "retracted"
+    counts = dict.fromkeys(names, 0)
 
     def watched(self, rows, sampled, size):
         tokens, accepted = accept(self, rows, sampled, size)
         for row, number in zip(rows, accepted, strict=False):
-            counts["steps"] += 1
+            counts["rows"] += 1
             counts["drafts"] += len(row.tokens) - 1
             counts["accepted"] += int(number) - 1
             if row.boundary is not None and row.computed + len(row.tokens) >= row.boundary:
                 end = np.sign(row.computed + int(number) - row.boundary)
-                counts[{1: "past_boundary", 0: "at_boundary", -1: "before_boundary"}[end]] += 1
+                counts[{1: "after a boundary", 0: "at a boundary", -1: "before a boundary"}[end]] += 1
         return tokens, accepted
 
-    sglang_jax_speculation.NGramWorker._accept = watched
+    def watched_retract(self, server_args):
+        retracted, *rest = retract(self, server_args)
+        counts["retracted"] += len(retracted)
+        return retracted, *rest
+
+    sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode = watched, watched_retract
     return counts
+
+
+def without_padding(page_size):
+    """Lets sglang-jax's attention on a CPU find the keys of all rows, from now on.
+
+    It looks for them as if each row's keys followed those of the row before, whose last page may not be full.
+    """
+    attend = native_backend.forward_attention
+
+    def forward_attention(q, k, v, lengths, places, *arguments, mesh, **options):
+        lengths, places = (jax.sharding.reshard(x, NamedSharding(mesh, P())) for x in (lengths, places))
+        ends, index = jnp.cumsum(lengths), jnp.arange(places.shape[0])
+        row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), lengths.shape[0] - 1)
+        padding = -lengths % page_size
+        before = (jnp.cumsum(padding) - padding)[row]
+        places = jnp.where(index < ends[-1], places[jnp.minimum(index + before, index[-1])], 0)
+        return attend(q, k, v, lengths, places, *arguments, mesh=mesh, **options)
+
+    native_backend.forward_attention = forward_attention
 
 
 def phases(setting, several, answers):
@@ -87,6 +120,8 @@ def phases(setting, several, answers):
         yield "hits after eviction", [[first], [second]]
         yield "hits in answers", follow_ups(new, answers, "hits in answers")
         yield "stop tokens", follow_ups(new, answers, "stop tokens")
+    if setting == "both":
+        yield "several at once", several_follow_ups(new, answers, "several at once")
     if several:
         batch = [first, second, new(45), first[:96] + new(20), new(3), new(80), new(32)]
         yield "several at once", [batch, [new(7)] * 3 + [new(50)]]
@@ -98,6 +133,13 @@ def follow_ups(new, answers, phase):
         yield [new(length)]
         last = answers[phase][-1]
         yield [last["prompt"] + last["tokens"] + new(3)]
+
+
+def several_follow_ups(new, answers, phase):
+    """Prompts that are answered at once and pass the boundary after 64 tokens, then as many that continue them."""
+    for lengths in ((53, 57, 62, 5, 60), (61, 54, 63, 59), (100, 58, 56, 55, 62, 33)):
+        yield [new(length) for length in lengths]
+        yield [last["prompt"] + last["tokens"] + new(3) for last in answers[phase][-len(lengths) :]]
 
 
 def serve(model, setting, several, speculation):
@@ -142,6 +184,8 @@ def main():
             sglang_jax_speculation.install(drafter=Rehearsed(json.load(file)["answers"]))
         speculation = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
     counts = watch_acceptance()
+    if options.setting == "both":
+        without_padding(SETTINGS["both"]["page_size"])
     answers = serve(options.model, options.setting, options.setting == "batched" or options.record, speculation)
     with open(options.answers, "w") as file:
         json.dump(dict(answers=answers, drafts=counts), file)
