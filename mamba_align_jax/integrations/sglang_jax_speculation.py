@@ -101,16 +101,16 @@ def _worker(dflash_worker: type, server_args: Any, target_worker: Any) -> Any:
     return NGramWorker(server_args, target_worker)
 
 
-def _init_pools(runner: Any, init_pools: Callable, max_num_reqs: int, dp_size: int) -> None:
+def _init_pools(runner: Any, init_pools: Callable, num_places: int, dp_size: int) -> None:
     """Makes a model runner's pools, with slots for draft tokens besides the server's `max_recurrent_state_size`."""
     args = runner.server_args
     if args.speculative_algorithm != ALGORITHM:
-        return init_pools(runner, max_num_reqs, dp_size)
+        return init_pools(runner, num_places, dp_size)
     if runner.linear_recurrent_config is None:
         raise ValueError(f"speculative_algorithm={ALGORITHM!r} needs a model with recurrent states")
     slots, num_tokens = args.max_recurrent_state_size, args.speculative_num_draft_tokens
-    args.max_recurrent_state_size = slots + max_num_reqs * (num_tokens + 1)
-    init_pools(runner, max_num_reqs, dp_size)
+    args.max_recurrent_state_size = slots + num_places * (num_tokens + 1)
+    init_pools(runner, num_places, dp_size)
     args.max_recurrent_state_size = slots
     runner.req_to_token_pool = _pool_class(type(runner.req_to_token_pool))(runner.req_to_token_pool, num_tokens)
 

@@ -95,8 +95,8 @@ class SpeculativeAlgorithm(enum.Enum):
 class ModelRunnerKVCacheMixin:
     """Makes a model runner's pools."""
 
-    def _init_pools(self, max_num_reqs, dp_size):
-        self.req_to_token_pool = HybridReqToTokenPool(max_num_reqs, self.server_args.max_recurrent_state_size, 64)
+    def _init_pools(self, num_places, dp_size):
+        self.req_to_token_pool = HybridReqToTokenPool(num_places, self.server_args.max_recurrent_state_size, 64)
 
 
 class ScheduleBatch:

@@ -95,3 +95,12 @@ def test_rows_without_drafts_are_decode_rows():
     decoded = delta_rule_step(*inputs, weights, rows, *map(jnp.asarray, pools), decode=True)
     for x, y in zip(verified, decoded, strict=True):
         np.testing.assert_array_equal(x[1:], y[1:])
+
+
+def test_a_donated_step_copies_no_pool(optimized_programs):
+    inputs, weights, rows, (windows, states) = jax.tree.map(jnp.asarray, draw(per_channel=False))
+    pools = jnp.zeros((2048, *windows.shape[1:])), jnp.zeros((2048, *states.shape[1:]))
+    step = jax.jit(functools.partial(delta_rule_step, decode=False), donate_argnums=(5, 6))
+    memory = step.lower(*inputs, weights, rows, *pools).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < min(pool.nbytes for pool in pools)
+    assert memory.alias_size_in_bytes >= sum(pool.nbytes for pool in pools)
