@@ -10,7 +10,7 @@ from oracles import ops
 
 from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
 
-KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCKS = 2, 4, 8, 16, 4, 40
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCKS = 2, 4, 16, 32, 4, 40
 # Float32 against float64, relative to the largest value.
 TOLERANCE = 2e-5
 # A row is (tokens, the block that it reads, the block after its first token, the token that is kept, the block for that).
@@ -70,11 +70,12 @@ def expected(inputs, weights, rows, pools):
     return out, windows, states, sorted(written)
 
 
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_each_token_and_the_boundary_have_a_window_and_a_state(per_channel):
+def test_each_token_and_the_boundary_have_a_window_and_a_state(per_channel, implementation):
     arguments = draw(per_channel)
     inputs, weights, rows, pools = jax.tree.map(jnp.asarray, arguments)
-    step = jax.jit(functools.partial(delta_rule_step, decode=False))
+    step = jax.jit(functools.partial(delta_rule_step, decode=False, implementation=implementation))
     out, windows, states = step(*inputs, weights, rows, *pools)
     right, *right_pools, written = expected(*arguments)
     assert np.abs(out - right).max() < TOLERANCE * np.abs(right).max()
