@@ -72,15 +72,15 @@ def install(*, drafter: Drafter | None = None) -> None:
 
 def _check_arguments(args: Any, check: Callable) -> None:
     """Lets sglang-jax check a server's arguments without its rule that speculation excludes the extra buffer."""
-    algorithm = args.speculative_algorithm
-    if algorithm == ALGORITHM:
-        if args.dp_size != 1:
-            raise ValueError(f"dp_size must be 1 with speculative_algorithm={ALGORITHM!r}, got {args.dp_size}")
-        args.speculative_algorithm = None
+    if (args.speculative_algorithm or "").upper() != ALGORITHM:
+        return check(args)
+    if args.dp_size != 1:
+        raise ValueError(f"dp_size must be 1 with speculative_algorithm={ALGORITHM!r}, got {args.dp_size}")
+    args.speculative_algorithm = None
     check(args)
-    args.speculative_algorithm = algorithm
+    args.speculative_algorithm = ALGORITHM
     interval, num_tokens = args.recurrent_track_interval, args.speculative_num_draft_tokens
-    if algorithm == ALGORITHM and args.enable_recurrent_extra_buffer and interval < num_tokens:
+    if args.enable_recurrent_extra_buffer and interval < num_tokens:
         raise ValueError(
             f"speculative_num_draft_tokens must be at most recurrent_track_interval, got {num_tokens} and {interval}"
         )
@@ -91,7 +91,7 @@ def _algorithm(dflash: Any, from_string: Callable, name: str | None) -> Any:
 
     "NGRAM" is scheduled as DFLASH is, the one algorithm of which the scheduler wants no draft state but lengths.
     """
-    return dflash if name is not None and name.upper() == ALGORITHM else from_string(name)
+    return dflash if (name or "").upper() == ALGORITHM else from_string(name)
 
 
 def _worker(dflash_worker: type, server_args: Any, target_worker: Any) -> Any:

@@ -108,7 +108,8 @@ def test_install_changes_only_servers_that_ask_for_it(stack):
     sglang_jax_speculation.install()
     with pytest.raises(ValueError, match="does not support speculative decoding yet"):
         args(speculative_algorithm="DFLASH")
-    assert args(speculative_algorithm="NGRAM").speculative_algorithm == "NGRAM"
+    for name in ("NGRAM", "Ngram"):
+        assert args(speculative_algorithm=name).speculative_algorithm == "NGRAM"
     from_string, algorithms = stack.spec_info.SpeculativeAlgorithm.from_string, sgl_jax.SpeculativeAlgorithm
     assert [from_string(name) for name in ("NGRAM", "Ngram", "DFLASH")] == [algorithms.DFLASH] * 3
     assert from_string(None) is algorithms.NONE
