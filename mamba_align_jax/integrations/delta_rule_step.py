@@ -30,8 +30,11 @@ class BlockRows(NamedTuple):
         block: The block that each row reads and writes, NULL_BLOCK for padding rows.
         fresh: Whether the row starts a sequence, so that its block is not read. None means that no row does.
         num_computed_tokens: Absolute position of each row's first token, for steps of prefill rows.
-        kept_block: The block that receives a copy of the row's new window and state, NULL_BLOCK for none. None keeps no
-            copies.
+        kept_block: The block that receives a copy of a window and a state after they were computed, NULL_BLOCK for none.
+            None keeps no copies.
+        kept_source: The block that is copied to `kept_block`. None means the row's own block.
+        token_blocks: For steps of verify rows, the block that receives the window and the state after each of the row's
+            tokens. `block` is then only read. None means that no step of this shape has verify rows.
     """
 
     query_start_loc: Int[Array, " rows_plus_1"]
@@ -39,6 +42,8 @@ class BlockRows(NamedTuple):
     fresh: Bool[Array, " rows"] | None = None
     num_computed_tokens: Int[Array, " rows"] | None = None
     kept_block: Int[Array, " rows"] | None = None
+    kept_source: Int[Array, " rows"] | None = None
+    token_blocks: Int[Array, "rows window"] | None = None
 
 
 class Taps(NamedTuple):
@@ -84,7 +89,8 @@ def delta_rule_step(
         windows: The layer's pool of windows, the oldest input first. It is updated in place if the enclosing jit
             donates it.
         states: The layer's pool of states. It is updated in place if the enclosing jit donates it.
-        decode: Whether every row has one token. Otherwise rows have any number of tokens.
+        decode: Whether every row has one token. Otherwise rows have any number of tokens, of which verify rows have at
+            most as many as `rows.token_blocks`.
         sigmoid_b: Whether beta is the sigmoid of `b`. Otherwise it is `b`.
         scale: Factor of the queries. None means key_dim ** -0.5.
         activation: Activation of the convolution, "silu" or None.
@@ -99,9 +105,16 @@ def delta_rule_step(
     query_start_loc, block = rows.query_start_loc.astype(jnp.int32), rows.block.astype(jnp.int32)
     read = block if rows.fresh is None else jnp.where(rows.fresh, 0, block)
     convolve = causal_conv1d_update if decode else causal_conv1d_prefill
+    # Each row's own window is written to `last`, and a verify row's windows after its other tokens are its checkpoints.
+    last, token_blocks = block, rows.token_blocks
+    checkpoints: dict[str, Any] = {}
+    if token_blocks is not None:
+        token_blocks, length = token_blocks.astype(jnp.int32), jnp.diff(query_start_loc)
+        last = jnp.take_along_axis(token_blocks, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
+        checkpoints = window_checkpoints(token_blocks, length)
     qkv, conv_pool = convolve(
-        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(block), block,
-        activation=activation, layout="DS", implementation=implementation,
+        qkv, windows[None], 0, weights.conv.T, None, query_start_loc, read, jnp.zeros_like(block), last,
+        activation=activation, layout="DS", implementation=implementation, **checkpoints,
     )  # fmt: skip
     heads, key_dim, value_dim = states.shape[1:]
     keys = (qkv.shape[1] - heads * value_dim) // 2
@@ -110,8 +123,8 @@ def delta_rule_step(
     g, beta = gated_delta_rule_gates(a, b, weights.A_log, weights.dt_bias)
     beta = beta if sigmoid_b else b.astype(jnp.float32)
     options: dict[str, Any] = dict(scale=scale, layout="KV", implementation=implementation)
-    if decode:
-        where = 0, query_start_loc, read, block[:, None]
+    if decode or token_blocks is not None:
+        where = 0, query_start_loc, read, block[:, None] if token_blocks is None else token_blocks
         out, state_pool = gated_delta_rule_recurrent(q, k, v, g, beta, states[None], *where, **options)
     else:
         if rows.num_computed_tokens is None:
@@ -121,9 +134,30 @@ def delta_rule_step(
         out, state_pool = gated_delta_rule_prefill(q, k, v, g, beta, states[None], *where, **options)
     if rows.kept_block is not None:
         kept = rows.kept_block.astype(jnp.int32)
-        conv_pool = state_copy(conv_pool, block, kept, implementation=implementation)
-        state_pool = state_copy(state_pool, block, kept, implementation=implementation)
+        source = block if rows.kept_source is None else rows.kept_source.astype(jnp.int32)
+        conv_pool = state_copy(conv_pool, source, kept, implementation=implementation)
+        state_pool = state_copy(state_pool, source, kept, implementation=implementation)
     return out, conv_pool[0], state_pool[0]
+
+
+def window_checkpoints(token_blocks: Int[Array, "rows window"], length: Int[Array, " rows"]) -> dict[str, Any]:
+    """Names the windows that verify rows keep besides their last one, as arguments of `causal_conv1d_prefill`.
+
+    A server with windows of width - 1 inputs keeps one after each token. Here a verify row has a longer window instead.
+
+    Args:
+        token_blocks: The block that receives the window after each of a row's tokens.
+        length: The number of each row's tokens, at most `window`.
+
+    Returns:
+        `checkpoint_offset` and `checkpoint_block`, or nothing if rows have one token.
+    """
+    rows, window = token_blocks.shape
+    if window == 1:
+        return {}
+    offset = jnp.broadcast_to(jnp.arange(1, window, dtype=jnp.int32), (rows, window - 1))
+    block = jnp.where(offset < length[:, None], token_blocks[:, :-1], 0)
+    return dict(checkpoint_offset=offset, checkpoint_block=block)
 
 
 def _heads(x: jax.Array, dim: int) -> jax.Array:

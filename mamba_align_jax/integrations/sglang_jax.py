@@ -7,16 +7,45 @@ with which commit this was run, and has the lines that a user adds.
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.integrations.delta_rule_step import BlockRows, Taps, delta_rule_step
 from pallas_kernels.dispatch import Implementation
 
 _ATTENTION = "sgl_jax.srt.layers.attention"
+
+
+class VerifySlots(NamedTuple):
+    """Where the rows of a step of draft tokens keep their windows and states. int32 arrays of slots, 0 for none.
+
+    Attributes:
+        token: The slot that receives those after each of a row's tokens. [rows, 1 + K]
+        kept: The slot that receives a copy of those at a boundary. [rows]
+        kept_source: The slot of the token at that boundary. [rows]
+    """
+
+    token: Any
+    kept: Any
+    kept_source: Any
+
+
+class VerifyStep(NamedTuple):
+    """What the layers are told of a step of verify rows, instead of sglang-jax's metadata.
+
+    Attributes:
+        cu_q_lens: Index of each row's first token; the last entry is the end of the last row. [rows + 1]
+        recurrent_indices: The slot that each row reads. [rows]
+        slots: The slots that each row writes.
+    """
+
+    cu_q_lens: jax.Array
+    recurrent_indices: jax.Array
+    slots: VerifySlots
 
 
 def install(*, implementation: Implementation | None = None) -> None:
@@ -66,7 +95,16 @@ def backends(implementation: Implementation | None = None) -> tuple[type, type]:
 
 @functools.cache
 def _backends(base: type, implementation: Implementation | None) -> tuple[type, type]:
-    class GDNBackend(base):
+    class Backend(base):
+        def get_forward_metadata(self, batch):
+            """Describes a step for the layers: see `LinearRecurrentAttnBackend`. A step of verify rows has slots."""
+            step, slots = super().get_forward_metadata(batch), getattr(batch, "verify_slots", None)
+            if slots is None:
+                return step
+            slots = jax.device_put(slots, NamedSharding(self.mesh, P("data")))
+            return VerifyStep(step.cu_q_lens, step.recurrent_indices, slots)
+
+    class GDNBackend(Backend):
         """Gated delta nets: one decay per value head, one convolution over queries, keys and values."""
 
         def __init__(
@@ -97,7 +135,7 @@ def _backends(base: type, implementation: Implementation | None) -> tuple[type, 
             options = dict(sigmoid_b=True, scale=None, activation="silu")
             return _run(self, (q, k, v, a, b), layer, weights, forward_batch, recurrent_state_pool, options)
 
-    class KDABackend(base):
+    class KDABackend(Backend):
         """Kimi delta attention: one decay per key channel, a convolution each for queries, keys and values."""
 
         def __init__(self, mesh: jax.sharding.Mesh | None = None) -> None:
@@ -127,14 +165,7 @@ def _run(backend, tokens, layer, weights, forward_batch, pool, options):
             f"the pool of windows must have the model's dtype {tokens[0].dtype}, got {windows.dtype}: "
             f"set SGLANG_JAX_CONV_STATE_DTYPE={tokens[0].dtype}"
         )
-    kept = step.recurrent_track_indices
-    rows = BlockRows(
-        query_start_loc=step.cu_q_lens,
-        block=step.recurrent_indices,
-        fresh=None if step.has_initial_state is None else ~step.has_initial_state,
-        num_computed_tokens=None if mode.is_decode() else forward_batch.extend_prefix_lens,
-        kept_block=None if kept is None else jnp.where(step.recurrent_track_mask != 0, kept, 0),
-    )
+    rows = _rows(step, None if mode.is_decode() else forward_batch.extend_prefix_lens)
 
     def local(tokens, weights, rows, windows, states):
         q, k, v, a, b = tokens
@@ -156,6 +187,21 @@ def _run(backend, tokens, layer, weights, forward_batch, pool, options):
         check_vma=False,
     )(tokens, weights, rows, windows, states)
     return out, (states, [windows])
+
+
+def _rows(step: Any, num_computed_tokens: jax.Array | None) -> BlockRows:
+    """Maps what sglang-jax tells of a step's rows to words of this library."""
+    rows = BlockRows(
+        query_start_loc=step.cu_q_lens, block=step.recurrent_indices, num_computed_tokens=num_computed_tokens
+    )
+    if isinstance(step, VerifyStep):
+        slots = step.slots
+        return rows._replace(token_blocks=slots.token, kept_block=slots.kept, kept_source=slots.kept_source)
+    kept = step.recurrent_track_indices
+    return rows._replace(
+        fresh=None if step.has_initial_state is None else ~step.has_initial_state,
+        kept_block=None if kept is None else jnp.where(step.recurrent_track_mask != 0, kept, 0),
+    )
 
 
 def _activation(activation: Any) -> Literal["silu"] | None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mamba_align_jax.integrations.delta_rule_step import window_checkpoints
 from pallas_kernels import (
     causal_conv1d_prefill,
     chunk_rows,
@@ -198,11 +199,7 @@ def conv1d_gdn(
     last = jnp.where(is_decode & (slot != _NULL), slot + length - 1, slot)
 
     # A slot holds a single window, so a verify row keeps one per token: as a prefill row keeps its checkpoints.
-    checkpoints: dict[str, Any] = {}
-    if num_spec_tokens:
-        offset = jnp.broadcast_to(token[1:], (rows, num_spec_tokens))
-        block = jnp.where(offset < length[:, None], write[:, :-1], _NULL)
-        checkpoints = dict(checkpoint_offset=offset, checkpoint_block=block)
+    checkpoints = window_checkpoints(write, length)
     qkv, windows = causal_conv1d_prefill(
         *(qkv, conv_state[None], 0, conv_weight[:, 0].T, conv_bias, starts, read, jnp.zeros_like(slot), last),
         **checkpoints,

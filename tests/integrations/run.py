@@ -1,9 +1,9 @@
 """Runs this library inside other people's stacks: `make integrations SGLANG_JAX=DIR`, with DIR a clone of sglang-jax.
 
-A tiny random Qwen3.5 is served by sglang-jax's engine twice, with its own linear-attention backend and with ours. Both must
-answer the same tokens with the same cache hits, and the tokens must be right by this library's float32 reference. Then
-sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in build/integrations, because
-it pins its packages and needs Python 3.12; `--python` names another one.
+A tiny random Qwen3.5 is served by sglang-jax's engine three times: with its own linear-attention backend, with ours, and
+with ours and speculative decoding. All must answer the same tokens with the same cache hits, and the tokens must be right by
+this library's float32 reference. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of
+its own in build/integrations, because it pins its packages and needs Python 3.12; `--python` names another one.
 """
 
 import argparse
@@ -89,25 +89,46 @@ def main():
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
-    def run(name, *command):
+    def run(name, *command, **variables):
         with (BUILD / f"{name}.log").open("w") as log:
-            done = subprocess.run([python, *command], env=env, stdout=log, stderr=log, check=False).returncode
+            done = subprocess.run(
+                [python, *command], env=env | variables, stdout=log, stderr=log, check=False
+            ).returncode
         if done != 0:
             raise SystemExit(f"{name} failed:\n{(BUILD / f'{name}.log').read_text()[-3000:]}")
 
     model = tiny_qwen3_5.write(BUILD / "tiny_qwen3_5")
+
+    def serve(name, backend, setting, **variables):
+        """Runs an engine. Returns its answers by phase, and counts of drafts as a text."""
+        rehearsed = ("--rehearsed", BUILD / f"ours_{setting}.json") if backend == "drafts" else ()
+        answers = BUILD / f"{name}_{setting}.json"
+        run(answers.stem, HERE / "sglang_jax_server.py", model, answers, backend, setting, *rehearsed, **variables)
+        served = json.loads(answers.read_text())
+        counts = served["drafts"]
+        # Nothing is retracted unless it is asked for, and without a radix cache of states there are no boundaries.
+        wanted = [name for name in counts if name != "retracted" and (setting != "batched" or "boundary" not in name)]
+        wanted += ["retracted"] if variables else []
+        failed.extend(name for name in wanted if backend == "drafts" and counts[name] == 0)
+        return served["answers"], ", ".join(f"{count} {name}" for name, count in counts.items())
+
     reference, failed = Reference(load_model(str(model), dtype="float32")), []
-    for setting in ("cached", "batched"):
-        answers = {}
-        for backend in ("native", "ours"):
-            name = f"{backend}_{setting}"
-            run(name, HERE / "sglang_jax_server.py", model, BUILD / f"{name}.json", backend, setting)
-            answers[backend] = json.loads((BUILD / f"{name}.json").read_text())
-        for phase, ours in answers["ours"].items():
-            text, wrong = judge(reference, ours)
-            same = ours == answers["native"][phase]
-            say(f"{setting}, {phase}: {text}; native's tokens and hits are {'the same' if same else 'OTHERS'}")
-            failed += [phase] * (wrong > 0 or not same)
+    for setting in ("cached", "batched", "both"):
+        native, ours, drafts = (serve(backend, backend, setting) for backend in ("native", "ours", "drafts"))
+        for phase, answers in ours[0].items():
+            text, wrong = judge(reference, answers)
+            others = [
+                name for name, (served, _) in (("native", native), ("drafts", drafts)) if served[phase] != answers
+            ]
+            same = f"other ones with {' and '.join(others)}" if others else "the same with native and with drafts"
+            say(f"{setting}, {phase}: {text}; tokens and hits are {same}")
+            failed += [phase] * (wrong > 0 or bool(others))
+        say(f"{setting}, drafts: {drafts[1]}")
+    retracted, counts = serve("retracted", "drafts", "both", SGLANG_TEST_RETRACT="1")
+    tokens = lambda served: [[answer["tokens"] for answer in phase] for phase in served.values()]
+    same = tokens(retracted) == tokens(ours[0])
+    say(f"both, requests retracted in every third step: {counts}; tokens are {'the same' if same else 'other ones'}")
+    failed += ["retracted"] * (not same)
     for test in options.tests:
         run(test, "-c", ON_OURS, test)
         count = (BUILD / f"{test}.log").read_text().rpartition("Ran ")[2].partition(" tests")[0]

@@ -9,10 +9,20 @@ import numpy as np
 from sgl_jax.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 from sgl_jax.srt.layers.attention.linear import gdn_backend, kda_backend
 from sgl_jax.srt.layers.radix_linear_attention import RadixLinearAttention
-from sgl_jax.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
+from sgl_jax.srt.managers.scheduler import GenerationBatchResult
+from sgl_jax.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
+from sgl_jax.srt.managers.tp_worker import ModelWorker
+from sgl_jax.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, MHATokenToKVPool
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
+from sgl_jax.srt.model_executor.model_runner_kv_cache_mixin import ModelRunnerKVCacheMixin
+from sgl_jax.srt.server_args import ServerArgs
+from sgl_jax.srt.speculative.dflash_info import DFlashDraftInput
+from sgl_jax.srt.speculative.dflash_worker import DFlashWorker
+from sgl_jax.srt.speculative.spec_info import SpeculativeAlgorithm
 
 CALLS = []
-# What the adapter overrides, calls or is called by.
+# What the adapters override, call or are called by.
 SIGNATURES = {
     "GDNAttnBackend.__init__": gdn_backend.GDNAttnBackend.__init__,
     "GDNAttnBackend.__call__": gdn_backend.GDNAttnBackend.__call__,
@@ -24,6 +34,24 @@ SIGNATURES = {
     "RadixLinearAttention.__init__": RadixLinearAttention.__init__,
     "MHATokenToKVPool.set_kv_buffer_legacy": MHATokenToKVPool.set_kv_buffer_legacy,
     "HybridLinearKVPool._to_physical": HybridLinearKVPool._to_physical,
+    "LinearRecurrentAttnBackend.get_forward_metadata": hybrid.LinearRecurrentAttnBackend.get_forward_metadata,
+    "ServerArgs.__post_init__": ServerArgs.__post_init__,
+    "SpeculativeAlgorithm.from_string": SpeculativeAlgorithm.from_string,
+    "DFlashWorker.__init__": DFlashWorker.__init__,
+    "DFlashWorker.forward_batch_speculative_generation": DFlashWorker.forward_batch_speculative_generation,
+    "ModelRunnerKVCacheMixin._init_pools": ModelRunnerKVCacheMixin._init_pools,
+    "ScheduleBatch.get_spec_model_worker_batch": ScheduleBatch.get_spec_model_worker_batch,
+    "ScheduleBatch.get_model_worker_batch": ScheduleBatch.get_model_worker_batch,
+    "SchedulerOutputProcessorMixin.process_batch_result_decode": SchedulerOutputProcessorMixin.process_batch_result_decode,
+    "HybridReqToTokenPool.clear": HybridReqToTokenPool.clear,
+    "HybridReqToTokenPool.get_linear_recurrent_indices": HybridReqToTokenPool.get_linear_recurrent_indices,
+    "HybridReqToTokenPool.get_recurrent_ping_pong_other_idx": HybridReqToTokenPool.get_recurrent_ping_pong_other_idx,
+    "HybridReqToTokenPool.set_recurrent_ping_pong_slot": HybridReqToTokenPool.set_recurrent_ping_pong_slot,
+    "ModelWorker.forward_batch_generation": ModelWorker.forward_batch_generation,
+    "ForwardBatch.init_new": ForwardBatch.init_new,
+    "Req._check_token_based_finish": Req._check_token_based_finish,
+    "DFlashDraftInput": DFlashDraftInput,
+    "GenerationBatchResult": GenerationBatchResult,
 }
 
 

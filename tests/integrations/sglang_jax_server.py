@@ -1,11 +1,13 @@
 """Serves prompts by sglang-jax's engine and writes what it answered: run by `make integrations`, in sglang-jax's Python.
 
-    python sglang_jax_server.py MODEL ANSWERS {native,ours} {cached,batched} [--record FOLDER]
+    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--record FOLDER]
 
-"native" is sglang-jax's own backend and "ours" this library's. "cached" serves one prompt after the other with the radix
-cache. "batched" serves several at once, without it and with pages of one token: with larger pages sglang-jax's attention
-on a CPU reads the wrong keys of all rows but the first. Steps do not overlap, because on a CPU some tokens then depend on
-timing, with its own backend too. With `--record`, calls that the model made of its own backend are written as well.
+"native" is sglang-jax's own backend and "ours" this library's. "drafts" is ours with speculative decoding: its drafts are
+the answers in FILE, with mistakes. "cached" serves one prompt after the other with the radix cache. "batched" serves several
+at once, without it and with pages of one token. "both" serves several at once with the radix cache. It corrects sglang-jax's
+attention on a CPU, which reads the wrong keys of all rows but the first if pages are larger. Steps do not overlap, because
+on a CPU some tokens then depend on timing, with its own backend too. With `--record`, calls that the model made of its own
+backend are written as well.
 """
 
 import argparse
@@ -14,12 +16,19 @@ import os
 
 os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32")
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.entrypoints.engine import Engine
+from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
-from mamba_align_jax.integrations import sglang_jax
+from mamba_align_jax.integrations import sglang_jax, sglang_jax_speculation
 
-TOKENS, CHUNK = 12, 32
+TOKENS, CHUNK, DRAFTS = 12, 32, 3
+STOPS = list(range(32))
 # Slots for 24 states and pages for 1024 tokens are fewer than the prompts below fill.
 SIZES = dict(
     chunked_prefill_size=CHUNK, max_running_requests=4, max_total_tokens=1024, max_recurrent_state_size=24,
@@ -33,10 +42,74 @@ SETTINGS = {
     "cached": dict(page_size=16, enable_unified_radix_tree=True, enable_recurrent_extra_buffer=True),
     "batched": dict(page_size=1, disable_radix_cache=True),
 }
+SETTINGS["both"] = SETTINGS["cached"]
 
 
-def phases(setting, several):
-    """Prompts in the order in which they are served: the phase's name, then batches that run together."""
+class Rehearsed:
+    """Drafts what a request has answered before. One of the drafts may be a mistake, depending on the text."""
+
+    def __init__(self, answers):
+        self.texts = [answer["prompt"] + answer["tokens"] for phase in answers.values() for answer in phase]
+
+    def draft(self, request, tokens, max_drafts):
+        text = next((text for text in self.texts if text[: len(tokens)] == tokens), tokens)
+        drafts, place = text[len(tokens) :][:max_drafts], sum(tokens) % (max_drafts + 2)
+        return [(token + (i == place)) % 255 for i, token in enumerate(drafts)]
+
+    def forget(self, request):
+        """Keeps nothing of a request."""
+
+
+def watch_acceptance():
+    """Counts drafts, which are accepted, where rows end that reach a boundary, and retracted requests, from now on."""
+    accept, retract = sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode
+    names = "rows", "drafts", "accepted", "after a boundary", "at a boundary", "before a boundary", "retracted"
+    counts = dict.fromkeys(names, 0)
+
+    def watched(self, rows, sampled, size):
+        tokens, accepted = accept(self, rows, sampled, size)
+        for row, number in zip(rows, accepted, strict=False):
+            counts["rows"] += 1
+            counts["drafts"] += len(row.tokens) - 1
+            counts["accepted"] += int(number) - 1
+            if row.boundary is not None and row.computed + len(row.tokens) >= row.boundary:
+                end = np.sign(row.computed + int(number) - row.boundary)
+                counts[{1: "after a boundary", 0: "at a boundary", -1: "before a boundary"}[end]] += 1
+        return tokens, accepted
+
+    def watched_retract(self, server_args):
+        retracted, *rest = retract(self, server_args)
+        counts["retracted"] += len(retracted)
+        return retracted, *rest
+
+    sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode = watched, watched_retract
+    return counts
+
+
+def without_padding(page_size):
+    """Lets sglang-jax's attention on a CPU find the keys of all rows, from now on.
+
+    It looks for them as if each row's keys followed those of the row before, whose last page may not be full.
+    """
+    attend = native_backend.forward_attention
+
+    def forward_attention(q, k, v, lengths, places, *arguments, mesh, **options):
+        lengths, places = (jax.sharding.reshard(x, NamedSharding(mesh, P())) for x in (lengths, places))
+        ends, index = jnp.cumsum(lengths), jnp.arange(places.shape[0])
+        row = jnp.minimum(jnp.searchsorted(ends, index, side="right"), lengths.shape[0] - 1)
+        padding = -lengths % page_size
+        before = (jnp.cumsum(padding) - padding)[row]
+        places = jnp.where(index < ends[-1], places[jnp.minimum(index + before, index[-1])], 0)
+        return attend(q, k, v, lengths, places, *arguments, mesh=mesh, **options)
+
+    native_backend.forward_attention = forward_attention
+
+
+def phases(setting, several, answers):
+    """Prompts in the order in which they are served: the phase's name, then batches that run together.
+
+    `answers` are those until now.
+    """
     rng = np.random.default_rng(1)
     new = lambda length: rng.integers(1, 255, length).tolist()
     first, second = new(100), new(64)
@@ -45,19 +118,40 @@ def phases(setting, several):
         yield "prefix hits", [[first], [second], [first[:70] + new(9)], [first + new(40)], [second[:32] + new(3)]]
         yield "eviction", [[new(96)] for _ in range(14)] + [[first], [second]]
         yield "hits after eviction", [[first], [second]]
+        yield "hits in answers", follow_ups(new, answers, "hits in answers")
+        yield "stop tokens", follow_ups(new, answers, "stop tokens")
+    if setting == "both":
+        yield "several at once", several_follow_ups(new, answers, "several at once")
     if several:
         batch = [first, second, new(45), first[:96] + new(20), new(3), new(80), new(32)]
         yield "several at once", [batch, [new(7)] * 3 + [new(50)]]
 
 
-def serve(model, setting, several):
+def follow_ups(new, answers, phase):
+    """Prompts that pass the boundary after 64 tokens while they are answered, each followed by one that continues it."""
+    for length in range(2 * CHUNK - TOKENS + 1, 2 * CHUNK - 1):
+        yield [new(length)]
+        last = answers[phase][-1]
+        yield [last["prompt"] + last["tokens"] + new(3)]
+
+
+def several_follow_ups(new, answers, phase):
+    """Prompts that are answered at once and pass the boundary after 64 tokens, then as many that continue them."""
+    for lengths in ((53, 57, 62, 5, 60), (61, 54, 63, 59), (100, 58, 56, 55, 62, 33)):
+        yield [new(length) for length in lengths]
+        yield [last["prompt"] + last["tokens"] + new(3) for last in answers[phase][-len(lengths) :]]
+
+
+def serve(model, setting, several, speculation):
     """Answers all prompts greedily. Returns the answers by phase: prompt, tokens, and the number of cached tokens."""
-    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES)
+    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES, **speculation)
     answers = {}
-    for phase, batches in phases(setting, several):
+    for phase, batches in phases(setting, several, answers):
         answers[phase] = []
         for batch in batches:
-            sampling = dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+            sampling = dict(
+                temperature=0, max_new_tokens=TOKENS, ignore_eos=phase != "stop tokens", stop_token_ids=STOPS
+            )
             for prompt, output in zip(batch, engine.generate(input_ids=batch, sampling_params=sampling), strict=True):
                 cached = output["meta_info"]["cached_tokens"]
                 answers[phase].append(dict(prompt=prompt, tokens=output["output_ids"], cached=cached))
@@ -69,11 +163,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("answers")
-    parser.add_argument("backend", choices=("native", "ours"))
+    parser.add_argument("backend", choices=("native", "ours", "drafts"))
     parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("--rehearsed", help="answers of a run without speculation")
     parser.add_argument("--record")
     options = parser.parse_args()
-    if options.backend == "ours":
+    speculation = {}
+    if options.backend != "native":
         sglang_jax.install()
     else:  # sglang-jax's attention lacks a method of its hybrid pool on a CPU, whatever the backend.
         from sgl_jax.srt.mem_cache.memory_pool import HybridLinearKVPool
@@ -83,9 +179,16 @@ def main():
         import sglang_jax_recorder
 
         sglang_jax_recorder.watch()
-    answers = serve(options.model, options.setting, options.setting == "batched" or options.record)
+    if options.backend == "drafts":
+        with open(options.rehearsed) as file:
+            sglang_jax_speculation.install(drafter=Rehearsed(json.load(file)["answers"]))
+        speculation = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
+    counts = watch_acceptance()
+    if options.setting == "both":
+        without_padding(SETTINGS["both"]["page_size"])
+    answers = serve(options.model, options.setting, options.setting == "batched" or options.record, speculation)
     with open(options.answers, "w") as file:
-        json.dump(answers, file)
+        json.dump(dict(answers=answers, drafts=counts), file)
     if options.record:
         sglang_jax_recorder.write(options.record)
 

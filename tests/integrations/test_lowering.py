@@ -14,19 +14,21 @@ ROWS, KEY_HEADS, HEADS, DIM, WIDTH, BLOCKS = 4, 2, 4, 128, 4, 33
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
-@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("kind", ["decode", "verify", "prefill"])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_step_is_triton_kernels_over_donated_pools(decode, per_channel):
+def test_a_step_is_triton_kernels_over_donated_pools(kind, per_channel):
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     ints = functools.partial(array, dtype=jnp.int32)
-    tokens = ROWS if decode else 100
+    tokens = {"decode": ROWS, "verify": 4 * ROWS, "prefill": 100}[kind]
     key_heads = HEADS if per_channel else KEY_HEADS
     channels = (2 * key_heads + HEADS) * DIM
     gate = (HEADS, DIM) if per_channel else (HEADS,)
     weights = Taps(array(channels, WIDTH), array(HEADS, dtype=jnp.float32), array(*gate))
     rows = BlockRows(ints(ROWS + 1), ints(ROWS), array(ROWS, dtype=jnp.bool_), ints(ROWS), ints(ROWS))
+    if kind == "verify":
+        rows = rows._replace(fresh=None, kept_source=ints(ROWS), token_blocks=ints(ROWS, 4))
     pools = array(BLOCKS, channels, WIDTH - 1), array(BLOCKS, HEADS, DIM, DIM, dtype=jnp.float32)
-    step = jax.jit(functools.partial(delta_rule_step, decode=decode), donate_argnums=(5, 6))
+    step = jax.jit(functools.partial(delta_rule_step, decode=kind == "decode"), donate_argnums=(5, 6))
     tokens = array(tokens, channels), array(tokens, *gate), array(tokens, HEADS)
     # There are at least a kernel for the convolution, one for the recurrence, and one that copies each pool.
     assert_kernels_over_pools(lambda: step.trace(*tokens, weights, rows, *pools), 4)
