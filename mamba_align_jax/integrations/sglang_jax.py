@@ -67,9 +67,9 @@ def install(*, implementation: Implementation | None = None) -> None:
     """
     if implementation not in ("xla", "triton", None):
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}")
-    gdn: Any = _module(f"{_ATTENTION}.linear.gdn_backend")
-    kda: Any = _module(f"{_ATTENTION}.linear.kda_backend")
-    pool = _module("sgl_jax.srt.mem_cache.memory_pool").HybridLinearKVPool
+    gdn: Any = sgl_module(f"{_ATTENTION}.linear.gdn_backend")
+    kda: Any = sgl_module(f"{_ATTENTION}.linear.kda_backend")
+    pool = sgl_module("sgl_jax.srt.mem_cache.memory_pool").HybridLinearKVPool
     # sglang-jax looks both names up in these modules whenever it makes a backend.
     gdn.GDNAttnBackend, kda.KDAAttnBackend = backends(implementation)
     if not hasattr(pool, "set_kv_buffer_legacy"):
@@ -90,7 +90,7 @@ def backends(implementation: Implementation | None = None) -> tuple[type, type]:
     Raises:
         ImportError: if sglang-jax cannot be imported.
     """
-    return _backends(_module(f"{_ATTENTION}.hybrid_linear_attn_backend").LinearRecurrentAttnBackend, implementation)
+    return _backends(sgl_module(f"{_ATTENTION}.hybrid_linear_attn_backend").LinearRecurrentAttnBackend, implementation)
 
 
 @functools.cache
@@ -218,7 +218,8 @@ def _set_kv_buffer_legacy(pool, layer_id, loc, cache_k, cache_v):
     return pool.full_kv_pool.set_kv_buffer_legacy(pool._to_physical(layer_id), loc, cache_k, cache_v)
 
 
-def _module(name: str) -> ModuleType:
+def sgl_module(name: str) -> ModuleType:
+    """Imports a module of sglang-jax. Raises an ImportError that says where sglang-jax is found."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

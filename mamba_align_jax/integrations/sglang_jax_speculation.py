@@ -16,7 +16,7 @@ import numpy as np
 
 from mamba_align_jax.engine.drafting import Drafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
-from mamba_align_jax.integrations.sglang_jax import VerifySlots, _module, backends
+from mamba_align_jax.integrations.sglang_jax import VerifySlots, backends, sgl_module
 
 ALGORITHM = "NGRAM"
 
@@ -51,12 +51,12 @@ def install(*, drafter: Drafter | None = None) -> None:
         ImportError: if sglang-jax cannot be imported.
         ValueError: if this was called before.
     """
-    arguments: Any = _module("sgl_jax.srt.server_args").ServerArgs
-    algorithms: Any = _module("sgl_jax.srt.speculative.spec_info").SpeculativeAlgorithm
-    workers: Any = _module("sgl_jax.srt.speculative.dflash_worker")
-    runner: Any = _module("sgl_jax.srt.model_executor.model_runner_kv_cache_mixin").ModelRunnerKVCacheMixin
-    batches: Any = _module("sgl_jax.srt.managers.schedule_batch").ScheduleBatch
-    outputs: Any = _module("sgl_jax.srt.managers.scheduler_output_processor_mixin").SchedulerOutputProcessorMixin
+    arguments: Any = sgl_module("sgl_jax.srt.server_args").ServerArgs
+    algorithms: Any = sgl_module("sgl_jax.srt.speculative.spec_info").SpeculativeAlgorithm
+    workers: Any = sgl_module("sgl_jax.srt.speculative.dflash_worker")
+    runner: Any = sgl_module("sgl_jax.srt.model_executor.model_runner_kv_cache_mixin").ModelRunnerKVCacheMixin
+    batches: Any = sgl_module("sgl_jax.srt.managers.schedule_batch").ScheduleBatch
+    outputs: Any = sgl_module("sgl_jax.srt.managers.scheduler_output_processor_mixin").SchedulerOutputProcessorMixin
     if isinstance(workers.DFlashWorker, functools.partial):
         raise ValueError("sglang_jax_speculation.install must be called once, and was called before")
     drafter = drafter or PromptLookupDrafter(4, 2)
@@ -187,7 +187,7 @@ def _verify_batch(
         return get_batch(batch, *paddings, draft_token_num)
     interval = batch.tree_cache.recurrent_track_interval if pool.enable_recurrent_extra_buffer else None
     rows = [_row(request, drafter, draft_token_num, interval) for request in info.reqs]
-    modes: Any = _module("sgl_jax.srt.model_executor.forward_batch_info")
+    modes: Any = sgl_module("sgl_jax.srt.model_executor.forward_batch_info")
     info, step = copy.copy(info), copy.copy(batch)
     info.prefix_lens, info.extend_lens = [row.computed for row in rows], [len(row.tokens) for row in rows]
     info.seq_lens = np.add(info.prefix_lens, info.extend_lens, dtype=np.int32)
@@ -235,8 +235,8 @@ class NGramWorker:
 
     def forward_batch_speculative_generation(self, batch: Any, launch_done: Any = None) -> Any:
         """Runs a prompt step or a verify step, and returns what its requests sampled."""
-        modes: Any = _module("sgl_jax.srt.model_executor.forward_batch_info")
-        results: Any = _module("sgl_jax.srt.managers.scheduler").GenerationBatchResult
+        modes: Any = sgl_module("sgl_jax.srt.model_executor.forward_batch_info")
+        results: Any = sgl_module("sgl_jax.srt.managers.scheduler").GenerationBatchResult
         rows, size = getattr(batch, "verify_rows", None), len(batch.seq_lens)
         batch.capture_hidden_mode = modes.CaptureHiddenMode.NULL
         if rows is None:
@@ -284,7 +284,7 @@ class NGramWorker:
 
     def _state(self, verified: np.ndarray, lengths: np.ndarray) -> Any:
         """What sglang-jax keeps of each request between its steps: its last token and the number of computed ones."""
-        inputs: Any = _module("sgl_jax.srt.speculative.dflash_info").DFlashDraftInput
+        inputs: Any = sgl_module("sgl_jax.srt.speculative.dflash_info").DFlashDraftInput
         return inputs(
             verified_id=verified.astype(np.int32), ctx_lens=np.zeros_like(lengths), draft_seq_lens=lengths,
             block_size=self.speculative_num_draft_tokens,
