@@ -43,15 +43,20 @@ thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
 
 
-def missing() -> str | None:
-    """Returns what this JAX lacks for the kernels, or None."""
-    return None if hasattr(plgpu, "mma") else f"Mosaic GPU kernels need JAX 0.11.2 or newer, got {jax.__version__}"
+def unavailable(implementation: str | None, config: Any) -> str | None:
+    """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
 
-
-def unavailable() -> str | None:
-    """Returns why kernels of this lowering cannot run on JAX's default device, or None. It may start JAX's backends."""
-    if reason := missing():
-        return reason
+    Args:
+        implementation: The implementation that the caller names, or None. A kernel that is named may be lowered for
+            another device than JAX's default one.
+        config: The launch configuration that the caller gives, which only Triton kernels have, or None.
+    """
+    if not hasattr(plgpu, "mma"):
+        return f"Mosaic GPU kernels need JAX 0.11.2 or newer, got {jax.__version__}"
+    if config is not None:
+        return "a configuration of the Triton kernel is given"
+    if implementation is not None:
+        return None
     if jax.default_backend() != "gpu":
         return "there is no GPU"
     found = getattr(jax.devices()[0], "compute_capability", None)

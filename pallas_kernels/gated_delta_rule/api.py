@@ -383,6 +383,4 @@ def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, int
 def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernels cannot run, or None. Named ones may run on another device."""
     q, k, v, _, _, _, _, _, chunks = operands[:9]
-    device = pm.missing() if implementation else pm.unavailable()
-    reason = device or states_mosaic.unsupported(q, k, v, chunks.chunk_size)
-    return reason or (config and "a configuration of the Triton kernels is given")
+    return pm.unavailable(implementation, config) or states_mosaic.unsupported(q, k, v, chunks.chunk_size)

@@ -127,6 +127,4 @@ def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     x, _, _, B, C, pool, _, _, chunks = operands[:9]
     z = operands[14]
-    device = pm.missing() if implementation else pm.unavailable()
-    reason = device or mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)
-    return reason or (config and "a configuration of the Triton kernel is given")
+    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)

@@ -413,7 +413,7 @@ def test_errors_name_the_bad_argument(rng):
     [
         ("kimi", dict(dtype=jnp.float32), "q, k and v must be bfloat16, got float32, float32 and float32"),
         ("kimi", dict(chunk=32), "chunk_size must be 64, got 32"),
-        ("kimi", dict(config=PrefillConfig(32, 4, 1, 2, 2)), "a configuration of the Triton kernels is given"),
+        ("kimi", dict(config=PrefillConfig(32, 4, 1, 2, 2)), "a configuration of the Triton kernel is given"),
         ("256 x 64", {}, "key_dim must be 64 or 128 and value_dim a multiple of 64, got 256 and 64"),
     ],
 )

@@ -206,6 +206,4 @@ def _deferred(
 def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
-    device = pm.missing() if implementation else pm.unavailable()
-    reason = device or mosaic_gpu.unsupported(qkv, a, pool, ring_u)
-    return reason or (config and "a configuration of the Triton kernel is given")
+    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(qkv, a, pool, ring_u)

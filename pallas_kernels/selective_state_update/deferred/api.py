@@ -168,6 +168,4 @@ def _deferred(operands, max_query_tokens, dt_softplus, implementation, config, i
 def _no_mosaic_gpu(operands, implementation, config):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     xBC, pool, ring_x = operands[0], operands[3], operands[4]
-    device = pm.missing() if implementation else pm.unavailable()
-    reason = device or mosaic_gpu.unsupported(xBC, pool, ring_x)
-    return reason or (config and "a configuration of the Triton kernel is given")
+    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(xBC, pool, ring_x)
