@@ -48,7 +48,7 @@ class Kind:
         return [
             full(self.dtype, dims.heads, places, dims.head_dim),
             full(self.dtype, dims.groups, places, dims.state_dim),
-            full("float32", dims.heads, places, dims.head_dim),
+            full(self.dtype, dims.heads, places, dims.head_dim),
         ]
 
 
@@ -56,7 +56,7 @@ class Sequences:
     """What the rows of a call have read and will read: random projections of all tokens from each row's base on."""
 
     inputs = "x", "dt", "B", "C", "z"
-    rings = "x", "B", "step sizes"
+    rings = "x", "B", "dt"
 
     def __init__(self, rng, kind, lengths):
         self.kind, self.dims = kind, DIMS[kind.dims]
@@ -75,9 +75,7 @@ class Sequences:
 
     def entries(self, row, tokens):
         """What a ring keeps of some tokens, float64: see `rings`."""
-        x, B, dt = (exact(v[row][tokens]) for v in (self.x, self.B, self.dt))
-        dt = dt + np.asarray(self.given.get("dt_bias", 0.0), np.float64)
-        return x, B, np.logaddexp(0, dt) if self.kind.dt_softplus else dt
+        return tuple(exact(v[row][tokens]) for v in (self.x, self.B, self.dt))
 
     def oracle(self, row, tokens, state):
         """Outputs and states of some tokens of a row."""

@@ -140,15 +140,16 @@ def test_folds_are_near_the_states_of_a_prefill(rng, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_call_without_tokens_folds(rng, implementation):
+@pytest.mark.parametrize("number", [16, 17])
+def test_a_call_without_tokens_folds(rng, implementation, number):
     kind = Kind()
-    sequences, pool = kind.sequences(rng, [17]), dirty_pool(rng, kind.pool_shape, kind.state)
+    sequences, pool = kind.sequences(rng, [number]), dirty_pool(rng, kind.pool_shape, kind.state)
     arrays = pool, *map(jnp.asarray, kind.rings())
-    for t in range(17):
+    for t in range(number):
         rows = ints(0, 1), ints(0), ints(0), ints(t), ints(0), ints(0)
         _, *arrays = sequences.call([(0, t)], arrays, rows, implementation)
     _, states = sequences.oracle(0, slice(None), np.zeros(pool.shape[2:]))
-    rows = ints(0, 0), ints(0), ints(0), ints(17), ints(0), ints(3)
+    rows = ints(0, 0), ints(0), ints(0), ints(number), ints(0), ints(3)
     x, dt, B, C, z = (jnp.zeros((0, *getattr(sequences, name)[0].shape[1:])) for name in sequences.inputs)
     options = sequences.given | dict(z=z, max_query_tokens=4) | how(implementation)
     out, after, *kept = selective_scan_deferred(x, dt, sequences.A, B, C, *arrays, LAYER, *rows, **options)
@@ -157,6 +158,22 @@ def test_a_call_without_tokens_folds(rng, implementation):
     assert_untouched(pool, after, [3])
     for before, now in zip(arrays[1:], kept, strict=True):
         np.testing.assert_array_equal(np.asarray(before).view(np.uint8), np.asarray(now).view(np.uint8))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_empty_entries_add_nothing_to_a_fold(rng, implementation, dtype):
+    """`settle` fills a group with them. After three tokens the fold is the state of these three."""
+    kind = Kind(dtype=dtype)
+    sequences, pool = kind.sequences(rng, [4]), dirty_pool(rng, kind.pool_shape, kind.state, [1])
+    arrays = pool, *map(jnp.asarray, kind.rings())
+    rows = ints(0, 3), ints(0), ints(0), ints(0), ints(1), ints(0)
+    _, *arrays = sequences.call([(0, t) for t in range(3)], arrays, rows, implementation)
+    for n, value in ((1, 0), (2, 0), (3, -jnp.inf)):
+        arrays[n] = arrays[n].at[LAYER, 0, :, 3:16].set(value)
+    _, after, *_ = sequences.call([None], arrays, (ints(0, 0), *rows[1:3], ints(16), ints(1), ints(3)), implementation)
+    _, states = sequences.oracle(0, slice(0, 3), exact(pool)[LAYER, 1])
+    assert_close(exact(after)[LAYER, 3], states[-1], jnp.float32, 64, "fold")
 
 
 def refused(**changes):
@@ -190,7 +207,10 @@ def refused(**changes):
         (dict(max_query_tokens=0), "max_query_tokens must be at least 1, got 0"),
         (dict(ring_x=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring_x must have x's dtype float32, got bfloat16"),
         (dict(ring_B=jnp.zeros((1, 3, 1, 32, 8), jnp.bfloat16)), "ring_B must have B's dtype float32, got bfloat16"),
-        (dict(ring_dt=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)), "ring_dt must be"),
+        (
+            dict(ring_dt=jnp.zeros((1, 3, 2, 32, 16), jnp.bfloat16)),
+            "ring_dt must have dt's dtype float32, got bfloat16",
+        ),
         (dict(ring_x=jnp.zeros((1, 3, 2, 30, 16))), "ring_B must be"),
         (dict(A=jnp.zeros(2)), "A must be"),
         (

@@ -49,6 +49,7 @@ def run(draw, implementation):
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
     rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
     deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
+    of_scan = rings[0], rings[1], rings[1]
     of_mamba = (
         array(1, 2, HEADS, 32, DIM),
         array(1, 2, 1, 32, DIM),
@@ -81,19 +82,7 @@ def run(draw, implementation):
         linear_sums(a, b, **how),
         add_rms_norm(a, b[None], A_log, epsilon=1e-6, **how),
         selective_scan_deferred(
-            v,
-            k,
-            rates,
-            q,
-            k,
-            recurrent,
-            *rings[:2],
-            jnp.abs(rings[1]),
-            *deferred,
-            max_query_tokens=5,
-            D=k[1],
-            z=k,
-            **how,
+            v, k, rates, q, k, recurrent, *of_scan, *deferred, max_query_tokens=5, D=k[1], z=k, **how
         ),
         selective_scan(v, k, rates, q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )

@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_groups, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
@@ -14,7 +14,7 @@ from pallas_kernels.selective_scan.deferred.config import DeferredConfig
 Pool = Float[Array, "layers blocks heads head_dim state_dim"]
 RingX = Float[Array, "layers slots heads places head_dim"]
 RingB = Float[Array, "layers slots groups places state_dim"]
-RingOfSteps = Float32[Array, "layers slots heads places head_dim"]
+RingOfSteps = Float[Array, "layers slots heads places head_dim"]
 
 
 @checked
@@ -49,9 +49,9 @@ def selective_scan_deferred(
 
     It computes what `selective_state_update` computes, which has the equations. Instead of a state after each token it
     keeps an entry for each token in a ring. Positions are cut into groups of L = places // 2 tokens, at the multiples of
-    L. An entry is (x, B, dt), where dt is the step size after bias and softplus. One token is, for one head::
+    L. An entry is (x, B, dt) as they are given. For one head::
 
-        S[i + 1] = exp(A * dt[i]) * S[i] + (dt[i] * x[i]) B[i]^T
+        d[i] = softplus(dt[i] + dt_bias);  S[i + 1] = exp(A * d[i]) * S[i] + (d[i] * x[i]) B[i]^T
 
     A row has its state S at position `base` in `read_block`, and the entries of the positions from base to position - 1
     in the ring of its slot, position i at place i mod 2 L. Let E = (base // L + 1) * L be the end of base's group. The row
@@ -67,13 +67,14 @@ def selective_scan_deferred(
     A row whose position is at least E folds even if it has no tokens, if `fold_block` is not NULL_BLOCK. All other rows
     without tokens take no part.
 
-    Numerics: all arithmetic is float32. x and B are kept as they are, and a state is rounded to the pool's dtype by a
-    fold. States follow from the entries token by token, in one order. So a state at a multiple of L and the output of an
-    accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
-    many came with a call, which drafts were rejected, or what other rows are.
+    Numerics: all arithmetic is float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. States
+    follow from the entries token by token, in one order. So a state at a multiple of L and the output of an accepted token
+    depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how many came with a
+    call, which drafts were rejected, or what other rows are.
 
-    Decays differ between the elements of a channel's state, so a token's decay would be as large as a state. That is why
-    entries have step sizes only, and a call without tokens needs A to fold.
+    A token decays each element of a channel's state by a factor of its own. These are as many numbers as a state has, so
+    entries have none of them: they follow from dt, A and dt_bias, which a call without tokens needs too. An entry with
+    x = 0, B = 0 and dt = -inf adds nothing to a state if `dt_softplus` is true.
 
     Sources: Gu, Dao, "Mamba" (2023); ReplaySSM of the Dao lab for a cache of entries instead of states.
 
@@ -87,7 +88,8 @@ def selective_scan_deferred(
             otherwise, as the three arrays of the ring are.
         ring_x: Inputs of the entries, in x's dtype.
         ring_B: Input projections of the entries, in B's dtype.
-        ring_dt: Step sizes of the entries. The places of a ring that hold no entry of the row may hold anything.
+        ring_dt: Raw step sizes of the entries, in dt's dtype. The places of a ring that hold no entry of the row may hold
+            anything.
         layer: The layer whose blocks and rings are read and written.
         query_start_loc: Index of each row's first token; the last entry is the end of the last row. Padding rows repeat
             that entry.
@@ -123,11 +125,8 @@ def selective_scan_deferred(
         groups > 0 and heads % groups == 0,
         f"{name}: the number of groups of B must divide x's {heads} heads, got {groups}",
     )
-    for ring_name, ring, given_name, given in (("ring_x", ring_x, "x", x), ("ring_B", ring_B, "B", B)):
-        require(
-            ring.dtype == given.dtype,
-            f"{name}: {ring_name} must have {given_name}'s dtype {given.dtype}, got {ring.dtype}",
-        )
+    for of, given, ring in (("x", x, ring_x), ("B", B, ring_B), ("dt", dt, ring_dt)):
+        require(ring.dtype == given.dtype, f"{name}: ring_{of} must have {of}'s dtype {given.dtype}, got {ring.dtype}")
     require(ring_x.shape[1] > 0, f"{name}: ring_x must have at least one slot, got {list(ring_x.shape)}")
     check_groups(name, "ring_x", ring_x.shape[3], max_query_tokens)
     if slot.shape[0] == 0:

@@ -25,7 +25,7 @@ class Case:
             pool=((layers, blocks, self.heads, self.head_dim, self.state_dim), self.state_dtype),
             ring_x=((layers, slots, self.heads, places, self.head_dim), self.dtype),
             ring_B=((layers, slots, self.groups, places, self.state_dim), self.dtype),
-            ring_dt=((layers, slots, self.heads, places, self.head_dim), "float32"),
+            ring_dt=((layers, slots, self.heads, places, self.head_dim), self.dtype),
         )
 
 

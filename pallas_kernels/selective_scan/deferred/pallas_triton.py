@@ -47,35 +47,37 @@ def _kernel(refs: Refs, *, config: DeferredConfig, dt_softplus: bool) -> None:
     column, column_inside = pt.segments(state_dim, min(config.segment, pt.power_of_two(state_dim)))
     state_inside = column_inside[:, None, :] & inside[None, :, None]
 
-    def channels(ref, token, exists):
-        """Loads a number per channel of a token, and 0 if it does not exist. Returns None if there is no such array."""
-        return None if ref is None else pt.load(ref.at[token, head, channel], mask=inside & exists, other=0.0)
-
     def parameter(ref):
         """Loads a parameter of each channel, or returns None if there is no such array."""
         return None if ref is None else pt.load(ref.at[head, channel], mask=inside, other=0.0).astype(jnp.float32)
 
-    def vector(ref, token, exists):
-        """Loads B or C of the head's group, folded into segments."""
-        return pt.load(ref.at[token, group, column], mask=column_inside & exists, other=0.0)
-
     def states(ref, *at):
         return ref.at[(*at, head, channel[None, :, None], column[:, None, :])]
 
-    def in_ring(ref, owner, at, lane):
-        return ref.at[layer, slot, owner, jax.lax.rem(at, jnp.int32(places)), lane]
+    # The arrays of an entry: the call's and the ring's, their head or group, and the elements, of which some exist.
+    of_entry = (
+        (refs.x, refs.ring_x, head, channel, inside),
+        (refs.dt, refs.ring_dt, head, channel, inside),
+        (refs.B, refs.ring_B, group, column, column_inside),
+    )
+
+    def in_ring(ring, owner, at, lane):
+        return ring.at[layer, slot, owner, jax.lax.rem(at, jnp.int32(places)), lane]
 
     def is_new(at):
         return (at >= position) & (at < position + count)
 
     def take(at):
-        """Loads what the token at a position has in the ring and, if it is one of the call's, in the call."""
+        """Loads the entry of the token at a position from the call and from the ring, of which one has it, and C and z."""
         token, new, old = start + at - position, is_new(at), at < position
-        load = lambda ref, owner, lane, inside: pt.load(in_ring(ref, owner, at, lane), mask=inside & old, other=0.0)
-        kept = [load(refs.ring_x, head, channel, inside), load(refs.ring_dt, head, channel, inside)]
-        kept.append(load(refs.ring_B, group, column, column_inside))
-        call = [channels(refs.x, token, new), channels(refs.dt, token, new), vector(refs.B, token, new)]
-        return kept, call, vector(refs.C, token, new), channels(refs.z, token, new)
+        load = lambda ref, owner, lane, mask: pt.load(ref.at[token, owner, lane], mask=mask & new, other=0.0)
+        call = [load(given, owner, lane, mask) for given, _, owner, lane, mask in of_entry]
+        kept = [
+            pt.load(in_ring(ring, owner, at, lane), mask=mask & old, other=0.0)
+            for _, ring, owner, lane, mask in of_entry
+        ]
+        z = None if refs.z is None else load(refs.z, head, channel, inside)
+        return call, kept, load(refs.C, group, column, column_inside), z
 
     @pt.when((count > 0) | folds)
     def _():
@@ -87,7 +89,7 @@ def _kernel(refs: Refs, *, config: DeferredConfig, dt_softplus: bool) -> None:
 
         def advance(at, carry):
             """Runs the token at a position."""
-            state, (kept, call, C, z) = carry
+            state, (call, kept, C, z) = carry
             # The next token's inputs are loaded while this one's are used.
             upcoming, new = take(at + 1), is_new(at)
             # A fold is rounded as it is stored, whether it is kept or not.
@@ -95,18 +97,18 @@ def _kernel(refs: Refs, *, config: DeferredConfig, dt_softplus: bool) -> None:
             pt.store(states(refs.pool, layer, fold_to), rounded, mask=state_inside & is_fold & folds)
             state = jnp.where(is_fold, rounded.astype(jnp.float32), state)
 
-            dt = call[1].astype(jnp.float32)
+            entry = [jnp.where(new, mine, old) for mine, old in zip(call, kept, strict=True)]
+            x, dt, B = (value.astype(jnp.float32) for value in entry)
             dt = dt if dt_bias is None else dt + dt_bias
-            dt = jnp.where(new, softplus(dt) if dt_softplus else dt, kept[1])
-            x, B = (jnp.where(new, call[i], kept[i]).astype(jnp.float32) for i in (0, 2))
+            dt = softplus(dt) if dt_softplus else dt
             state = state * jnp.exp2(rate * dt[None, :, None]) + (dt * x)[None, :, None] * B[:, None, :]
 
             @pt.when(new)
             def _():
-                pt.store(in_ring(refs.ring_x, head, at, channel), call[0], mask=inside)
-                pt.store(in_ring(refs.ring_dt, head, at, channel), dt, mask=inside)
                 # What programs share is stored by one of them.
-                pt.store(in_ring(refs.ring_B, group, at, column), call[2], mask=column_inside & (block == 0) & is_first)
+                stores = inside, inside, column_inside & (block == 0) & is_first
+                for (_, ring, owner, lane, _), value, mask in zip(of_entry, entry, stores, strict=True):
+                    pt.store(in_ring(ring, owner, at, lane), value, mask=mask)
                 y = pt.row_sum(state * C.astype(jnp.float32)[:, None, :])
                 y = y if D is None else y + D * x
                 y = y if z is None else y * silu(z.astype(jnp.float32))

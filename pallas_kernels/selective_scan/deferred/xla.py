@@ -42,8 +42,10 @@ def selective_scan_deferred(
         """Returns the state at position `end`, given the state at `base`."""
 
         def step(position, state):
-            x, B, dt = (ring[layer, slot, :, position % places] for ring in rings)
-            return jnp.exp(A * dt[..., None]) * state + (dt * x.astype(jnp.float32))[..., None] * per_head(B)
+            x, B, dt = (ring[layer, slot, :, position % places].astype(jnp.float32) for ring in rings)
+            dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
+            dt = softplus(dt) if dt_softplus else dt
+            return jnp.exp(A * dt[..., None]) * state + (dt * x)[..., None] * per_head(B)
 
         return jax.lax.fori_loop(base, end, step, state)
 
@@ -51,10 +53,7 @@ def selective_scan_deferred(
         return replay(state, rings, slot, base, (base // group + 1) * group).astype(pool.dtype).astype(jnp.float32)
 
     def advance(token, slot, base, position, state, out, rings):
-        step = dt[token].astype(jnp.float32)
-        step = step if dt_bias is None else step + dt_bias.astype(jnp.float32)
-        step = softplus(step) if dt_softplus else step
-        entry = x[token], B[token], step
+        entry = x[token], B[token], dt[token]
         rings = tuple(ring.at[layer, slot, :, position % places].set(v) for ring, v in zip(rings, entry, strict=True))
         state = replay(state, rings, slot, base, position + 1)
         y = jnp.sum(state * per_head(C[token]), axis=-1)
