@@ -17,6 +17,7 @@ from mamba_align_jax import (
     GroupSpec,
     MambaRing,
     RecurrentState,
+    SelectiveScanRing,
     StatePool,
     StateRing,
     StepBatch,
@@ -197,12 +198,16 @@ def test_a_donated_step_of_deferred_states_copies_no_pool(decode_rows, num_token
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), HOW)
-@pytest.mark.parametrize("mamba2", [False, True])
-def test_a_donated_fold_copies_no_pool(implementation, dtype, mamba2):
+@pytest.mark.parametrize("kind", ["gdn", "mamba2", "mamba1"])
+def test_a_donated_fold_copies_no_pool(implementation, dtype, kind):
     spec = make_spec("deferred", 2, dtype)
-    if mamba2:
-        group = dataclasses.replace(spec.groups[0], ring=MambaRing(HEADS, DIM, 1, DIM, dtype))
-        spec = dataclasses.replace(spec, groups=(group,))
+    group = spec.groups[0]
+    if kind == "mamba2":
+        group = dataclasses.replace(group, ring=MambaRing(HEADS, DIM, 1, DIM, dtype))
+    if kind == "mamba1":
+        states = group.states[0], RecurrentState((1, HEADS * DIM, DIM), dtype)
+        group = dataclasses.replace(group, states=states, ring=SelectiveScanRing(HEADS * DIM, DIM, dtype))
+    spec = dataclasses.replace(spec, groups=(group,))
     pool, state, tables, *_ = arguments(spec, 4, dtype)
     fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))
     compiled = fold.lower(state, pool, tables, jax.ShapeDtypeStruct((1,), "int32")).compile()

@@ -233,11 +233,10 @@ def test_requests_with_drafts_are_right_with_compiled_kernels():
     check_drafts(True)
 
 
-@pytest.mark.parametrize("name", ["mamba", "lfm2"])
-def test_other_families_are_refused(name):
-    message = "policy 'deferred' must have groups with a ring, which only delta-rule layers and Mamba-2 have, got"
+def test_models_without_a_recurrent_state_are_refused():
+    message = "must have groups with a ring, which only delta-rule layers, Mamba-1 and Mamba-2 have, got"
     with pytest.raises(ValueError, match=message):
-        Engine(load_model(DATA / name), EngineConfig(policy="deferred"))
+        Engine(load_model(DATA / "lfm2"), EngineConfig(policy="deferred"))
 
 
 @pytest.mark.parametrize(
