@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from benchmarks import deferred_delta_rule, deferred_mamba2, pipeline
+from benchmarks import deferred_delta_rule, deferred_mamba1, deferred_mamba2, pipeline
 from pallas_kernels import (
     add_rms_norm,
     causal_conv1d_prefill,
@@ -412,6 +412,9 @@ def test_every_variant_of_deferred_states_lowers(state_dtype, tokens, kda):
     case = deferred_mamba2_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
     for config in filter(None, deferred_mamba2.variants(case, every=True)):
         assert "__gpu$xla.gpu.triton" in lower_selective_state_deferred("NVIDIA H200", case, config=config)
+    case = deferred_mamba1_cases.Case("any", (tokens,) * 64, state_dtype=state_dtype)
+    for config in deferred_mamba1.variants(case, every=True):
+        assert "__gpu$xla.gpu.triton" in lower_selective_scan_deferred("NVIDIA H200", case, config=config)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
