@@ -77,15 +77,6 @@ def test_a_row_depends_on_that_row_alone(implementation):
     assert found == serve(BITS[0], implementation, schedule)
 
 
-@pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", BITS[:2], ids=str)
-def test_the_number_of_channels_of_a_program_changes_no_bit(kind, implementation):
-    configs = [DeferredConfig(block, 4, 1) for block in (8, 32)]
-    found = [serve(kind, implementation, schedules(16)["random"], config=config) for config in configs]
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_every_config_computes_the_same_numbers(rng, implementation):
     kind = Kind("wide states", "bfloat16")
