@@ -167,7 +167,7 @@ class Bench:
         entry = self.inexact.removeprefix("ring_")
         wanted: dict[str, list[np.ndarray]] = {"out": [], entry: [], "fold": []}
         found: dict[str, list[np.ndarray]] = {"out": [], entry: [], "fold": []}
-        for (n, row), head in itertools.product(enumerate(rows), range(SAMPLED_HEADS)):
+        for (n, row), head in itertools.product(enumerate(rows), range(before["pool"].shape[1])):
             outs, entries, fold = self.reference(turn, row, head, {name: x[n] for name, x in before.items()})
             start = int(self.loc[row])
             place = (self.host["position"][turn, row] + np.arange(len(outs))) % (2 * self.case.group)

@@ -17,6 +17,7 @@ _PUBLIC = {
     "RecurrentState": "align.config",
     "StateRing": "align.config",
     "MambaRing": "align.ring",
+    "SelectiveScanRing": "align.ring",
     "Corrections": "align.corrections",
     "correct_counts": "align.corrections",
     "fold_slots": "align.deferred",

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.align.config import ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages
 
 AXIS = "tensor"
@@ -95,8 +96,15 @@ def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
 
 
 def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
-    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads, or by the groups that share heads' keys."""
-    return tuple((P(None, None, AXIS),) * len(group.ring.arrays(1)) if group.ring else () for group in groups)
+    """Returns a PartitionSpec for each array of `StatePool.rings`: by heads, by the groups of heads, or by channels."""
+    return tuple(_ring(group.ring) if group.ring is not None else () for group in groups)
+
+
+def _ring(ring: Ring) -> tuple[P, ...]:
+    # Before the axes that a ring counts come layers and slots, or layers alone.
+    before = (2,) * len(ring.arrays(1)) + (1,) * len(ring.parameters())
+    axes = zip(ring.split_axes, before, strict=True)
+    return tuple(P() if axis is None else P(*[None] * (first + axis), AXIS) for axis, first in axes)
 
 
 def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:

@@ -8,11 +8,11 @@ from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
-from mamba_align_jax.align.ring import MambaRing, Ring, dtype_name
+from mamba_align_jax.align.ring import MambaRing, Ring, SelectiveScanRing, dtype_name
 from mamba_align_jax.align.ring import itemsize as _itemsize
 from mamba_align_jax.align.ring import set_fields as _set
 
-HAVE_RINGS = "delta-rule layers and Mamba-2"  # the layers that policy "deferred" serves, in messages
+HAVE_RINGS = "delta-rule layers, Mamba-1 and Mamba-2"  # the layers that policy "deferred" serves, in messages
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -167,7 +167,7 @@ class GroupSpec:
     name: str
     num_layers: int
     states: tuple[ConvState | RecurrentState, ...]
-    ring: StateRing | MambaRing | None = None
+    ring: Ring | None = None
 
     def __post_init__(self) -> None:
         num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
@@ -181,7 +181,8 @@ class GroupSpec:
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
-        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, StateRing, MambaRing, optional=True)
+        rings = StateRing, MambaRing, SelectiveScanRing
+        values.instance(f"GroupSpec {self.name!r}: ring", self.ring, *rings, optional=True)
 
     def check_deferred(self) -> None:
         """Raises ValueError if the group's states can't be deferred."""
@@ -342,6 +343,12 @@ class AlignConfig:
             return 0
         rings = [(group.num_layers, group.ring) for group in self.groups if group.ring is not None]
         return sum(layers * ring.bytes_per_slot(self.fold_length) for layers, ring in rings)
+
+    @property
+    def ring_bytes(self) -> int:
+        """The bytes of all rings: those of all slots, and the parameters of layers that slots share."""
+        shared = sum(group.num_layers * group.ring.parameter_bytes for group in self.groups if group.ring is not None)
+        return self.max_num_seqs * self.ring_bytes_per_slot + shared * self.is_deferred
 
     @property
     def bytes_per_block(self) -> int:

@@ -7,22 +7,19 @@ itself: `settle` and `fold_slots` write it. Whatever folds a group that ends on 
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import fold_end
-from mamba_align_jax.align.config import AlignConfig, ConvState, RecurrentState, StateRing
+from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.policy import boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.ring import MambaRing
+from mamba_align_jax.align.ring_folds import fold
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
-from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
-from pallas_kernels.selective_state_update.deferred import selective_state_deferred
 
 
 @jax.tree_util.register_dataclass
@@ -169,13 +166,13 @@ def settle(
     """
     pool = _keep_windows(spec, pool, folds.windows, folds.unsettled, implementation)
     block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
-    pool = _fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
-    # Of the group that the position is in, only the entries before it count. As zeros the others add nothing to a fold.
+    pool = fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
+    # Of the group that the position is in, only the entries before it count. The others become such as add nothing.
     places = fold_places(folds.base, folds.position, spec.state_block_size, spec.fold_length)
     read = jnp.where(places.folds, folds.block, folds.read)
     end = fold_end(places.next_base, spec.fold_length)
     pool = _clear(spec, pool, jnp.where(folds.unsettled, folds.slot, spec.max_num_seqs), folds.position, end)
-    return _fold(spec, pool, folds.slot, places.next_base, end, read, folds.rest, implementation)
+    return fold(spec, pool, folds.slot, places.next_base, end, read, folds.rest, implementation)
 
 
 def fold_slots(
@@ -210,7 +207,7 @@ def fold_slots(
     state, folds = plan_slots(spec, state, tables, slots)
     pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
     where = folds.slot, folds.base, folds.position, folds.read, folds.block
-    return state, _fold(spec, pool, *where, implementation)
+    return state, fold(spec, pool, *where, implementation)
 
 
 def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots: jax.Array) -> tuple[AlignState, Folds]:
@@ -250,14 +247,18 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
 
 
 def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
-    """Sets the entries of the positions `first` to `end` - 1 of each row to zero. Slots out of range are left out."""
+    """Makes the entries of the positions `first` to `end` - 1 of each row add nothing. Slots out of range are left out."""
     places = 2 * spec.fold_length
     position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)
     place = jnp.where(position < end[:, None], position % places, places)
     rings = []
-    for ring in pool.rings or ():
+    for group, ring in zip(spec.groups, pool.rings or (), strict=True):
+        nothing = group.ring.nothing if group.ring is not None else ()
+        entries, parameters = ring[: len(nothing)], ring[len(nothing) :]
         # The indexed axes come first in what is set: [rows, entries, layers, heads, ...].
-        rings.append(tuple(x.at[:, slot[:, None], :, place].set(0, mode="drop") for x in ring))
+        where = slice(None), slot[:, None], slice(None), place
+        cleared = (x.at[where].set(value, mode="drop") for x, value in zip(entries, nothing, strict=True))
+        rings.append((*cleared, *parameters))
     return replace(pool, rings=tuple(rings))
 
 
@@ -310,80 +311,3 @@ def _keep_layer(
         implementation=implementation,
     )
     return pool
-
-
-def _fold(
-    spec: AlignConfig,
-    pool: StatePool,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    read: jax.Array,
-    block: jax.Array,
-    implementation: Implementation | None,
-) -> StatePool:
-    """Runs the op without tokens in every layer: the rows that have a `block` fold."""
-    for number, group in enumerate(spec.groups):
-        if group.ring is None:
-            continue
-        index = next(i for i, kind in enumerate(group.states) if isinstance(kind, RecurrentState))
-        where = slot, base, position, read[number], block[number]
-        states, arrays = list(pool.states[number]), (pool.states[number][index], *pool.ring(number))
-        fold_layer: Any = _fold_mamba2 if isinstance(group.ring, MambaRing) else _fold_layer
-        one = functools.partial(fold_layer, group.ring, where, spec.window, implementation)
-        states[index], *ring = jax.lax.fori_loop(0, group.num_layers, one, arrays)
-        pool = pool.with_group(number, [*states, *ring])
-    return pool
-
-
-def _fold_layer(
-    ring: StateRing,
-    where: tuple[jax.Array, ...],
-    window: int,
-    implementation: Implementation | None,
-    layer: jax.Array,
-    arrays: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Folds in one layer of a gated delta net. `arrays` are the states and the ring, and so is the result."""
-    heads, no_tokens = ring.value_heads, jnp.zeros(where[0].shape[0] + 1, jnp.int32)
-    qkv = jnp.zeros((0, 2 * ring.key_heads * ring.key_dim + heads * ring.value_dim), ring.dtype)
-    of_head, of_gate = (heads,), (heads, *arrays[3].shape[4:])
-    _, *folded = gated_delta_rule_deferred(
-        qkv,
-        jnp.zeros((0, *of_gate), ring.dtype),
-        jnp.zeros((0, *of_head), ring.dtype),
-        jnp.zeros(of_head, jnp.float32),
-        jnp.zeros(of_gate, jnp.float32),
-        arrays[0],
-        arrays[1],
-        arrays[2],
-        arrays[3],
-        jnp.int32(layer),
-        no_tokens,
-        where[0],
-        where[1],
-        where[2],
-        where[3],
-        where[4],
-        max_query_tokens=window,
-        implementation=implementation,
-    )
-    return tuple(folded)
-
-
-def _fold_mamba2(
-    ring: MambaRing,
-    where: tuple[jax.Array, ...],
-    window: int,
-    implementation: Implementation | None,
-    layer: jax.Array,
-    arrays: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """Folds in one layer of Mamba-2. `arrays` are the states and the ring, and so is the result."""
-    no_tokens = jnp.zeros(where[0].shape[0] + 1, jnp.int32)
-    xBC = jnp.zeros((0, ring.heads * ring.head_dim + 2 * ring.groups * ring.state_dim), ring.dtype)
-    dt, of_head = jnp.zeros((0, ring.heads), ring.dtype), jnp.zeros(ring.heads, jnp.float32)
-    options = dict(max_query_tokens=window, implementation=implementation)
-    operands = xBC, dt, of_head, *arrays, jnp.int32(layer), no_tokens, *where
-    _, *folded = selective_state_deferred(*operands, **options)
-    return tuple(folded)

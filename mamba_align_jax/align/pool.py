@@ -28,13 +28,15 @@ def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruc
 
 def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
     """Returns the arrays of each group's ring: none for a group without a ring, or unless the policy is "deferred"."""
-    return [
-        [
-            jax.ShapeDtypeStruct((group.num_layers, spec.max_num_seqs, *shape), jnp.dtype(dtype))
-            for shape, dtype in (group.ring.arrays(spec.fold_length) if group.ring and spec.is_deferred else ())
-        ]
-        for group in spec.groups
-    ]
+    found = []
+    for group in spec.groups:
+        arrays, parameters = (), ()
+        if group.ring is not None and spec.is_deferred:
+            arrays, parameters = group.ring.arrays(spec.fold_length), group.ring.parameters()
+        of_slots = [((group.num_layers, spec.max_num_seqs, *shape), dtype) for shape, dtype in arrays]
+        of_all = [((group.num_layers, *shape), dtype) for shape, dtype in parameters]
+        found.append([jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (*of_slots, *of_all)])
+    return found
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +52,8 @@ class StatePool:
             `GroupSpec.states` and with the dtype of that state.
         rings: The entries of the slots under policy "deferred", None otherwise. `rings[g]` are the arrays of group g,
             [layers, slots, heads, places, ...], which `GroupSpec.ring` describes: keys, corrections and log decays of
-            delta-rule layers, and x, B, step sizes and log decays of Mamba-2; () for a group without recurrent states.
+            delta-rule layers, x, B, step sizes and log decays of Mamba-2, and x, B and raw step sizes of Mamba-1, after
+            which come the rates and the bias of each layer, [layers, heads, ...]; () for a group without recurrent states.
     """
 
     states: tuple[tuple[jax.Array, ...], ...]

@@ -1,4 +1,4 @@
-"""What a layer keeps for each slot under policy "deferred": what rings have in common, and the ring of Mamba-2."""
+"""What a layer keeps for each slot under policy "deferred": what rings have in common, and the rings of Mamba."""
 
 import math
 from dataclasses import dataclass
@@ -55,9 +55,32 @@ class Ring:
         """Returns the shape and dtype of one layer's arrays for one slot, each [heads, places, ...]."""
         raise NotImplementedError
 
+    def parameters(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of the arrays that all slots share, each [heads, ...]: what folds need of a layer."""
+        return ()
+
+    @property
+    def nothing(self) -> tuple[float, ...]:
+        """What each of `arrays` holds for a token that adds nothing to a state."""
+        return (0.0,) * len(self.arrays(1))
+
+    @property
+    def split_axes(self) -> tuple[int | None, ...]:
+        """The axis of each of `arrays` and `parameters` that is split over devices. None if every device has the whole."""
+        return (0,) * len(self.arrays(1) + self.parameters())
+
     def bytes_per_slot(self, fold_length: int) -> int:
         """Returns the bytes of one layer's arrays for one slot."""
-        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in self.arrays(fold_length))
+        return _total_bytes(self.arrays(fold_length))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of what all slots of one layer share."""
+        return _total_bytes(self.parameters())
+
+
+def _total_bytes(arrays: tuple[tuple[tuple[int, ...], str], ...]) -> int:
+    return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
 
 
 @dataclass(frozen=True)
@@ -100,3 +123,56 @@ class MambaRing(Ring):
             ((self.heads, places), "float32"),
             ((self.heads, places), "float32"),
         )
+
+
+@dataclass(frozen=True)
+class SelectiveScanRing(Ring):
+    """The entries that one layer of Mamba-1 keeps for each slot under policy "deferred".
+
+    A token's decay has as many numbers as a state, so entries have raw step sizes only. The decay rates and the bias of the
+    step sizes, which a fold without tokens needs too, are the layer's parameters. A layer stores them in each step that
+    stores entries.
+
+    Attributes:
+        channels: Channels of the layer.
+        state_dim: Numbers in a channel's state, and in B.
+        dtype: The dtype of x, B and raw step sizes: "float32", "bfloat16" or "float16".
+    """
+
+    channels: int
+    state_dim: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        set_fields(self, dtype=dtype_name(self.dtype))
+        itemsize(self.dtype)
+        for name in ("channels", "state_dim"):
+            set_fields(self, **{name: values.integer(f"SelectiveScanRing: {name}", getattr(self, name), 1)})
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[1, channels, state_dim]."""
+        return 1, self.channels, self.state_dim
+
+    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of one layer's arrays for one slot: x, B and raw step sizes."""
+        places = 2 * fold_length
+        return (
+            ((1, places, self.channels), self.dtype),
+            ((1, places, self.state_dim), self.dtype),
+            ((1, places, self.channels), self.dtype),
+        )
+
+    def parameters(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of the decay rates and of the bias of the step sizes."""
+        return (self.state_shape, "float32"), ((1, self.channels), "float32")
+
+    @property
+    def nothing(self) -> tuple[float, ...]:
+        """A step size of minus infinity is 0 after the softplus, and decays nothing."""
+        return 0.0, 0.0, -math.inf
+
+    @property
+    def split_axes(self) -> tuple[int | None, ...]:
+        """Channels are split. Every device has the whole of B."""
+        return 2, None, 2, 1, 1

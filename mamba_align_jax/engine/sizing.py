@@ -120,7 +120,7 @@ def pool_sizes(
         columns = 4 * config.max_num_seqs * math.ceil(spec.max_model_len / tokens_per_block)
     else:
         budget = int(config.memory_fraction * max(available - weight_bytes, 0)) - running * spec.bytes_per_block
-        budget -= config.max_num_seqs * spec.ring_bytes_per_slot
+        budget -= spec.ring_bytes
         columns = max(budget, 0) // (spec.bytes_per_block + pages_per_block * page_bytes)
     blocks = config.num_state_blocks or 1 + running + (0 if spec.mode == "none" else columns)
     pages = config.num_kv_pages or 1 + columns * pages_per_block

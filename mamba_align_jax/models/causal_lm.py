@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.align.config import GroupSpec, StateRing
+from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.ring import MambaRing
+from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages, KVSpec
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
@@ -161,7 +161,7 @@ class CausalLM(nnx.Module):
             if kind != ATTENTION
         )
 
-    def _ring(self, mixer: Any) -> StateRing | MambaRing | None:
+    def _ring(self, mixer: Any) -> Ring | None:
         """Returns what a mixer keeps for each slot under policy "deferred"; None if it does not serve that policy."""
         return mixer.ring(self.dtype) if hasattr(mixer, "ring") else None
 

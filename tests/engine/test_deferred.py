@@ -164,14 +164,16 @@ MODEL = dict(SIZES, kv_page_size=8, num_kv_pages=64, block_size=16)
 
 
 @functools.cache
-def tiny():
-    return load_two_layers(DATA / "qwen3_5_text")
+def tiny(name="qwen3_5_text"):
+    """Two layers of Qwen3.5, one of each kind, or all three of Mamba-1."""
+    return load_two_layers(DATA / name) if name == "qwen3_5_text" else load_model(DATA / name, "float32")
 
 
-def test_a_prompt_resumed_from_a_deferred_boundary_equals_one_that_never_speculated(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_a_prompt_resumed_from_a_deferred_boundary_equals_one_that_never_speculated(name, monkeypatch):
     """One program runs every row, so that a token's inputs have the same bits however it is stepped."""
     monkeypatch.setattr(StepRunner, "buckets", [Bucket(3, 3, 32, Level.MOST_LIKELY)])
-    model, prompt = tiny(), np.random.default_rng(0).integers(0, 250, 21).tolist()
+    model, prompt = tiny(name), np.random.default_rng(0).integers(0, 250, 21).tolist()
     plain = Engine(model, EngineConfig(**MODEL | dict(num_speculative_tokens=0)))
     poison(plain)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -198,9 +200,9 @@ def test_a_prompt_resumed_from_a_deferred_boundary_equals_one_that_never_specula
         np.testing.assert_allclose(one[:, kept], other[:, kept], rtol=0, atol=1e-5)
 
 
-def check_drafts(preempted):
+def check_drafts(preempted, name="qwen3_5_text"):
     """Requests that share a prefix are right with any drafts, in chunks, and after preemption."""
-    model, rng = tiny(), np.random.default_rng(1)
+    model, rng = tiny(name), np.random.default_rng(1)
     prefix = rng.integers(1, 250, 33).tolist()
     batch = [prefix + rng.integers(1, 250, length).tolist() for length in (3, 12, 20, 7)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -223,21 +225,22 @@ def check_drafts(preempted):
     assert reference.judge(again.prompt_token_ids, again.token_ids).right
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
 @pytest.mark.parametrize("preempted", [False, True])
-def test_requests_with_drafts_are_right(preempted):
-    check_drafts(preempted)
+def test_requests_with_drafts_are_right(preempted, name):
+    check_drafts(preempted, name)
 
 
 @pytest.mark.gpu
-def test_requests_with_drafts_are_right_with_compiled_kernels():
-    check_drafts(True)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_requests_with_drafts_are_right_with_compiled_kernels(name):
+    check_drafts(True, name)
 
 
-@pytest.mark.parametrize("name", ["mamba", "lfm2"])
-def test_other_families_are_refused(name):
-    message = "policy 'deferred' must have groups with a ring, which only delta-rule layers and Mamba-2 have, got"
+def test_models_without_a_recurrent_state_are_refused():
+    message = "must have groups with a ring, which only delta-rule layers, Mamba-1 and Mamba-2 have, got"
     with pytest.raises(ValueError, match=message):
-        Engine(load_model(DATA / name), EngineConfig(policy="deferred"))
+        Engine(load_model(DATA / "lfm2"), EngineConfig(policy="deferred"))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Sequences:
     """What the rows of a call have read and will read: random projections of all tokens from each row's base on."""
 
     inputs = "xBC", "dt"
+    rings = "x", "B", "step sizes", "log decays"
 
     def __init__(self, rng, kind, lengths):
         self.kind, self.dims = kind, DIMS[kind.dims]
@@ -81,10 +82,12 @@ class Sequences:
         fold = lambda v, parts: v.reshape(len(v), parts, v.shape[1] // parts)
         return fold(x, dims.heads), fold(B, dims.groups), fold(C, dims.groups), dt
 
-    def steps(self, row, tokens):
-        """The step sizes that a ring keeps, float64."""
-        dt = self.parts(row, tokens)[3] + np.asarray(self.given.get("dt_bias", 0.0), np.float64)
-        return np.logaddexp(0, dt) if self.kind.dt_softplus else dt
+    def entries(self, row, tokens):
+        """What a ring keeps of some tokens, float64: see `rings`."""
+        x, B, _, dt = self.parts(row, tokens)
+        dt = dt + np.asarray(self.given.get("dt_bias", 0.0), np.float64)
+        dt = np.logaddexp(0, dt) if self.kind.dt_softplus else dt
+        return x, B, dt, np.asarray(self.A, np.float64) * dt
 
     def oracle(self, row, tokens, state):
         """Outputs and states of some tokens of a row."""

@@ -1,17 +1,16 @@
 """Deferred states of Mamba-2: against the oracle, and the same bits under every schedule of drafts."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, pack, skip_if_unavailable
+from kernels.common import MOSAIC_GPU, assert_close, assert_untouched, dirty_pool, how, skip_if_unavailable
 from kernels.deferred_mamba2_rows import DIMS, Kind
-from kernels.deferred_rows import EVERY, LAYER, SLOTS, coarsest, exact
+from kernels.deferred_phases import check_rows_in_every_phase
+from kernels.deferred_rows import EVERY, LAYER, exact
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
-from kernels.test_gated_delta_rule_deferred import PADDING, ROWS
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.selective_state_update.deferred import selective_state_deferred
@@ -49,62 +48,8 @@ ints = lambda *values: jnp.asarray(values, jnp.int32)
     ids=str,
 )
 def test_rows_in_every_phase_match_the_oracle(rng, kind, implementation):
-    """Outputs, folds and new entries, and that nothing else changes, with pools and rings of NaN."""
     skip_if_unavailable(implementation)
-    grow = lambda x: x + x // 16 * (kind.length - 16)  # the same places in groups of another length
-    cases = [dataclasses.replace(row, base=grow(row.base), position=grow(row.position)) for row in ROWS.values()]
-    sequences = kind.sequences(rng, [row.position - row.base + row.count for row in cases])
-    dims, rates = DIMS[kind.dims], np.asarray(sequences.A, np.float64)
-    pool = dirty_pool(rng, kind.pool_shape, kind.state, range(1, 10))
-    rings, wanted = kind.rings(), []
-    for r, row in enumerate(cases):
-        end = (row.base // kind.length + 1) * kind.length - row.base  # in tokens of the row
-        state = exact(pool)[LAYER, row.read] if row.read else np.zeros(pool.shape[2:])
-        outs, states = sequences.oracle(r, slice(0, end), state)
-        if len(outs) == end:  # the rest starts from the fold, rounded as it is stored
-            rounded = exact(jnp.asarray(states[-1], jnp.float32).astype(kind.state))
-            outs = np.concatenate([outs, sequences.oracle(r, slice(end, None), rounded)[0]])
-        wanted.append((outs, states[-1] if len(states) == end else None))
-        x, B, _, _ = sequences.parts(r, slice(None))
-        steps = sequences.steps(r, slice(None))
-        for t in range(row.position - row.base):
-            at = LAYER, SLOTS - 1 - r, slice(None), (row.base + t) % (2 * kind.length)
-            rings[0][at], rings[1][at], rings[2][at], rings[3][at] = x[t], B[t], steps[t], rates * steps[t]
-    tokens = [(r, row.position - row.base + t) for r, row in enumerate(cases) for t in range(row.count)]
-    arrays = pool, *map(jnp.asarray, rings)
-    every = [*cases, PADDING, PADDING]
-    slots = ints(*range(SLOTS - 1, -1, -1), 0, 0)
-    where = pack([row.count for row in cases], padding_rows=2), slots
-    where += tuple(ints(*(getattr(row, name) for row in every)) for name in ("base", "position", "read", "fold"))
-    out, after, *kept = sequences.call([*tokens, None, None, None], arrays, where, implementation)
-
-    width, written, places = coarsest(kind.dtype, kind.state), [], set()
-    for r, row in enumerate(cases):
-        outs, fold = wanted[r]
-        first, known = sum(other.count for other in cases[:r]), row.position - row.base
-        terms = 4 * (known + row.count + 1) * dims.state_dim
-        assert_close(out[first : first + row.count], outs[known:], width, terms, f"outputs of row {r}")
-        if row.position >= (row.base // kind.length + 1) * kind.length and row.fold:
-            written.append(row.fold)
-            assert_close(exact(after)[LAYER, row.fold], fold, kind.state, terms, f"fold of row {r}")
-        x, B, _, _ = sequences.parts(r, slice(known, None))
-        steps = sequences.steps(r, slice(known, None))
-        for t in range(row.count):
-            at = LAYER, SLOTS - 1 - r, slice(None), (row.position + t) % (2 * kind.length)
-            places.add((SLOTS - 1 - r, at[-1]))
-            np.testing.assert_array_equal(exact(kept[0])[at], x[t])
-            np.testing.assert_array_equal(exact(kept[1])[at], B[t])
-            assert_close(kept[2][at], steps[t], jnp.float32, 16, f"step sizes of row {r}")
-            assert_close(kept[3][at], rates * steps[t], jnp.float32, 16, f"log decays of row {r}")
-    assert not exact(out[len(tokens) :]).any()
-    assert len(places) == len(tokens)
-    assert_untouched(pool, after, written)
-    assert_untouched(pool[:LAYER], after[:LAYER], written=())
-    for before, now in zip(rings, kept, strict=True):
-        now = np.array(now)
-        for slot, place in places:
-            now[LAYER, slot, :, place] = before[LAYER, slot, :, place]
-        np.testing.assert_array_equal(now.view(np.uint8), before.view(np.uint8))
+    check_rows_in_every_phase(rng, kind, implementation)
 
 
 @functools.cache

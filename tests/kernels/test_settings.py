@@ -20,6 +20,7 @@ from pallas_kernels import (
     paged_attention,
     rotate_and_store,
     selective_scan,
+    selective_scan_deferred,
     selective_state_deferred,
     selective_state_update,
     ssd,
@@ -41,12 +42,14 @@ def run(draw, implementation):
     how = dict(implementation="triton", interpret=True) if implementation == "interpret" else dict(implementation="xla")
     q, k, v = jnp.split(x.reshape(6, 3 * HEADS, DIM), 3, axis=1)
     g, beta = gated_delta_rule_gates(a, b, A_log, dt_bias)
+    rates = -jnp.abs(recurrent[0, 0])
     states = recurrent, 0, loc, ints(1, 0), jnp.pad(ints(2, 3)[:, None], ((0, 0), (0, 4)))
     chunks = chunk_rows(loc, ints(3, 0), 6, 16)  # short chunks make small programs
     prefill = recurrent, 0, loc, chunks, ints(1, 0), ints(2, 3), ints(1, 0)[:, None], ints(4, 0)[:, None]
     narrow = lambda *arrays: [x.astype(jnp.bfloat16) for x in arrays]
     rings = array(1, 2, HEADS, 32, DIM), array(1, 2, HEADS, 32, DIM), -jnp.abs(array(1, 2, HEADS, 32))
     deferred = 0, loc, ints(0, 1), ints(3, 0), ints(17, 14), ints(1, 0), ints(2, 3)  # folds, and crosses a group's end
+    of_scan = rings[0], rings[1], rings[1]
     of_mamba = (
         array(1, 2, HEADS, 32, DIM),
         array(1, 2, 1, 32, DIM),
@@ -78,7 +81,10 @@ def run(draw, implementation):
         linear(*narrow(a, b), is_gated=True, **how),
         linear_sums(a, b, **how),
         add_rms_norm(a, b[None], A_log, epsilon=1e-6, **how),
-        selective_scan(v, k, -jnp.abs(recurrent[0, 0]), q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
+        selective_scan_deferred(
+            v, k, rates, q, k, recurrent, *of_scan, *deferred, max_query_tokens=5, D=k[1], z=k, **how
+        ),
+        selective_scan(v, k, rates, q, k, *states[:4], ints(2, 3), D=k[1], z=k, **how),
     )
 
 

@@ -138,9 +138,14 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, nnx.state(model)))
 
 
-@pytest.mark.parametrize(("name", "heads"), [(None, [1, 2, 2]), ("mamba2", [2, 1, 2, 2])], ids=str)
-def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, name, heads):
-    """The rings are split by heads: two key heads or groups are repeated, as those of the windows are."""
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [(None, [1, 2, 2]), ("mamba2", [2, 1, 2, 2]), ("mamba", [32, 8, 32, 32, 32])],
+    ids=["gdn", "mamba2", "mamba"],
+)
+def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, name, shares):
+    """Rings are split by heads: two key heads or groups are repeated, as those of the windows are. Mamba-1's are split by
+    channels, and every device has its B."""
     model = load_model(DATA / name) if name else model
     config = EngineConfig(**SIZES, prompt_lookup_min=1, policy="deferred", fold_length=8, checked=True)
     one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
@@ -152,7 +157,8 @@ def test_deferred_states_on_four_devices_are_those_of_one_device(model, mesh, na
     assert sum(one.stats.draft_tokens if name else one.stats.accepted_tokens) > 0
     assert one.stats.hit_requests > 0
     ring = four.runner.device_state.pool.rings[0]
-    assert [x.sharding.shard_shape(x.shape)[2] for x in ring] == heads
+    axes = (4, 4, 4, 2, 2) if name == "mamba" else (2,) * len(ring)
+    assert [x.sharding.shard_shape(x.shape)[axis] for x, axis in zip(ring, axes, strict=True)] == shares
     states = [engine.runner.device_state.state for engine in (one, four)]
     assert_same_everywhere(states[1])
     jax.tree.map(np.testing.assert_array_equal, *states)
