@@ -23,9 +23,9 @@ from mamba_align_jax import (
     AlignState,
     BlockTables,
     ConvState,
+    DeltaRuleRing,
     GroupSpec,
     RecurrentState,
-    StateRing,
     StepBatch,
     begin_step,
 )
@@ -55,7 +55,7 @@ class Bookkeeping:
     @property
     def spec(self) -> AlignConfig:
         """The configuration. The time should not depend on its number of layers."""
-        states, ring = (ConvState(4, 8192), RecurrentState((32, 128, 128))), StateRing(16, 128, 32, 128)
+        states, ring = (ConvState(4, 8192), RecurrentState((32, 128, 128))), DeltaRuleRing(16, 128, 32, 128)
         groups = tuple(GroupSpec(f"group {number}", self.layers, states, ring) for number in range(self.groups))
         return AlignConfig(groups, 512, self.drafts, self.slots, 32768, policy=self.policy)
 

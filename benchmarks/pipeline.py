@@ -36,10 +36,10 @@ from mamba_align_jax import (
     BlockTables,
     ConvState,
     CopyPlan,
+    DeltaRuleRing,
     GroupSpec,
     RecurrentState,
     StatePool,
-    StateRing,
     StepBatch,
     StepIndices,
     TableUpdates,
@@ -92,7 +92,7 @@ class Case:
     def spec(self) -> AlignConfig:
         """The configuration, with enough slots for the steps to use states of five times the size of the L2."""
         state = RecurrentState((self.value_heads, self.dim, self.dim), self.state_dtype)
-        ring = StateRing(self.key_heads, self.dim, self.value_heads, self.dim, self.dtype)
+        ring = DeltaRuleRing(self.key_heads, self.dim, self.value_heads, self.dim, self.dtype)
         group = GroupSpec("gdn", self.layers, (ConvState(self.width, self.channels, self.dtype), state), ring)
         # A sequence has two blocks of tokens, one on each side of the boundary.
         spec = AlignConfig((group,), self.block_size, self.drafts, self.rows, 2 * self.block_size)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.config import dtype_name
+from mamba_align_jax.align._fields import dtype_name
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -160,7 +160,7 @@ def check_together(name: str, **arguments: jax.Array | None) -> None:
     )
 
 
-def check_groups(name: str, ring: str, places: int, max_query_tokens: int) -> None:
+def check_ring(name: str, ring: str, places: int, max_query_tokens: int) -> None:
     """Raises ValueError, in the name of op `name`, unless rings of so many `places` suffice for rows of so many tokens."""
     require(
         places >= 2 and places % 2 == 0,

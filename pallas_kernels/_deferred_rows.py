@@ -11,12 +11,12 @@ from pallas_kernels.blocks import NULL_BLOCK, read_blocks, write_blocks
 Rings = tuple[jax.Array, ...]
 
 
-def advance_rows(
+def run_rows(
     fold: Callable[..., jax.Array],
     advance: Callable[..., tuple[jax.Array, Rings]],
     layer: jax.Array,
     where: tuple[jax.Array, ...],
-    group: int,
+    length: int,
     out: jax.Array,
     pool: jax.Array,
     rings: Rings,
@@ -30,7 +30,7 @@ def advance_rows(
             advance(token, slot, base, position, state, out, rings) returns the outputs and the rings.
         layer: The layer.
         where: query_start_loc, slot, base, position, read_block and fold_block of the op.
-        group: The number of tokens of a group.
+        length: The number of tokens of a group.
         out: The outputs, zeros.
         pool: The pool.
         rings: The arrays of the ring.
@@ -46,7 +46,7 @@ def advance_rows(
 
         def turn(n: Any, carry):
             state, base, out, pool, rings = carry
-            boundary = (base // group + 1) * group
+            boundary = (base // length + 1) * length
             crosses = position[row] + n >= boundary
             state = jax.lax.cond(crosses, lambda: fold(state, rings, slot[row], base), lambda: state)
             # The first token's fold has no drafts, and it is the only one that is kept.
@@ -67,7 +67,7 @@ def advance_rows(
         _, _, *carry = jax.lax.fori_loop(0, turns[row], turn, carry)
         return tuple(carry)
 
-    folds = (position >= (base // group + 1) * group) & (fold_block != NULL_BLOCK)
+    folds = (position >= (base // length + 1) * length) & (fold_block != NULL_BLOCK)
     turns = jnp.maximum(jnp.diff(query_start_loc), folds.astype(jnp.int32))
     # The last row with a turn. If the number of turns were known to the compiler, it could compile some to other bits.
     last = jnp.max(jnp.where(turns > 0, jnp.arange(1, turns.shape[0] + 1), 0))

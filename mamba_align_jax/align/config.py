@@ -6,13 +6,13 @@ from typing import Literal
 
 from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
+from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
-from mamba_align_jax.align.ring import MambaRing, Ring, SelectiveScanRing, dtype_name
-from mamba_align_jax.align.ring import itemsize as _itemsize
-from mamba_align_jax.align.ring import set_fields as _set
+from mamba_align_jax.align.ring import DeltaRuleRing, Mamba1Ring, Mamba2Ring, Ring
 
-HAVE_RINGS = "delta-rule layers, Mamba-1 and Mamba-2"  # the layers that policy "deferred" serves, in messages
+# The layers that policy "deferred" serves, in messages.
+HAVE_RINGS = "gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2"
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -60,9 +60,9 @@ class ConvState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        _itemsize(self.dtype)
+        itemsize(self.dtype)
         width, channels = (values.integer(f"ConvState: {name}", getattr(self, name)) for name in ("width", "channels"))
-        _set(self, width=width, channels=channels)
+        set_fields(self, width=width, channels=channels)
         if not 2 <= self.width <= 5 or self.channels < 1:
             raise ValueError(
                 f"ConvState: width must be 2 to 5 and channels positive, got {self.width}, {self.channels}"
@@ -93,8 +93,8 @@ class RecurrentState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        _set(self, shape=values.integers("RecurrentState: shape", self.shape, -values.INT32_MAX))
-        _itemsize(self.dtype)
+        set_fields(self, shape=values.integers("RecurrentState: shape", self.shape, -values.INT32_MAX))
+        itemsize(self.dtype)
         if len(self.shape) < 2 or min(self.shape) < 1:
             raise ValueError(f"RecurrentState: shape must have two axes or more, all positive, got {self.shape}")
         if not isinstance(self.layout, str) or self.layout not in ("VK", "KV"):
@@ -108,49 +108,6 @@ class RecurrentState:
         del num_speculative_tokens
         *heads, value_dim, key_dim = self.shape
         return self.shape if self.layout == "VK" else (*heads, key_dim, value_dim)
-
-
-@dataclass(frozen=True)
-class StateRing(Ring):
-    """The entries that one layer of the gated delta rule keeps for each slot under policy "deferred".
-
-    Attributes:
-        key_heads: Heads of the keys. They divide the value heads.
-        key_dim: Dims of a key.
-        value_heads: Heads of the states.
-        value_dim: Dims of a value.
-        dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
-        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
-    """
-
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    dtype: str = "bfloat16"
-    per_channel: bool = False
-
-    def __post_init__(self) -> None:
-        _set(self, dtype=dtype_name(self.dtype), per_channel=values.flag("StateRing: per_channel", self.per_channel))
-        _itemsize(self.dtype)
-        for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
-            _set(self, **{name: values.integer(f"StateRing: {name}", getattr(self, name), 1)})
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"StateRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}")
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """[value_heads, value_dim, key_dim]."""
-        return self.value_heads, self.value_dim, self.key_dim
-
-    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """Returns the shape and dtype of one layer's arrays for one slot: keys, corrections and log decays."""
-        places = 2 * fold_length
-        return (
-            ((self.key_heads, places, self.key_dim), self.dtype),
-            ((self.value_heads, places, self.value_dim), "float32"),
-            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
-        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +129,7 @@ class GroupSpec:
     def __post_init__(self) -> None:
         num_layers = values.integer(f"GroupSpec {self.name!r}: num_layers", self.num_layers)
         states = values.members(f"GroupSpec {self.name!r}: states", self.states)
-        _set(self, name=values.text("GroupSpec: name", self.name), num_layers=num_layers, states=states)
+        set_fields(self, name=values.text("GroupSpec: name", self.name), num_layers=num_layers, states=states)
         if self.num_layers < 1 or not self.states:
             raise ValueError(
                 f"GroupSpec {self.name!r}: must have at least one layer and one state, "
@@ -181,7 +138,7 @@ class GroupSpec:
         other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
         if other is not None:
             raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
-        rings = StateRing, MambaRing, SelectiveScanRing
+        rings = DeltaRuleRing, Mamba1Ring, Mamba2Ring
         values.instance(f"GroupSpec {self.name!r}: ring", self.ring, *rings, optional=True)
 
     def check_deferred(self) -> None:
@@ -241,7 +198,7 @@ class AlignConfig:
             values.members("AlignConfig: groups", self.groups),
             values.flag("AlignConfig: checked", self.checked),
         )
-        _set(self, groups=groups, checked=checked)
+        set_fields(self, groups=groups, checked=checked)
         for group in self.groups:
             values.require(isinstance(group, GroupSpec), "AlignConfig: groups", "GroupSpec each", group)
         if not self.groups:
@@ -256,7 +213,7 @@ class AlignConfig:
             ("max_model_len", 1),
             ("fold_length", 1),
         ):
-            _set(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
+            set_fields(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
         if not isinstance(self.mode, str) or self.mode not in ("none", "align", "all"):
             raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
@@ -334,7 +291,7 @@ class AlignConfig:
     def state_bytes_per_block(self, group: int, state: ConvState | RecurrentState) -> int:
         """Returns the bytes of one block of one state of a group, all layers together."""
         shape = state.block_shape(self.num_speculative_tokens)
-        return self.groups[group].num_layers * math.prod(shape) * _itemsize(state.dtype)
+        return self.groups[group].num_layers * math.prod(shape) * itemsize(state.dtype)
 
     @property
     def ring_bytes_per_slot(self) -> int:

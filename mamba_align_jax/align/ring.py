@@ -1,46 +1,10 @@
-"""What a layer keeps for each slot under policy "deferred": what rings have in common, and the rings of Mamba."""
+"""The entries that a layer keeps for each slot under policy "deferred"."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from mamba_align_jax import _values as values
-
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of an element of a state.
-
-    Raises:
-        ValueError: No state has this dtype.
-    """
-    if dtype not in _SIZES:
-        raise ValueError(f"dtype must be one of {sorted(_SIZES)}, got {dtype!r}")
-    return _SIZES[dtype]
-
-
-def set_fields(instance: Any, **fields: Any) -> None:
-    """Sets fields of a frozen dataclass to the plain values that their checks returned."""
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
-
-
-def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype that is given as a name, a NumPy dtype or a JAX scalar type.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if isinstance(dtype, str):
-        return dtype
-    try:
-        # NumPy takes None for float64.
-        return np.dtype("" if dtype is None else dtype).name
-    except (TypeError, ValueError):
-        raise ValueError(f"dtype must be the name of a dtype or a dtype, got {dtype!r}") from None
+from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
 
 
 class Ring:
@@ -84,7 +48,54 @@ def _total_bytes(arrays: tuple[tuple[tuple[int, ...], str], ...]) -> int:
 
 
 @dataclass(frozen=True)
-class MambaRing(Ring):
+class DeltaRuleRing(Ring):
+    """The entries that one layer of the gated delta rule keeps for each slot under policy "deferred".
+
+    Attributes:
+        key_heads: Heads of the keys. They divide the value heads.
+        key_dim: Dims of a key.
+        value_heads: Heads of the states.
+        value_dim: Dims of a value.
+        dtype: The dtype of keys: "float32", "bfloat16" or "float16". Corrections and decays are float32.
+        per_channel: True if each key channel has a log decay, as in Kimi delta attention, and not each head only.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    dtype: str = "bfloat16"
+    per_channel: bool = False
+
+    def __post_init__(self) -> None:
+        set_fields(
+            self, dtype=dtype_name(self.dtype), per_channel=values.flag("DeltaRuleRing: per_channel", self.per_channel)
+        )
+        itemsize(self.dtype)
+        for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
+            set_fields(self, **{name: values.integer(f"DeltaRuleRing: {name}", getattr(self, name), 1)})
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"DeltaRuleRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}"
+            )
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[value_heads, value_dim, key_dim]."""
+        return self.value_heads, self.value_dim, self.key_dim
+
+    def arrays(self, fold_length: int) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Returns the shape and dtype of one layer's arrays for one slot: keys, corrections and log decays."""
+        places = 2 * fold_length
+        return (
+            ((self.key_heads, places, self.key_dim), self.dtype),
+            ((self.value_heads, places, self.value_dim), "float32"),
+            ((self.value_heads, places, *[self.key_dim] * self.per_channel), "float32"),
+        )
+
+
+@dataclass(frozen=True)
+class Mamba2Ring(Ring):
     """The entries that one layer of Mamba-2 keeps for each slot under policy "deferred".
 
     Attributes:
@@ -105,9 +116,9 @@ class MambaRing(Ring):
         set_fields(self, dtype=dtype_name(self.dtype))
         itemsize(self.dtype)
         for name in ("heads", "head_dim", "groups", "state_dim"):
-            set_fields(self, **{name: values.integer(f"MambaRing: {name}", getattr(self, name), 1)})
+            set_fields(self, **{name: values.integer(f"Mamba2Ring: {name}", getattr(self, name), 1)})
         if self.heads % self.groups:
-            raise ValueError(f"MambaRing: groups must divide heads = {self.heads}, got {self.groups}")
+            raise ValueError(f"Mamba2Ring: groups must divide heads = {self.heads}, got {self.groups}")
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -126,7 +137,7 @@ class MambaRing(Ring):
 
 
 @dataclass(frozen=True)
-class SelectiveScanRing(Ring):
+class Mamba1Ring(Ring):
     """The entries that one layer of Mamba-1 keeps for each slot under policy "deferred".
 
     A token's decay has as many numbers as a state, so entries have raw step sizes only. The decay rates and the bias of the
@@ -147,7 +158,7 @@ class SelectiveScanRing(Ring):
         set_fields(self, dtype=dtype_name(self.dtype))
         itemsize(self.dtype)
         for name in ("channels", "state_dim"):
-            set_fields(self, **{name: values.integer(f"SelectiveScanRing: {name}", getattr(self, name), 1)})
+            set_fields(self, **{name: values.integer(f"Mamba1Ring: {name}", getattr(self, name), 1)})
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.align.config import AlignConfig, RecurrentState, StateRing
+from mamba_align_jax.align.config import AlignConfig, RecurrentState
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.ring import MambaRing, SelectiveScanRing
+from mamba_align_jax.align.ring import DeltaRuleRing, Mamba1Ring, Mamba2Ring
 from pallas_kernels import Implementation
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
 from pallas_kernels.selective_scan.deferred import selective_scan_deferred
@@ -39,7 +39,7 @@ def fold(
 
 
 def _fold_delta_rule(
-    ring: StateRing,
+    ring: DeltaRuleRing,
     where: tuple[jax.Array, ...],
     window: int,
     implementation: Implementation | None,
@@ -74,7 +74,7 @@ def _fold_delta_rule(
 
 
 def _fold_mamba2(
-    ring: MambaRing,
+    ring: Mamba2Ring,
     where: tuple[jax.Array, ...],
     window: int,
     implementation: Implementation | None,
@@ -92,7 +92,7 @@ def _fold_mamba2(
 
 
 def _fold_mamba1(
-    ring: SelectiveScanRing,
+    ring: Mamba1Ring,
     where: tuple[jax.Array, ...],
     window: int,
     implementation: Implementation | None,
@@ -110,7 +110,7 @@ def _fold_mamba1(
 
 
 _FOLDS: dict[type, Callable[..., tuple[jax.Array, ...]]] = {
-    StateRing: _fold_delta_rule,
-    MambaRing: _fold_mamba2,
-    SelectiveScanRing: _fold_mamba1,
+    DeltaRuleRing: _fold_delta_rule,
+    Mamba2Ring: _fold_mamba2,
+    Mamba1Ring: _fold_mamba1,
 }

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
-from mamba_align_jax.align.config import ConvState, RecurrentState, StateRing
+from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
@@ -82,9 +83,9 @@ class GatedDeltaNet(nnx.Module):
         window = ConvState(width, channels, conv_dtype, self.window_layout)
         return window, RecurrentState(shape, state_dtype, self.state_layout)
 
-    def ring(self, dtype: str) -> StateRing:
+    def ring(self, dtype: str) -> DeltaRuleRing:
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
-        return StateRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
+        return DeltaRuleRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
-from mamba_align_jax.align.ring import SelectiveScanRing
+from mamba_align_jax.align.ring import Mamba1Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
@@ -80,10 +80,10 @@ class Mamba1Mixer(nnx.Module):
         """Describes the window and the recurrent state that a block holds for this layer: see `Mixer`."""
         return self.conv1d.state(conv_dtype), RecurrentState((1, *self.A_log.shape), state_dtype)
 
-    def ring(self, dtype: str) -> SelectiveScanRing:
+    def ring(self, dtype: str) -> Mamba1Ring:
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
         channels, state_dim = self.A_log.shape
-        return SelectiveScanRing(channels, state_dim, dtype)
+        return Mamba1Ring(channels, state_dim, dtype)
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
-from mamba_align_jax.align.ring import MambaRing
+from mamba_align_jax.align.ring import Mamba2Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
@@ -90,9 +90,9 @@ class Mamba2Mixer(nnx.Module):
         shape = (self.heads, self.head_dim, self.state_dim)
         return self.conv1d.state(conv_dtype), RecurrentState(shape, state_dtype)
 
-    def ring(self, dtype: str) -> MambaRing:
+    def ring(self, dtype: str) -> Mamba2Ring:
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
-        return MambaRing(self.heads, self.head_dim, self.groups, self.state_dim, dtype)
+        return Mamba2Ring(self.heads, self.head_dim, self.groups, self.state_dim, dtype)
 
     @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,8 +111,8 @@ class Mamba2Mixer(nnx.Module):
         def parts(xBC: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
             """Returns x, dt, A, B and C of packed tokens."""
             inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
-            fold = lambda y, heads: y.reshape(y.shape[0], heads, -1)
-            return fold(inputs, self.heads), dt, A, fold(B, self.groups), fold(C, self.groups)
+            split = lambda y, heads: y.reshape(y.shape[0], heads, -1)
+            return split(inputs, self.heads), dt, A, split(B, self.groups), split(C, self.groups)
 
         def decode(rows: LayerRows, xBC, dt, recurrent, *ring):
             if rows.fold is not None:

@@ -15,10 +15,10 @@ from mamba_align_jax import (
     AlignState,
     BlockTables,
     ConvState,
+    DeltaRuleRing,
     GroupSpec,
     RecurrentState,
     StatePool,
-    StateRing,
     StepBatch,
     add_requests,
     begin_step,
@@ -36,10 +36,10 @@ BLOCK, L, K, SLOTS, LENGTH = 16, 8, 3, 3, 96
 KEY_HEADS, HEADS, DIM, WIDTH, LAYERS = 1, 2, 4, 4, 2
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM  # of the convolution, in every kind of layers
 STATES = ConvState(WIDTH, CHANNELS, "float32"), RecurrentState((HEADS, DIM, DIM))
-RING = StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
+RING = DeltaRuleRing(KEY_HEADS, DIM, HEADS, DIM, "float32")
 GROUP = GroupSpec("gdn", LAYERS, STATES, RING)
 # Keys have as many heads as in the other group, so that both take the same inputs.
-KDA = GroupSpec("kda", LAYERS, STATES, StateRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
+KDA = GroupSpec("kda", LAYERS, STATES, DeltaRuleRing(KEY_HEADS, DIM, HEADS, DIM, "float32", per_channel=True))
 CHUNK = 40
 
 
@@ -353,10 +353,10 @@ BAD = {
         num_speculative_tokens=4
     ),
     "fold_length must be at least 1, got 0": dict(fold_length=0),
-    "which only delta-rule layers, Mamba-1 and Mamba-2 have, got group 'mamba' without one": dict(
+    "which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got group 'mamba' without one": dict(
         groups=(GROUP, MAMBA)
     ),
-    "must have groups with a ring, which only delta-rule layers, Mamba-1 and Mamba-2 have, got ['conv']": dict(
+    "which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got ['conv']": dict(
         groups=(GroupSpec("conv", 1, STATES[:1]),)
     ),
     "must have one recurrent state [2, 4, 4] of layout 'VK' for the ring of group 'gdn', got": dict(

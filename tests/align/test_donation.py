@@ -15,12 +15,12 @@ from mamba_align_jax import (
     AlignState,
     BlockTables,
     ConvState,
+    DeltaRuleRing,
     GroupSpec,
-    MambaRing,
+    Mamba1Ring,
+    Mamba2Ring,
     RecurrentState,
-    SelectiveScanRing,
     StatePool,
-    StateRing,
     StepBatch,
     TableUpdates,
     add_requests,
@@ -65,7 +65,7 @@ HOW = [
 def make_spec(policy, K, dtype, num_layers=3, layouts=("SD", "VK")):
     windows, states = layouts
     states = ConvState(WIDTH, CHANNELS, dtype, windows), RecurrentState((HEADS, DIM, DIM), dtype, states)
-    group = GroupSpec("gdn", num_layers, states, StateRing(HEADS, DIM, HEADS, DIM, dtype))
+    group = GroupSpec("gdn", num_layers, states, DeltaRuleRing(HEADS, DIM, HEADS, DIM, dtype))
     return AlignConfig((group,), 64, K, max_num_seqs=ROWS, max_model_len=1024, policy=policy)
 
 
@@ -229,10 +229,10 @@ def test_a_donated_fold_copies_no_pool(implementation, dtype, kind):
     spec = make_spec("deferred", 2, dtype)
     group = spec.groups[0]
     if kind == "mamba2":
-        group = dataclasses.replace(group, ring=MambaRing(HEADS, DIM, 1, DIM, dtype))
+        group = dataclasses.replace(group, ring=Mamba2Ring(HEADS, DIM, 1, DIM, dtype))
     if kind == "mamba1":
         states = group.states[0], RecurrentState((1, HEADS * DIM, DIM), dtype)
-        group = dataclasses.replace(group, states=states, ring=SelectiveScanRing(HEADS * DIM, DIM, dtype))
+        group = dataclasses.replace(group, states=states, ring=Mamba1Ring(HEADS * DIM, DIM, dtype))
     spec = dataclasses.replace(spec, groups=(group,))
     pool, state, tables, *_ = arguments(spec, 4, dtype)
     fold = jax.jit(functools.partial(fold_slots, spec, implementation=implementation), donate_argnums=(0, 1))

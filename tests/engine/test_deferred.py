@@ -238,7 +238,9 @@ def test_requests_with_drafts_are_right_with_compiled_kernels(name):
 
 
 def test_models_without_a_recurrent_state_are_refused():
-    message = "must have groups with a ring, which only delta-rule layers, Mamba-1 and Mamba-2 have, got"
+    message = (
+        "must have groups with a ring, which only gated delta nets, Kimi delta attention, Mamba-1 and Mamba-2 have, got"
+    )
     with pytest.raises(ValueError, match=message):
         Engine(load_model(DATA / "lfm2"), EngineConfig(policy="deferred"))
 

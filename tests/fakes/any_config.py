@@ -7,9 +7,9 @@ import jax
 from mamba_align_jax import (
     AlignConfig,
     ConvState,
+    DeltaRuleRing,
     GroupSpec,
     RecurrentState,
-    StateRing,
     add_requests,
     begin_step,
     update_block_tables,
@@ -26,7 +26,7 @@ CHANNELS, DIM = 12, 4
 
 def make_spec(width=4, **changes):
     """Makes two groups of different layers: a gated delta net and a short convolution."""
-    conv, ring = ConvState(width, CHANNELS, "float32"), StateRing(1, DIM, 1, DIM, "float32")
+    conv, ring = ConvState(width, CHANNELS, "float32"), DeltaRuleRing(1, DIM, 1, DIM, "float32")
     groups = GroupSpec("gdn", 1, (conv, RecurrentState((1, DIM, DIM))), ring), GroupSpec("short conv", 1, (conv,))
     return AlignConfig(groups, max_num_seqs=SLOTS, **changes)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_align_jax import ConvState, GroupSpec, RecurrentState, StateRing
+from mamba_align_jax import ConvState, DeltaRuleRing, GroupSpec, RecurrentState
 from mamba_align_jax.kv import KVPages, KVSpec
 from pallas_kernels import NULL_BLOCK, causal_conv1d_prefill, causal_conv1d_update
 from pallas_kernels.blocks import read_blocks, write_blocks
@@ -79,7 +79,7 @@ class Speller(nnx.Module):
 
     def state_groups(self, state_dtype="float32"):
         states = ConvState(len(TAPS), 1, self.dtype), RecurrentState((1, 1, 1), state_dtype)
-        return (GroupSpec("speller", 1, states, StateRing(1, 1, 1, 1, self.dtype) if self.adds else None),)
+        return (GroupSpec("speller", 1, states, DeltaRuleRing(1, 1, 1, 1, self.dtype) if self.adds else None),)
 
     def without_interior(self):
         return []

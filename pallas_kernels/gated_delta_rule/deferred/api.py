@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._check import check_groups, checked, require
+from pallas_kernels._check import check_ring, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.gated_delta_rule.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig, DeferredConfig
@@ -142,7 +142,7 @@ def gated_delta_rule_deferred(
     )
     require(ring_k.dtype == qkv.dtype, f"{name}: ring_k must have qkv's dtype {qkv.dtype}, got {ring_k.dtype}")
     require(ring_k.shape[1] > 0, f"{name}: ring_k must have at least one slot, got {list(ring_k.shape)}")
-    check_groups(name, "ring_k", places, max_query_tokens)
+    check_ring(name, "ring_k", places, max_query_tokens)
     require(
         dt_bias.shape == a.shape[1:],
         f"{name}: dt_bias must have the shape {a.shape[1:]} of one token of a, got {dt_bias.shape}",

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._deferred_rows import advance_rows
+from pallas_kernels._deferred_rows import run_rows
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 
@@ -37,10 +37,10 @@ def gated_delta_rule_deferred(
     gates_of_ring, ring_g = ring_g.shape, ring_g.reshape(*ring_g.shape[:4], -1)
     value_heads, value_dim, key_dim = pool.shape[2:]
     key_heads, places = ring_k.shape[2:4]
-    group = places // 2
+    length = places // 2
     repeats = value_heads // key_heads
     key_channels = key_heads * key_dim
-    place = jnp.arange(group, dtype=jnp.int32)
+    place = jnp.arange(length, dtype=jnp.int32)
 
     def per_value_head(x):
         return jnp.repeat(x, repeats, axis=0)
@@ -61,9 +61,9 @@ def gated_delta_rule_deferred(
 
     def fold(state, rings, slot, base):
         """Returns the state at the end of base's group, rounded to the pool's dtype."""
-        first = base // group * group
-        k, u, g = entries(rings, slot, first, base, first + group)
-        decay, of_state = decays(g, group - 1)
+        first = base // length * length
+        k, u, g = entries(rings, slot, first, base, first + length)
+        decay, of_state = decays(g, length - 1)
         added = jnp.einsum("hiv,hik->hvk", u, decay * per_value_head(k), precision=jax.lax.Precision.HIGHEST)
         return (of_state[:, None, :] * state + added).astype(pool.dtype).astype(jnp.float32)
 
@@ -73,7 +73,7 @@ def gated_delta_rule_deferred(
 
     def advance(token, slot, base, position, state, out, rings):
         """Runs one token at `position`, which is in base's group, and stores its entry."""
-        first = base // group * group
+        first = base // length * length
         here, at = position - first, position % places
         q, raw_k = (x.reshape(-1, key_dim) for x in jnp.split(qkv[token, : 2 * key_channels], 2))
         v = qkv[token, 2 * key_channels :].reshape(value_heads, value_dim).astype(jnp.float32)
@@ -102,5 +102,5 @@ def gated_delta_rule_deferred(
 
     out = jnp.zeros((qkv.shape[0], value_heads, value_dim), qkv.dtype)
     where = query_start_loc, slot, base, position, read_block, fold_block
-    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, (ring_k, ring_u, ring_g))
+    out, pool, rings = run_rows(fold, advance, layer, where, length, out, pool, (ring_k, ring_u, ring_g))
     return out, pool, *rings[:2], rings[2].reshape(gates_of_ring)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_groups, checked, require
+from pallas_kernels._check import check_ring, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.selective_scan.deferred import pallas_triton, xla
 from pallas_kernels.selective_scan.deferred.config import DeferredConfig
@@ -128,7 +128,7 @@ def selective_scan_deferred(
     for of, given, ring in (("x", x, ring_x), ("B", B, ring_B), ("dt", dt, ring_dt)):
         require(ring.dtype == given.dtype, f"{name}: ring_{of} must have {of}'s dtype {given.dtype}, got {ring.dtype}")
     require(ring_x.shape[1] > 0, f"{name}: ring_x must have at least one slot, got {list(ring_x.shape)}")
-    check_groups(name, "ring_x", ring_x.shape[3], max_query_tokens)
+    check_ring(name, "ring_x", ring_x.shape[3], max_query_tokens)
     if slot.shape[0] == 0:
         return jnp.zeros_like(x), pool, ring_x, ring_B, ring_dt
     tokens = x.shape[0]

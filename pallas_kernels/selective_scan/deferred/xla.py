@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._deferred_rows import advance_rows
+from pallas_kernels._deferred_rows import run_rows
 from pallas_kernels._math import silu, softplus
 
 
@@ -32,7 +32,7 @@ def selective_scan_deferred(
 ) -> tuple[jax.Array, ...]:
     """Advances packed rows. See api.py."""
     repeats, places = pool.shape[2] // ring_B.shape[2], ring_x.shape[3]
-    group = places // 2
+    length = places // 2
     A = A.astype(jnp.float32)
 
     def per_head(v):
@@ -50,7 +50,7 @@ def selective_scan_deferred(
         return jax.lax.fori_loop(base, end, step, state)
 
     def fold(state, rings, slot, base):
-        return replay(state, rings, slot, base, (base // group + 1) * group).astype(pool.dtype).astype(jnp.float32)
+        return replay(state, rings, slot, base, (base // length + 1) * length).astype(pool.dtype).astype(jnp.float32)
 
     def advance(token, slot, base, position, state, out, rings):
         entry = x[token], B[token], dt[token]
@@ -63,5 +63,5 @@ def selective_scan_deferred(
 
     where = query_start_loc, slot, base, position, read_block, fold_block
     rings = ring_x, ring_B, ring_dt
-    out, pool, rings = advance_rows(fold, advance, layer, where, group, jnp.zeros_like(x), pool, rings)
+    out, pool, rings = run_rows(fold, advance, layer, where, length, jnp.zeros_like(x), pool, rings)
     return out, pool, *rings

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._check import check_groups, checked, require
+from pallas_kernels._check import check_ring, checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.selective_state_update.deferred import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig
@@ -133,7 +133,7 @@ def selective_state_deferred(
     for ring_name, ring in (("ring_x", ring_x), ("ring_B", ring_B)):
         require(ring.dtype == xBC.dtype, f"{name}: {ring_name} must have xBC's dtype {xBC.dtype}, got {ring.dtype}")
     require(ring_x.shape[1] > 0, f"{name}: ring_x must have at least one slot, got {list(ring_x.shape)}")
-    check_groups(name, "ring_x", ring_x.shape[3], max_query_tokens)
+    check_ring(name, "ring_x", ring_x.shape[3], max_query_tokens)
     if slot.shape[0] == 0:
         return jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype), pool, ring_x, ring_B, ring_dt, ring_g
     tokens = xBC.shape[0]

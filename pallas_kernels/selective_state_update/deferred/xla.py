@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._deferred_rows import advance_rows
+from pallas_kernels._deferred_rows import run_rows
 from pallas_kernels._math import softplus
 
 
@@ -31,9 +31,9 @@ def selective_state_deferred(
     """Advances packed rows. See api.py."""
     heads, head_dim, state_dim = pool.shape[2:]
     groups, places = ring_B.shape[2:4]
-    group = places // 2
+    length = places // 2
     inner, of_groups = heads * head_dim, groups * state_dim
-    place = jnp.arange(group, dtype=jnp.int32)
+    place = jnp.arange(length, dtype=jnp.int32)
     A = A.astype(jnp.float32)
 
     def per_head(x):
@@ -54,15 +54,15 @@ def selective_state_deferred(
         return jnp.exp(after), jnp.exp(jnp.sum(jnp.where(place <= last, g, 0.0), axis=-1))
 
     def fold(state, rings, slot, base):
-        first = base // group * group
-        x, B, dt, g = entries(rings, slot, first, base, first + group)
-        decay, of_state = decays(g, group - 1)
+        first = base // length * length
+        x, B, dt, g = entries(rings, slot, first, base, first + length)
+        decay, of_state = decays(g, length - 1)
         weighted = (decay * dt)[:, :, None] * x
         added = jnp.einsum("hip,hin->hpn", weighted, per_head(B), precision=jax.lax.Precision.HIGHEST)
         return (of_state[:, None, None] * state + added).astype(pool.dtype).astype(jnp.float32)
 
     def advance(token, slot, base, position, state, out, rings):
-        first = base // group * group
+        first = base // length * length
         here, at = position - first, position % places
         x, B, C = jnp.split(xBC[token], [inner, inner + of_groups])
         x, B, C = x.reshape(heads, head_dim), B.reshape(groups, state_dim), C.reshape(groups, state_dim)
@@ -83,5 +83,5 @@ def selective_state_deferred(
     out = jnp.zeros((xBC.shape[0], heads, head_dim), xBC.dtype)
     where = query_start_loc, slot, base, position, read_block, fold_block
     rings = ring_x, ring_B, ring_dt, ring_g
-    out, pool, rings = advance_rows(fold, advance, layer, where, group, out, pool, rings)
+    out, pool, rings = run_rows(fold, advance, layer, where, length, out, pool, rings)
     return out, pool, *rings
