@@ -150,16 +150,16 @@ def values(
 
     Args:
         given: The results of `channel_weights`.
-        qkv: This and the other arrays are arguments of `gated_delta_rule_deferred`.
-        pool: As above.
-        ring_u: As above.
-        layer: As above.
-        query_start_loc: As above.
-        slot: As above.
-        base: As above.
-        position: As above.
-        read_block: As above.
-        fold_block: As above.
+        qkv: The argument of `gated_delta_rule_deferred`.
+        pool: The argument of `gated_delta_rule_deferred`.
+        ring_u: The argument of `gated_delta_rule_deferred`.
+        layer: The argument of `gated_delta_rule_deferred`.
+        query_start_loc: The argument of `gated_delta_rule_deferred`.
+        slot: The argument of `gated_delta_rule_deferred`.
+        base: The argument of `gated_delta_rule_deferred`.
+        position: The argument of `gated_delta_rule_deferred`.
+        read_block: The argument of `gated_delta_rule_deferred`.
+        fold_block: The argument of `gated_delta_rule_deferred`.
         config: The launch configuration.
         interpret: Whether to run the kernel's body as plain JAX.
 
