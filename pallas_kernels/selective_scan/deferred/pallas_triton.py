@@ -120,7 +120,7 @@ def _kernel(refs: Refs, *, config: DeferredConfig, dt_softplus: bool) -> None:
         jax.lax.fori_loop(base, stop, advance, (initial, take(base)))
 
     def clear(n: jax.Array, _: None) -> None:
-        """Writes zeros to this row's n-th share of the tokens after the last row."""
+        """Writes zeros to the n-th part of the tokens after the last row that this row clears."""
         zeros = jnp.zeros(channel.shape, refs.out.dtype)
         pt.store(refs.out.at[total + row + n * rows, head, channel], zeros, mask=inside)
 
