@@ -59,10 +59,11 @@ def measure(model: str, drafts: int, block_size: int) -> list[Row]:
         for policy, spec in specs.items():
             blocks = blocks_of(spec)
             each = blocks * spec.bytes_per_block + spec.ring_bytes_per_slot
+            shared = spec.ring_bytes - spec.max_num_seqs * spec.ring_bytes_per_slot
             row: Row = {"case": f"{model} K{drafts}, {way}, {policy}", "model": model, "drafts": drafts, "count": way}
             row |= {"policy": policy, "block_size": block_size, "blocks": blocks}
             row |= {"block_bytes": spec.bytes_per_block, "ring_bytes": spec.ring_bytes_per_slot}
-            rows.append(row | {"memory_bytes": MEMORY_BYTES, "requests_that_fit": int(MEMORY_BYTES // each)})
+            rows.append(row | {"memory_bytes": MEMORY_BYTES, "requests_that_fit": int((MEMORY_BYTES - shared) // each)})
     return rows
 
 

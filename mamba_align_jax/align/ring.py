@@ -141,8 +141,8 @@ class Mamba1Ring(Ring):
     """The entries that one layer of Mamba-1 keeps for each slot under policy "deferred".
 
     A token's decay has as many numbers as a state, so entries have raw step sizes only. The decay rates and the bias of the
-    step sizes, which a fold without tokens needs too, are the layer's parameters. A layer stores them in each step that
-    stores entries.
+    step sizes are the layer's parameters. `fold_slots` and `settle` run without the model, so the layer also stores these
+    parameters in the pool, in each step that stores entries.
 
     Attributes:
         channels: Channels of the layer.

@@ -19,6 +19,8 @@ from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.integrations.sglang_jax import VerifySlots, backends, sgl_module
 
 ALGORITHM = "NGRAM"
+# sglang-jax's table of a request's pages has room for so many tokens of a step at the end of the longest context.
+MAX_DRAFT_TOKENS = 8
 
 
 class VerifyRow(NamedTuple):
@@ -80,6 +82,11 @@ def _check_arguments(args: Any, check: Callable) -> None:
     check(args)
     args.speculative_algorithm = ALGORITHM
     interval, num_tokens = args.recurrent_track_interval, args.speculative_num_draft_tokens
+    if not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"speculative_num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS} with speculative_algorithm={ALGORITHM!r}, "
+            f"got {num_tokens}"
+        )
     if args.enable_recurrent_extra_buffer and interval < num_tokens:
         raise ValueError(
             f"speculative_num_draft_tokens must be at most recurrent_track_interval, got {num_tokens} and {interval}"
@@ -227,7 +234,14 @@ class NGramWorker:
                 f"speculative_algorithm={ALGORITHM!r} needs the linear-attention backends that sglang_jax.install makes, "
                 f"got {type(backend).__name__}"
             )
-        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        num_tokens = server_args.speculative_num_draft_tokens
+        needed, most = target_worker.max_running_requests * num_tokens, target_worker.max_padded_num_tokens
+        if needed > most:
+            raise ValueError(
+                f"chunked_prefill_size and max_prefill_tokens must be at least {needed} for {num_tokens} tokens of each of "
+                f"{target_worker.max_running_requests} running requests in a step, got {most}"
+            )
+        self.speculative_num_draft_tokens = num_tokens
         self.target_worker = target_worker
 
     def run_spec_decode_precompile(self) -> None:

@@ -104,7 +104,7 @@ class Mamba1Mixer(nnx.Module):
                 at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
                 operands = x, dt, A, B, C, recurrent, *entries, at.layer, rows.query_start_loc, *at_row
                 out = selective_scan_deferred(*operands, max_query_tokens=rows.write.shape[-1], z=z, **options)
-                # A fold without tokens has no layer to ask for them.
+                # `fold_slots` and `settle` run without the model, so they read the rates and the bias from the pool.
                 return *out, rates.at[at.layer].set(A), bias.at[at.layer].set(dt_bias)
             where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
             return *selective_state_update(x, dt, A, B, C, recurrent, *where, z=z, **options), *ring

@@ -8,14 +8,16 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent
 from mamba_align_jax.serve.event_stream import decode
 
-# A replay socket that has been silent for so long is asked again.
-_PATIENCE_S = 1.0
+# A replay socket that has been silent for so long is asked again. Each time it gets twice as long, up to the second number.
+_PATIENCE_S, _LONGEST_PATIENCE_S = 1.0, 60.0
 
 
 class EventReader:
     """Subscribes to one publisher, and asks its replay socket for what was published before and for what was lost.
 
-    When the engine has started anew, what is read begins anew with `CacheCleared`. One thread may use a reader.
+    When the engine has started anew, what is read begins anew with `CacheCleared`. That is noticed by a number that is
+    smaller than expected: not if the new engine has published as many batches as the old one before this reader is
+    connected to it. One thread may use a reader.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
@@ -34,9 +36,9 @@ class EventReader:
         self._replay_endpoint = replay_endpoint
         # The socket on which an answer is awaited, and when it is asked again. It is None while nothing is missing.
         self._replay: zmq.Socket | None = None
-        self._ask_again_at = 0.0
-        # The number of the next batch, and the time of the last one.
-        self._next, self._last_time = 0, 0.0
+        self._patience_s, self._ask_again_at = _PATIENCE_S, 0.0
+        # The number of the next batch, the time of the last one, and whether the next one is a new engine's first.
+        self._next, self._last_time, self._has_restarted = 0, 0.0, False
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
             self._socket.subscribe(values.text("EventReader: topic", topic))
@@ -65,14 +67,11 @@ class EventReader:
         if sequence < self._next:
             if moment <= self._last_time:
                 return ()  # It was sent again, and has been read.
-            self._next = 0  # The publisher has started anew.
-        if sequence > self._next:
-            if self._replay_endpoint is not None:
-                self._ask(self._replay_endpoint)
-                return self._read_again(end)
-            events = (CacheCleared(), *events) if self._next else events
-        self._next, self._last_time = sequence + 1, moment
-        return events
+            self._next, self._has_restarted = 0, True
+        if sequence > self._next and self._replay_endpoint is not None:
+            self._ask(self._replay_endpoint)
+            return self._read_again(end)
+        return self._take(sequence, moment, events)
 
     def close(self) -> None:
         """Closes the sockets."""
@@ -93,7 +92,7 @@ class EventReader:
             self._replay.close(linger=0)
         self._replay = self._connect(zmq.DEALER, endpoint)
         self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
-        self._ask_again_at = time.monotonic() + _PATIENCE_S
+        self._ask_again_at = time.monotonic() + self._patience_s
 
     def _read_again(self, end: float) -> tuple[CacheEvent, ...]:
         """Returns the missing events that arrive in time. A later call goes on with the rest of the answer."""
@@ -101,22 +100,41 @@ class EventReader:
         while self._replay is not None:
             if not self._replay.poll(_milliseconds_to(min(end, self._ask_again_at))):
                 if time.monotonic() >= self._ask_again_at:
+                    # An answer may be long, and one that is given up is made in vain.
+                    self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
                     assert self._replay_endpoint is not None
                     self._ask(self._replay_endpoint)
                 if time.monotonic() >= end:
                     break
                 continue
             *_, number, payload = self._replay.recv_multipart()
-            self._ask_again_at = time.monotonic() + _PATIENCE_S
+            self._ask_again_at = time.monotonic() + self._patience_s
             sequence = int.from_bytes(number, "big", signed=True)
             if sequence < 0:
                 self._replay.close(linger=0)
-                self._replay = None
+                self._replay, self._patience_s = None, _PATIENCE_S
             elif sequence >= self._next and payload:
-                self._last_time, events = decode(payload)
-                found += events
-                self._next = sequence + 1
+                try:
+                    moment, events = decode(payload)
+                except ValueError:
+                    assert self._replay_endpoint is not None
+                    if not found:
+                        self._next = sequence + 1
+                        raise
+                    # What came before is returned first. The next call meets this batch again.
+                    self._ask(self._replay_endpoint)
+                    break
+                found += self._take(sequence, moment, events)
         return tuple(found)
+
+    def _take(self, sequence: int, moment: float, events: tuple[CacheEvent, ...]) -> tuple[CacheEvent, ...]:
+        """Records that a batch is read, and returns its events.
+
+        After a gap that nobody fills, and after a restart, what is known has become wrong, so `CacheCleared` comes first.
+        """
+        is_wrong = sequence > self._next or self._has_restarted
+        self._next, self._last_time, self._has_restarted = sequence + 1, moment, False
+        return (CacheCleared(), *events) if is_wrong and events[:1] != (CacheCleared(),) else events
 
 
 def _milliseconds_to(end: float) -> int:

@@ -89,7 +89,8 @@ def made_worker(stack, pool):
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
     linear = gdn(2, 4, 8, 8, 4, mesh)
     attention = SimpleNamespace(linear_attn_backend=linear, get_forward_metadata=lambda batch: "metadata")
-    target = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=attention, req_to_token_pool=pool))
+    runner = SimpleNamespace(attn_backend=attention, req_to_token_pool=pool)
+    target = SimpleNamespace(model_runner=runner, max_running_requests=3, max_padded_num_tokens=16)
 
     def forward(batch, sampling_metadata=None, skip_sample=False, forward_metadata=None):
         target.seen = batch
@@ -159,8 +160,13 @@ def test_bad_input_is_refused_by_name(stack):
     args = stack.server_args.ServerArgs
     with pytest.raises(ValueError, match="dp_size must be 1 with speculative_algorithm='NGRAM', got 2"):
         args(speculative_algorithm="NGRAM", dp_size=2)
-    with pytest.raises(ValueError, match="must be at most recurrent_track_interval, got 9 and 8"):
-        args(speculative_algorithm="NGRAM", speculative_num_draft_tokens=9, recurrent_track_interval=8)
+    with pytest.raises(ValueError, match="must be at most recurrent_track_interval, got 5 and 4"):
+        args(speculative_algorithm="NGRAM", speculative_num_draft_tokens=5, recurrent_track_interval=4)
+    for number in (0, 9):
+        with pytest.raises(
+            ValueError, match=f"speculative_num_draft_tokens must be 1 to 8 with .*'NGRAM', got {number}"
+        ):
+            args(speculative_algorithm="NGRAM", speculative_num_draft_tokens=number)
     runner = stack.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin()
     runner.server_args, runner.linear_recurrent_config = args(speculative_algorithm="NGRAM"), None
     with pytest.raises(ValueError, match="needs a model with recurrent states"):
@@ -168,6 +174,12 @@ def test_bad_input_is_refused_by_name(stack):
     native = SimpleNamespace(attn_backend=SimpleNamespace(linear_attn_backend=object()))
     with pytest.raises(ValueError, match=r"that sglang_jax\.install makes, got object"):
         NGramWorker(runner.server_args, SimpleNamespace(model_runner=native))
+    _, target = made_worker(stack, None)
+    target.max_running_requests = 5
+    with pytest.raises(
+        ValueError, match="must be at least 20 for 4 tokens of each of 5 running requests in a step, got 16"
+    ):
+        NGramWorker(SimpleNamespace(speculative_num_draft_tokens=4), target)
 
 
 @settings(max_examples=depth.examples(quick=30, full=1000), deadline=None)

@@ -1,6 +1,7 @@
 """Cache events on ZMQ: pages in vLLM's messages, states apart from them, and nothing missing for a reader that is late."""
 
 import argparse
+import contextlib
 import itertools
 import sys
 import time
@@ -74,6 +75,46 @@ def readers():
     yield make
     for reader in made:
         reader.close()
+
+
+@pytest.fixture
+def sockets():
+    """Makes the sockets of a publisher, and a reader that has subscribed."""
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+
+        def make(with_replay):
+            live, replay = (stack.enter_context(context.socket(kind)) for kind in (zmq.XPUB, zmq.ROUTER))
+            for socket in (live, replay):
+                socket.linger = 0
+                socket.bind(ANY_PORT)
+            endpoints = [socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)]
+            reader = EventReader(*endpoints[: 1 + with_replay])
+            stack.callback(reader.close)
+            assert live.poll(1000 * PATIENCE)
+            live.recv()
+            return live, replay, reader
+
+        yield make
+
+
+def publish(live, *batches):
+    """Sends batches with their numbers and times."""
+    for number, moment, events in batches:
+        live.send_multipart([b"", number.to_bytes(8, "big"), encode(moment, events, states=True)])
+
+
+def asked(replay):
+    """Returns who asks for batches, and from which number on."""
+    assert replay.poll(1000 * PATIENCE)
+    name, empty, number = replay.recv_multipart()
+    assert empty == b""
+    return name, int.from_bytes(number, "big")
+
+
+def answer(replay, name, *parts):
+    for number, payload in parts:
+        replay.send_multipart([name, b"", b"", number.to_bytes(8, "big", signed=True), payload])
 
 
 def read_until(reader, mirror, wanted):
@@ -222,54 +263,61 @@ def test_a_lost_batch_is_asked_for_again(publishers, readers):
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.001, 0.05])
-def test_an_answer_in_pieces_loses_nothing(timeout_s):
+def test_an_answer_in_pieces_loses_nothing(sockets, timeout_s):
     """An answer that comes slowly is read in pieces, each by another call."""
     batches = [(CacheCleared(), PAGES[0]), (PAGES[1],), (StateStored(12, 4),)]
-    pieces = [(number.to_bytes(8, "big"), encode(1.0, batch, states=True)) for number, batch in enumerate(batches)]
-    pieces.append(((-1).to_bytes(8, "big", signed=True), b""))
-    with zmq.Context() as context, context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as replay:
-        live.bind(ANY_PORT)
-        replay.bind(ANY_PORT)
-        reader = EventReader(*(socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)))
-        try:
-            mirror = CacheMirror()
-            assert replay.poll(1000 * PATIENCE)
-            name, *request = replay.recv_multipart()
-            assert request == [b"", bytes(8)]
-            for number, payload in pieces:
-                replay.send_multipart([name, b"", b"", number, payload])
-                known = reader._next + (payload != b"")
-                end = time.monotonic() + PATIENCE
-                while reader._next < known and time.monotonic() < end:
-                    mirror.apply(reader.read(timeout_s))
-                mirror.apply(reader.read(timeout_s))
-            assert mirror == mirror_of(batches)
-        finally:
-            reader.close()
+    pieces = [(number, encode(1.0, batch, states=True)) for number, batch in enumerate(batches)]
+    _, replay, reader = sockets(with_replay=True)
+    mirror, (name, start) = CacheMirror(), asked(replay)
+    assert start == 0
+    for number, payload in [*pieces, (-1, b"")]:
+        answer(replay, name, (number, payload))
+        end = time.monotonic() + PATIENCE
+        while reader._next <= number and time.monotonic() < end:
+            mirror.apply(reader.read(timeout_s))
+        mirror.apply(reader.read(timeout_s))
+    assert mirror == mirror_of(batches)
 
 
-def test_a_silent_replay_socket_is_asked_again_from_where_the_answer_broke_off(monkeypatch):
+def test_a_silent_replay_socket_is_asked_again_from_where_the_answer_broke_off(monkeypatch, sockets):
     monkeypatch.setattr(event_reader, "_PATIENCE_S", 0.01)
-    with zmq.Context() as context, context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as replay:
-        live.bind(ANY_PORT)
-        replay.bind(ANY_PORT)
-        reader = EventReader(*(socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)))
-        try:
-            name, *_ = replay.recv_multipart()
-            payload = encode(1.0, (PAGES[0],), states=True)
-            starts = []
-            end = time.monotonic() + PATIENCE
-            while starts[-1:] != [1] and time.monotonic() < end:
-                # An answer goes to the socket that asked, so the first one is late if it has been given up.
-                replay.send_multipart([name, b"", b"", bytes(8), payload])
-                reader.read(0.02)
-                while replay.poll(0):
-                    name, _, start = replay.recv_multipart()
-                    starts.append(int.from_bytes(start, "big"))
-            assert starts[-1:] == [1]
-            assert set(starts) <= {0, 1}
-        finally:
-            reader.close()
+    monkeypatch.setattr(event_reader, "_LONGEST_PATIENCE_S", 0.02)
+    _, replay, reader = sockets(with_replay=True)
+    starts, end = [], time.monotonic() + PATIENCE
+    while starts[-1:] != [1] and time.monotonic() < end:
+        # An answer goes to the socket that asked, so it is late if that has been given up.
+        name, start = asked(replay)
+        starts.append(start)
+        answer(replay, name, (0, encode(1.0, (PAGES[0],), states=True)))
+        reader.read(0.05)
+    assert starts[-1:] == [1]
+    assert set(starts) <= {0, 1}
+
+
+def test_a_new_engine_whose_first_batch_is_lost_makes_a_reader_forget(sockets):
+    live, _, reader = sockets(with_replay=False)
+    publish(live, (0, 1.0, PAGES[:1]), (1, 2.0, PAGES[1:2]))
+    assert reader.read(PATIENCE) == (PageStored(11, None, (1, 2)),)
+    assert reader.read(PATIENCE) == (PageStored(12, 11, (3, 4)),)
+    publish(live, (1, 3.0, [PAGES[2]]))
+    assert reader.read(PATIENCE) == (CacheCleared(), PAGES[2])
+
+
+def test_what_an_answer_leaves_out_makes_a_reader_forget(sockets):
+    _, replay, reader = sockets(with_replay=True)
+    answer(replay, asked(replay)[0], (5, encode(1.0, PAGES[2:], states=True)), (-1, b""))
+    assert reader.read(PATIENCE) == (CacheCleared(), PAGES[2])
+
+
+def test_a_batch_that_is_none_loses_nothing_beside_it(sockets):
+    _, replay, reader = sockets(with_replay=True)
+    good = [encode(float(number), [StateStored(number, 1)], states=True) for number in range(3)]
+    answer(replay, asked(replay)[0], (0, good[0]), (1, b"\xc1"), (2, good[2]), (-1, b""))
+    assert reader.read(PATIENCE) == (StateStored(0, 1),)
+    answer(replay, asked(replay)[0], (1, b"\xc1"), (2, good[2]), (-1, b""))
+    with pytest.raises(ValueError, match="must be a batch of cache events"):
+        reader.read(PATIENCE)
+    assert reader.read(PATIENCE) == (StateStored(2, 1),)
 
 
 def test_a_gap_without_a_replay_socket_forgets_what_was_known(publishers, readers):

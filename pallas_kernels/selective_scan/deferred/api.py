@@ -72,8 +72,9 @@ def selective_scan_deferred(
     depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how many came with a
     call, which drafts were rejected, or what other rows are.
 
-    A token decays each element of a channel's state by a factor of its own. These are as many numbers as a state has, so
-    entries have none of them: they follow from dt, A and dt_bias, which a call without tokens needs too. An entry with
+    A token decays each element of a channel's state by a factor of its own. These factors are as many as the numbers of a
+    state, so entries do not hold them. They are computed from the entry's dt, and from A and dt_bias. A call without tokens
+    therefore needs A and dt_bias too. An entry with
     x = 0, B = 0 and dt = -inf adds nothing to a state if `dt_softplus` is true.
 
     Sources: Gu, Dao, "Mamba" (2023); ReplaySSM of the Dao lab for a cache of entries instead of states.

@@ -40,6 +40,7 @@ CASES = (
     Case("mamba1 8x4 float16", (4,) * 8, state_dtype="float16"),
     Case("mamba1 odd", (1, 4, 0, 2, 3, 4, 1, 0), head_dim=1000, gated=False),
     Case("mamba1 heads and groups", (4,) * 8, heads=4, head_dim=96, state_dim=20, groups=2),
+    Case("mamba1 states of 48", (4, 1, 0), state_dim=48),
     Case("mamba1 float32 inputs", (4,) * 8, dtype="float32"),
     Case("mamba1 groups of 8", (4,) * 8, group=8),
 )

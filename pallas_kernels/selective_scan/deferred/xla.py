@@ -1,4 +1,4 @@
-"""Deferred states of Mamba-1 in plain jax.numpy: row by row, and each token by all entries of its group before it."""
+"""Deferred states of Mamba-1 in plain jax.numpy, row by row. Each token's state follows from the entries since the base."""
 
 import jax
 import jax.numpy as jnp
