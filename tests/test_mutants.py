@@ -24,5 +24,5 @@ def test_a_mistake_without_a_place_is_noticed(monkeypatch, tmp_path):
     (tmp_path / "mamba_align_jax" / "align").mkdir(parents=True)
     (tmp_path / "mamba_align_jax" / "align" / "columns.py").write_text("x = 1\n")
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="its text must occur once in .*, occurs 0 times"):
+    with pytest.raises(SystemExit, match="occurs 0 times"):
         mutants.read_table()
