@@ -1,5 +1,6 @@
 """Reads the cache events of one engine from its socket, without gaps and in their order."""
 
+import math
 import time
 
 import zmq
@@ -8,16 +9,15 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import CacheCleared, CacheEvent
 from mamba_align_jax.serve.event_stream import decode
 
-# A replay socket that has been silent for so long is asked again. Each time it gets twice as long, up to the second number.
+# A replay socket is asked again if nothing was heard for so long, then for twice as long, up to the second number.
 _PATIENCE_S, _LONGEST_PATIENCE_S = 1.0, 60.0
 
 
 class EventReader:
     """Subscribes to one publisher, and asks its replay socket for what was published before and for what was lost.
 
-    When the engine has started anew, what is read begins anew with `CacheCleared`. That is noticed by a number that is
-    smaller than expected: not if the new engine has published as many batches as the old one before this reader is
-    connected to it. One thread may use a reader.
+    When the connection was lost or the engine has started anew, what is read begins anew with `CacheCleared`. One thread
+    may use a reader.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
@@ -34,16 +34,17 @@ class EventReader:
         """
         self._context = zmq.Context()
         self._replay_endpoint = replay_endpoint
-        # The socket on which an answer is awaited, and when it is asked again. It is None while nothing is missing.
+        # The socket on which an answer is awaited, or None, and when the next question is asked if nothing is heard.
         self._replay: zmq.Socket | None = None
-        self._patience_s, self._ask_again_at = _PATIENCE_S, 0.0
-        # The number of the next batch, the time of the last one, and whether the next one is a new engine's first.
+        self._patience_s, self._ask_again_at = _PATIENCE_S, math.inf
+        # The number of the next batch, the time of the last one, and whether the next one may be another engine's.
         self._next, self._last_time, self._has_restarted = 0, 0.0, False
         try:
-            self._socket = self._connect(zmq.SUB, endpoint)
+            self._socket = self._context.socket(zmq.SUB)
+            self._disconnections = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._connect(self._socket, endpoint)
             self._socket.subscribe(values.text("EventReader: topic", topic))
-            if replay_endpoint is not None:
-                self._ask(replay_endpoint)
+            self._ask()
         except BaseException:
             self.close()
             raise
@@ -56,54 +57,84 @@ class EventReader:
         """
         timeout_s = values.number("read: timeout_s", timeout_s, 0, 1e6, "a number of seconds, at least 0")
         end = time.monotonic() + timeout_s
-        if self._replay is not None:
-            events = self._read_again(end)
-            if events or self._replay is not None:
-                return events
-        if not self._socket.poll(_milliseconds_to(end)):
-            return ()
+        while True:
+            self._socket.poll(0)  # ZMQ renews the subscription at a new publisher while the socket is in use.
+            if self._is_disconnected():
+                self._start_anew()
+            if self._replay is not None:
+                events = self._read_again(end)
+                if events or self._replay is not None:
+                    return events
+            if self._socket.poll(self._milliseconds_to(end)):
+                break
+            self._ask_if_silent()
+            if time.monotonic() >= end:
+                return ()
         _, number, payload = self._socket.recv_multipart()
         sequence, (moment, events) = int.from_bytes(number, "big"), decode(payload)
-        if sequence < self._next:
-            if moment <= self._last_time:
-                return ()  # It was sent again, and has been read.
-            self._next, self._has_restarted = 0, True
-        if sequence > self._next and self._replay_endpoint is not None:
-            self._ask(self._replay_endpoint)
-            return self._read_again(end)
-        return self._take(sequence, moment, events)
+        # Between the look above and this batch, another engine may have taken the place of the one that is known.
+        if self._is_disconnected() or (sequence < self._next and moment > self._last_time):
+            self._start_anew()
+        elif sequence < self._next:
+            return ()  # It was sent again, and has been read.
+        elif sequence > self._next:
+            self._ask()
+        return self._take(sequence, moment, events) if self._replay is None else self._read_again(end)
 
     def close(self) -> None:
         """Closes the sockets."""
         self._context.destroy(linger=0)
 
-    def _connect(self, kind: int, endpoint: str) -> zmq.Socket:
+    def _is_disconnected(self) -> bool:
+        """Whether the publisher has gone since the last call. Another one may have its place now."""
+        found = False
+        while self._disconnections.poll(0):
+            self._disconnections.recv_multipart()
+            found = True
+        return found
+
+    def _start_anew(self) -> None:
+        """Reads from the first batch on, and clears what was known before."""
+        self._next, self._has_restarted = 0, True
+        self._ask()
+
+    def _connect(self, socket: zmq.Socket, endpoint: str) -> None:
         try:
-            socket = self._context.socket(kind)
             socket.set_hwm(100_000)
             socket.connect(values.text("EventReader: endpoint", endpoint))
         except zmq.ZMQError as error:
             raise ValueError(f"EventReader: endpoint must be a ZMQ address, got {endpoint!r}: {error}") from error
-        return socket
 
-    def _ask(self, endpoint: str) -> None:
-        """Asks for all batches from the next one on. A socket of its own leaves no part of an earlier answer behind."""
+    def _ask(self) -> None:
+        """Asks the replay socket, if there is one, for all batches from the next one on.
+
+        Each question has a socket of its own, so that no part of an earlier answer is taken for a part of this one.
+        """
+        if self._replay_endpoint is None:
+            return
         if self._replay is not None:
             self._replay.close(linger=0)
-        self._replay = self._connect(zmq.DEALER, endpoint)
+        self._replay = self._context.socket(zmq.DEALER)
+        self._connect(self._replay, self._replay_endpoint)
         self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
         self._ask_again_at = time.monotonic() + self._patience_s
+
+    def _ask_if_silent(self) -> None:
+        """Asks again if nothing was heard for some time.
+
+        An answer may have been lost, and so may the last batch, or all that came before the subscription had arrived.
+        """
+        if time.monotonic() >= self._ask_again_at:
+            # An answer that takes long would be given up for ever if patience did not grow.
+            self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
+            self._ask()
 
     def _read_again(self, end: float) -> tuple[CacheEvent, ...]:
         """Returns the missing events that arrive in time. A later call goes on with the rest of the answer."""
         found: list[CacheEvent] = []
         while self._replay is not None:
-            if not self._replay.poll(_milliseconds_to(min(end, self._ask_again_at))):
-                if time.monotonic() >= self._ask_again_at:
-                    # An answer may be long, and one that is given up is made in vain.
-                    self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
-                    assert self._replay_endpoint is not None
-                    self._ask(self._replay_endpoint)
+            if not self._replay.poll(self._milliseconds_to(end)):
+                self._ask_if_silent()
                 if time.monotonic() >= end:
                     break
                 continue
@@ -112,17 +143,16 @@ class EventReader:
             sequence = int.from_bytes(number, "big", signed=True)
             if sequence < 0:
                 self._replay.close(linger=0)
-                self._replay, self._patience_s = None, _PATIENCE_S
+                self._replay = None
             elif sequence >= self._next and payload:
                 try:
                     moment, events = decode(payload)
                 except ValueError:
-                    assert self._replay_endpoint is not None
                     if not found:
                         self._next = sequence + 1
                         raise
                     # What came before is returned first. The next call meets this batch again.
-                    self._ask(self._replay_endpoint)
+                    self._ask()
                     break
                 found += self._take(sequence, moment, events)
         return tuple(found)
@@ -134,8 +164,11 @@ class EventReader:
         """
         is_wrong = sequence > self._next or self._has_restarted
         self._next, self._last_time, self._has_restarted = sequence + 1, moment, False
+        self._patience_s = _PATIENCE_S
+        if self._replay_endpoint is not None:
+            self._ask_again_at = time.monotonic() + self._patience_s
         return (CacheCleared(), *events) if is_wrong and events[:1] != (CacheCleared(),) else events
 
-
-def _milliseconds_to(end: float) -> int:
-    return max(0, round(1000 * (end - time.monotonic())))
+    def _milliseconds_to(self, end: float) -> int:
+        """Returns how long to wait for a message: until `end`, or until the replay socket is to be asked again."""
+        return max(0, math.ceil(1000 * (min(end, self._ask_again_at) - time.monotonic())))

@@ -78,17 +78,18 @@ def readers():
 
 
 @pytest.fixture
-def sockets():
+def sockets(tmp_path):
     """Makes the sockets of a publisher, and a reader that has subscribed."""
     with contextlib.ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
 
         def make(with_replay):
-            live, replay = (stack.enter_context(context.socket(kind)) for kind in (zmq.XPUB, zmq.ROUTER))
-            for socket in (live, replay):
+            contexts = (stack.enter_context(zmq.Context()) for _ in range(2))
+            kinds = (zmq.XPUB, zmq.ROUTER)
+            live, replay = (stack.enter_context(c.socket(kind)) for c, kind in zip(contexts, kinds, strict=True))
+            endpoints = [f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"]
+            for socket, endpoint in zip((live, replay), endpoints, strict=True):
                 socket.linger = 0
-                socket.bind(ANY_PORT)
-            endpoints = [socket.get_string(zmq.LAST_ENDPOINT) for socket in (live, replay)]
+                socket.bind(endpoint)
             reader = EventReader(*endpoints[: 1 + with_replay])
             stack.callback(reader.close)
             assert live.poll(1000 * PATIENCE)
@@ -301,6 +302,46 @@ def test_a_new_engine_whose_first_batch_is_lost_makes_a_reader_forget(sockets):
     assert reader.read(PATIENCE) == (PageStored(12, 11, (3, 4)),)
     publish(live, (1, 3.0, [PAGES[2]]))
     assert reader.read(PATIENCE) == (CacheCleared(), PAGES[2])
+
+
+@pytest.mark.parametrize("with_replay", [False, True])
+def test_a_new_engine_that_has_published_as_many_batches_is_noticed(sockets, with_replay):
+    live, replay, reader = sockets(with_replay)
+    if with_replay:
+        answer(replay, asked(replay)[0], (-1, b""))
+    publish(live, (0, 1.0, PAGES[:1]))
+    mirror = CacheMirror()
+    read_until(reader, mirror, mirror_of([PAGES[:1]]))
+    endpoint = live.get_string(zmq.LAST_ENDPOINT)
+    live.context.destroy(linger=0)  # It returns when the address is free again.
+    with zmq.Context() as context, context.socket(zmq.XPUB) as other:
+        other.linger = 0
+        other.bind(endpoint)
+        end = time.monotonic() + PATIENCE
+        while not other.poll(0) and time.monotonic() < end:  # A subscription is renewed while a reader reads.
+            assert reader.read(0.01) == ()
+        # Its batch 0 came before that.
+        publish(other, (1, 2.0, PAGES[2:]))
+        parts = (0, encode(1.5, [PAGES[1]], states=True)), (1, encode(2.0, PAGES[2:], states=True)), (-1, b"")
+        wanted = mirror_of([PAGES[2 - with_replay :]])
+        while mirror != wanted and time.monotonic() < end:
+            while replay.poll(0):
+                name, start = asked(replay)
+                answer(replay, name, *parts[start:])
+            mirror.apply(reader.read(0.05))
+        assert mirror == wanted
+
+
+def test_what_came_before_the_subscription_is_asked_for_again(monkeypatch, sockets):
+    monkeypatch.setattr(event_reader, "_PATIENCE_S", 0.01)
+    _, replay, reader = sockets(with_replay=True)
+    answer(replay, asked(replay)[0], (-1, b""))
+    for timeout_s in (0.02, 0, 0.02, 0):  # Nothing was published yet, as far as the reader knows.
+        time.sleep(0.05)
+        assert reader.read(timeout_s) == ()
+    while replay.poll(0):
+        answer(replay, asked(replay)[0], (0, encode(1.0, PAGES[:1], states=True)), (-1, b""))
+    read_until(reader, CacheMirror(), mirror_of([PAGES[:1]]))
 
 
 def test_what_an_answer_leaves_out_makes_a_reader_forget(sockets):
