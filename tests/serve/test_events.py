@@ -125,6 +125,17 @@ def read_until(reader, mirror, wanted):
     assert mirror == wanted
 
 
+def read_and_answer(replay, reader, mirror, wanted, parts):
+    """Reads until `wanted` is known, and answers the questions that come meanwhile."""
+    end = time.monotonic() + PATIENCE
+    while mirror != wanted and time.monotonic() < end:
+        while replay.poll(0):
+            name, start = asked(replay)
+            answer(replay, name, *parts[start:])
+        mirror.apply(reader.read(0.05))
+    assert mirror == wanted
+
+
 # The fields and their order are those of vLLM's `kv_events.py` in September 2026.
 def test_a_batch_for_vllms_readers_has_vllms_messages_alone():
     stored = dict(type="BlockStored", lora_id=None, medium="GPU", lora_name=None, block_size=2)
@@ -323,25 +334,20 @@ def test_a_new_engine_that_has_published_as_many_batches_is_noticed(sockets, wit
         # Its batch 0 came before that.
         publish(other, (1, 2.0, PAGES[2:]))
         parts = (0, encode(1.5, [PAGES[1]], states=True)), (1, encode(2.0, PAGES[2:], states=True)), (-1, b"")
-        wanted = mirror_of([PAGES[2 - with_replay :]])
-        while mirror != wanted and time.monotonic() < end:
-            while replay.poll(0):
-                name, start = asked(replay)
-                answer(replay, name, *parts[start:])
-            mirror.apply(reader.read(0.05))
-        assert mirror == wanted
+        read_and_answer(replay, reader, mirror, mirror_of([PAGES[2 - with_replay :]]), parts)
 
 
 def test_what_came_before_the_subscription_is_asked_for_again(monkeypatch, sockets):
     monkeypatch.setattr(event_reader, "_PATIENCE_S", 0.01)
     _, replay, reader = sockets(with_replay=True)
-    answer(replay, asked(replay)[0], (-1, b""))
-    for timeout_s in (0.02, 0, 0.02, 0):  # Nothing was published yet, as far as the reader knows.
-        time.sleep(0.05)
-        assert reader.read(timeout_s) == ()
-    while replay.poll(0):
-        answer(replay, asked(replay)[0], (0, encode(1.0, PAGES[:1], states=True)), (-1, b""))
-    read_until(reader, CacheMirror(), mirror_of([PAGES[:1]]))
+    end = time.monotonic() + PATIENCE
+    while reader._replay is not None and time.monotonic() < end:
+        while replay.poll(0):
+            answer(replay, asked(replay)[0], (-1, b""))  # Nothing was published yet.
+        assert reader.read(0) == ()
+    assert reader._replay is None
+    parts = (0, encode(1.0, PAGES[:1], states=True)), (-1, b"")
+    read_and_answer(replay, reader, CacheMirror(), mirror_of([PAGES[:1]]), parts)
 
 
 def test_what_an_answer_leaves_out_makes_a_reader_forget(sockets):
