@@ -167,7 +167,7 @@ def settle(
     pool = _keep_windows(spec, pool, folds.windows, folds.unsettled, implementation)
     block = jnp.where(folds.unsettled, folds.block, NULL_BLOCK)
     pool = fold(spec, pool, folds.slot, folds.base, folds.position, folds.read, block, implementation)
-    # Of the group that the position is in, only the entries before it count. The others become such as add nothing.
+    # Of the group that the position is in, only the entries before it count. The others are cleared.
     places = fold_places(folds.base, folds.position, spec.state_block_size, spec.fold_length)
     read = jnp.where(places.folds, folds.block, folds.read)
     end = fold_end(places.next_base, spec.fold_length)
@@ -247,7 +247,7 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
 
 
 def _clear(spec: AlignConfig, pool: StatePool, slot: jax.Array, first: jax.Array, end: jax.Array) -> StatePool:
-    """Makes the entries of the positions `first` to `end` - 1 of each row add nothing. Slots out of range are left out."""
+    """Clears entries, so that they add nothing: those of the positions `first` to `end` - 1. It skips slots out of range."""
     places = 2 * spec.fold_length
     position = first[:, None] + jnp.arange(spec.fold_length, dtype=jnp.int32)
     place = jnp.where(position < end[:, None], position % places, places)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
@@ -43,6 +44,14 @@ class Ring:
         return _total_bytes(self.parameters())
 
 
+def _check(ring: Any, *sizes: str) -> None:
+    """Checks a ring's dtype and its fields `sizes`, which are positive numbers, and makes all of them plain values."""
+    set_fields(ring, dtype=dtype_name(ring.dtype))
+    itemsize(ring.dtype)
+    for name in sizes:
+        set_fields(ring, **{name: values.integer(f"{type(ring).__name__}: {name}", getattr(ring, name), 1)})
+
+
 def _total_bytes(arrays: tuple[tuple[tuple[int, ...], str], ...]) -> int:
     return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in arrays)
 
@@ -68,12 +77,8 @@ class DeltaRuleRing(Ring):
     per_channel: bool = False
 
     def __post_init__(self) -> None:
-        set_fields(
-            self, dtype=dtype_name(self.dtype), per_channel=values.flag("DeltaRuleRing: per_channel", self.per_channel)
-        )
-        itemsize(self.dtype)
-        for name in ("key_heads", "key_dim", "value_heads", "value_dim"):
-            set_fields(self, **{name: values.integer(f"DeltaRuleRing: {name}", getattr(self, name), 1)})
+        set_fields(self, per_channel=values.flag("DeltaRuleRing: per_channel", self.per_channel))
+        _check(self, "key_heads", "key_dim", "value_heads", "value_dim")
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"DeltaRuleRing: key_heads must divide value_heads = {self.value_heads}, got {self.key_heads}"
@@ -113,10 +118,7 @@ class Mamba2Ring(Ring):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        set_fields(self, dtype=dtype_name(self.dtype))
-        itemsize(self.dtype)
-        for name in ("heads", "head_dim", "groups", "state_dim"):
-            set_fields(self, **{name: values.integer(f"Mamba2Ring: {name}", getattr(self, name), 1)})
+        _check(self, "heads", "head_dim", "groups", "state_dim")
         if self.heads % self.groups:
             raise ValueError(f"Mamba2Ring: groups must divide heads = {self.heads}, got {self.groups}")
 
@@ -155,10 +157,7 @@ class Mamba1Ring(Ring):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        set_fields(self, dtype=dtype_name(self.dtype))
-        itemsize(self.dtype)
-        for name in ("channels", "state_dim"):
-            set_fields(self, **{name: values.integer(f"Mamba1Ring: {name}", getattr(self, name), 1)})
+        _check(self, "channels", "state_dim")
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -297,7 +297,7 @@ class NGramWorker:
         return tokens.reshape(-1), accepted
 
     def _state(self, verified: np.ndarray, lengths: np.ndarray) -> Any:
-        """What sglang-jax keeps of each request between its steps: its last token and the number of computed ones."""
+        """Returns what sglang-jax keeps of each request between steps: its last token and its number of computed ones."""
         inputs: Any = sgl_module("sgl_jax.srt.speculative.dflash_info").DFlashDraftInput
         return inputs(
             verified_id=verified.astype(np.int32), ctx_lens=np.zeros_like(lengths), draft_seq_lens=lengths,

@@ -20,6 +20,13 @@ DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128)}
 EVERY = [*IMPLEMENTATIONS, MOSAIC_GPU]
 
 
+def two_rows():
+    """The arguments of an op of deferred states for two rows of one token each, which start from nothing."""
+    zeros = dict.fromkeys(("base", "position", "read_block", "fold_block"), jnp.zeros(2, jnp.int32))
+    starts, slot = jnp.arange(3, dtype=jnp.int32), jnp.arange(2, dtype=jnp.int32)
+    return dict(layer=0, query_start_loc=starts, slot=slot, max_query_tokens=8) | zeros
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Sizes and dtypes of a test. `kda` means a decay per key channel."""

@@ -19,6 +19,7 @@ from kernels.deferred_rows import (
     coarsest,
     dirty_rings,
     exact,
+    two_rows,
 )
 
 from pallas_kernels.dispatch import UnsupportedError
@@ -264,14 +265,7 @@ def refused(**changes):
         ring_k=jnp.zeros((1, 3, 2, 32, 16)),
         ring_u=jnp.zeros((1, 3, 2, 32, 16)),
         ring_g=jnp.zeros((1, 3, 2, 32)),
-        layer=0,
-        query_start_loc=jnp.arange(3, dtype=jnp.int32),
-        slot=jnp.arange(2, dtype=jnp.int32),
-        base=jnp.zeros(2, jnp.int32),
-        position=jnp.zeros(2, jnp.int32),
-        read_block=jnp.zeros(2, jnp.int32),
-        fold_block=jnp.zeros(2, jnp.int32),
-        max_query_tokens=8,
+        **two_rows(),
     )
     return gated_delta_rule_deferred(**given | changes)
 

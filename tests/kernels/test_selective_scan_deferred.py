@@ -9,7 +9,7 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirty_pool, how
 from kernels.deferred_mamba1_rows import DIMS, Kind
 from kernels.deferred_phases import check_rows_in_every_phase
-from kernels.deferred_rows import LAYER, exact
+from kernels.deferred_rows import LAYER, exact, two_rows
 from kernels.deferred_schedules import assert_same_bits, schedules, serve
 
 from pallas_kernels import selective_scan, selective_scan_deferred
@@ -179,14 +179,7 @@ def refused(**changes):
         ring_x=jnp.zeros((1, 3, 2, 32, 16)),
         ring_B=jnp.zeros((1, 3, 1, 32, 8)),
         ring_dt=jnp.zeros((1, 3, 2, 32, 16)),
-        layer=0,
-        query_start_loc=jnp.arange(3, dtype=jnp.int32),
-        slot=jnp.arange(2, dtype=jnp.int32),
-        base=jnp.zeros(2, jnp.int32),
-        position=jnp.zeros(2, jnp.int32),
-        read_block=jnp.zeros(2, jnp.int32),
-        fold_block=jnp.zeros(2, jnp.int32),
-        max_query_tokens=8,
+        **two_rows(),
     )
     return selective_scan_deferred(**given | changes)
 
