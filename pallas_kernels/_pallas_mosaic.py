@@ -35,6 +35,7 @@ Barrier = plgpu.Barrier
 shared = plgpu.SMEM
 union = plgpu.RefUnion  # descriptions of shared memory that take the same place
 slice_of = pl.ds
+multiple_of = pl.multiple_of
 when = pl.when
 loop = pl.loop
 set_max_registers = plgpu.set_max_registers  # of a warpgroup; those of all warpgroups must not exceed 512
@@ -223,6 +224,27 @@ def multiply_all(
     results = pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32) for _ in sums])
     # Without the barrier the compiler may move arithmetic on the sums before the tensor cores have finished them.
     return list(lax.optimization_barrier(tuple(results)))
+
+
+def accumulate(total: jax.Array, left: jax.Array, right: Any) -> jax.Array:
+    """Adds a product of tiles to a sum on tensor cores, in float32.
+
+    Args:
+        total: The sum, [64 n, 8 m].
+        left: The left operand, in registers.
+        right: The right operand, in shared memory.
+    """
+
+    def run(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, left, right)
+
+    # Without the barrier the compiler may move arithmetic on the sum before the tensor cores have finished it.
+    return lax.optimization_barrier(pl.run_state(run)(plgpu.ACC.init(total)))
+
+
+def fast_math() -> Any:
+    """Compiler parameters with which exponentials and quotients are the GPU's approximations, right to about 2e-7."""
+    return plgpu.CompilerParams(approx_math=True)
 
 
 def keep_rows(tile: Any, count: jax.Array) -> None:

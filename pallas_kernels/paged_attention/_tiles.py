@@ -17,12 +17,14 @@ class Tiles(NamedTuple):
         start: The tile's first packed token.
         length: The number of the tile's tokens.
         position: Position of the tile's first token in its sequence.
+        end: The number of keys of the tile's row.
     """
 
     table: Int32[Array, " tiles"]
     start: Int32[Array, " tiles"]
     length: Int32[Array, " tiles"]
     position: Int32[Array, " tiles"]
+    end: Int32[Array, " tiles"]
 
 
 def tiles(
@@ -59,7 +61,15 @@ def tiles(
         offset = (tile - (end - count)[row]) * tile_tokens
     length = jnp.clip(row_length[row] - offset, 0, tile_tokens)
     table = row if slots is None else slots[row]
-    return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset)
+    end = num_computed_tokens[row] + row_length[row]
+    return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, end)
+
+
+def places_of_tokens(rows: TokenRows, query_start_loc: jax.Array, tile_tokens: int) -> jax.Array:
+    """Returns the place of each packed token if every tile of `tile_tokens` tokens has places for all. int32 [tokens]."""
+    count = -(-jnp.diff(query_start_loc) // tile_tokens)
+    first_tile = jnp.cumsum(count, dtype=jnp.int32) - count
+    return first_tile[rows.row] * tile_tokens + rows.offset
 
 
 def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention import pallas_triton, xla
+from pallas_kernels.paged_attention import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.paged_attention.config import Config
 
 
@@ -135,4 +136,12 @@ def _attend(operands, options, implementation, config, interpret, unsupported):
         xla=functools.partial(xla.paged_attention, **dict(options)),
         triton=functools.partial(pallas_triton.paged_attention, config=config, interpret=interpret, **dict(options)),
         unsupported=unsupported,
+        mosaic_gpu=functools.partial(mosaic_gpu.paged_attention, scale=dict(options)["scale"]),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, dict(options)["max_query_tokens"], implementation, config),
     )
+
+
+def _no_mosaic_gpu(operands, max_query_tokens, implementation, config):
+    q, keys, values, *_, gates = operands
+    reason = mosaic_gpu.unsupported(q, keys, values, gates, max_query_tokens)
+    return reason or pm.unavailable(implementation, config)

@@ -1,0 +1,41 @@
+"""Cuts the keys of a row into shares, which different programs can attend."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def ceil(x: Any, n: int) -> Any:
+    """Divides an integer by a number, and rounds up."""
+    return jax.lax.div(x + (n - 1), jnp.int32(n))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How keys are cut into splits of `split` positions, at multiples of it, which are dealt out to `shares` shares.
+
+    Share s has the splits s, s + shares, s + 2 shares and so on. A split has blocks, which are multiplied at a time.
+    """
+
+    split: int
+    shares: int
+
+    def used(self, num_keys: Any) -> Any:
+        """Returns how many shares `num_keys` keys have."""
+        return jnp.minimum(ceil(num_keys, self.split), self.shares)
+
+    def blocks_below(self, share: Any, count: Any, block: int) -> Any:
+        """Returns how many of a row's first `count` blocks of `block` keys belong to a share."""
+        per_split = self.split // block
+        whole = jax.lax.div(count, jnp.int32(per_split))
+        own = jax.lax.div(whole - share + (self.shares - 1), jnp.int32(self.shares))
+        last = jax.lax.rem(whole - share, jnp.int32(self.shares)) == 0
+        return own * per_split + jnp.where(last, count - whole * per_split, 0)
+
+    def begin_of(self, share: Any, n: Any, block: int) -> Any:
+        """Returns the position of the first key of a share's n-th block of `block` keys."""
+        per_split = self.split // block
+        turn = jax.lax.div(n, jnp.int32(per_split))
+        return (share + turn * self.shares) * self.split + (n - turn * per_split) * block

@@ -1,0 +1,323 @@
+"""paged_attention for prompts on Hopper GPUs. A program attends 128 queries, the tokens of one or two heads, to their keys.
+
+One warpgroup fetches pages of keys and values. The other two have 64 queries each, and take turns: while one multiplies on
+the tensor cores, the other one computes its softmax. The keys of a row are cut into splits and shares, as by the Triton
+kernels, and the same second launch merges the shares.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels.paged_attention._merge import LOW, merge
+from pallas_kernels.paged_attention._shares import Shares, ceil
+from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
+from pallas_kernels.rows import token_rows
+
+_QUERIES = 64  # of a warpgroup
+_PART = 64  # dims of a head that lie together in shared memory
+_STAGES = 2  # blocks of keys, and of values, in shared memory
+_SHARES = Shares(split=4096, shares=4)
+
+
+def unsupported(
+    q: jax.Array, keys: jax.Array, values: jax.Array | None, gates: jax.Array | None, max_query_tokens: int | None
+) -> str | None:
+    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    page_size, _, key_dim = keys.shape[2:]
+    if max_query_tokens is not None:
+        return "the kernel is for prompts, whose max_query_tokens is None"
+    if values is None:
+        return "the kernel is not for latent attention"
+    given = [x.dtype for x in (q, keys, values, gates) if x is not None]
+    if given[0] not in (jnp.bfloat16, jnp.float16) or any(dtype != given[0] for dtype in given):
+        names = ", ".join(str(dtype) for dtype in given)
+        return f"q, keys, values and gates must all be bfloat16 or all float16, got {names}"
+    if key_dim % _PART or key_dim > 4 * _PART or values.shape[4] != key_dim:
+        return f"keys and values must have 64, 128, 192 or 256 dims, got {key_dim} and {values.shape[4]}"
+    if page_size % 8 or (page_size % _block(key_dim) and _block(key_dim) % page_size):
+        return f"page_size must be a multiple of 8 and a multiple or divisor of {_block(key_dim)}, got {page_size}"
+    return None
+
+
+def _block(dim: int) -> int:
+    """The number of keys that are multiplied at a time: as many as fit into registers beside the sums."""
+    return 128 if dim <= 128 else 64
+
+
+def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
+    """Runs one tile of tokens, one or two heads, and every `programs`-th share of their keys.
+
+    `arrays` are, by their `names`, what `paged_attention` launches: the inputs, the outputs, shared memory and barriers.
+    "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+    """
+    refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
+    query_rows, query_tiles = refs.queries
+    program = pm.axis_index("program")
+    tile = (
+        refs.length.shape[0] - 1 - pm.axis_index("tile")
+    )  # the last tiles of a prompt see the most keys: they go first
+    page_size, kv_heads, dim = refs.keys.shape[2:]
+    block, parts = _block(dim), range(dim // _PART)
+    first_head = pm.axis_index("heads") * heads_of_tile
+    kv_head = jax.lax.div(first_head, jnp.int32(refs.q.shape[1] // kv_heads))
+    start, length, first, end = refs.start[tile], refs.length[tile], refs.position[tile], refs.end[tile]
+    layer, table = refs.layer[0], refs.table[tile]
+    seen = first + length  # the keys that the tile's last token sees
+    used = _SHARES.used(seen)
+    turns = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0)
+    dims = lambda n: pm.slice_of(n * _PART, _PART)
+
+    def share_of(turn):
+        """The share of a turn. Share 0 comes last, because results take the queries' place in shared memory."""
+        return program + (turns - 1 - turn) * programs
+
+    def stage(step):
+        return jax.lax.rem(step, jnp.int32(_STAGES))
+
+    def fetch():
+        """Fetches the queries, and the blocks of keys and values in the order of `attend`."""
+        pm.set_max_registers(40, action="decrease")
+        copied = min(page_size, block)  # the keys of a copy, which lie in one page
+        copies = range(block // copied)
+
+        def place_of(position):
+            """The page and the place of a block's keys from `position` on. Only pages that the row has are looked up."""
+            page = refs.page_table[table, jax.lax.div(jnp.minimum(position, end - 1), jnp.int32(page_size))]
+            return page, pm.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
+
+        def copy(pool, places, tile, full):
+            for n, (page, place) in zip(copies, places, strict=True):
+                source = pool.at[layer, page, pm.slice_of(place, copied), kv_head]
+                pm.copy_in(source, tile.at[pm.slice_of(n * copied, copied)], full)
+
+        def one(share, n, step):
+            begin, at = _SHARES.begin_of(share, n, block), stage(step)
+            places = [place_of(begin + n * copied) for n in copies]
+            pm.when(step >= _STAGES)(lambda: pm.wait(refs.keys_free.at[at]))
+            copy(refs.keys, places, refs.key_tiles.at[at], refs.keys_full.at[at])
+            pm.when(step >= _STAGES)(lambda: pm.wait(refs.values_free.at[at]))
+            tile, is_end = refs.value_tiles.at[at], begin + block > end
+            pm.when(~is_end)(lambda: copy(refs.values, places, tile, refs.values_full.at[at]))
+
+            @pm.when(is_end)
+            def _():
+                # A weight of 0 does not hide a value that is NaN.
+                copy(refs.values, places, tile, refs.values_arrived)
+                pm.wait(refs.values_arrived)
+                for part in parts:
+                    pm.keep_rows(tile.at[:, dims(part)], end - begin)
+                pm.commit()
+                for _ in copies:
+                    pm.arrive(refs.values_full.at[at])
+
+            return step + 1
+
+        @pm.when(turns > 0)
+        def _():
+            for group in range(2):
+                token, head = _of_warpgroup(group)
+                for n in parts:
+                    source = refs.q.at[pm.slice_of(token, _QUERIES), head, dims(n)]
+                    pm.copy_in(source, query_rows.at[group, n], refs.queries_full)
+
+        def one_share(turn, step):
+            share = share_of(turn)
+            count = _SHARES.blocks_below(share, ceil(seen, block), block)
+            return jax.lax.fori_loop(0, count, lambda n, step: one(share, n, step), step)
+
+        steps = jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
+
+        # A barrier has one phase bit, so each of its completions must be waited for.
+        @pm.loop(jnp.maximum(steps - _STAGES, 0), steps)
+        def _(step):
+            pm.wait(refs.keys_free.at[stage(step)])
+            pm.wait(refs.values_free.at[stage(step)])
+
+    def _of_warpgroup(group):
+        """The first token and the head of a warpgroup's queries."""
+        if heads_of_tile == 2:
+            return start, first_head + group
+        return start + group * _QUERIES, first_head
+
+    def attend():
+        pm.set_max_registers(232, action="increase")
+        group = pm.axis_index(pm.WARPGROUP)
+        token, head = _of_warpgroup(group)
+        position = first + (token - start)  # of the first query
+        own = jnp.clip(length - (token - start), 0, _QUERIES)
+        shape = _QUERIES, block
+
+        def take_turns():
+            pm.arrive(refs.turn)
+            pm.wait(refs.turn)
+
+        def advance(is_masked, share, n, carry):
+            step, top, total, sums = carry
+            at = stage(step)
+            pm.wait(refs.keys_full.at[at])
+            pairs = [(query_tiles.at[group, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
+            (scores,) = pm.multiply_all(shape, [pairs], take_turns)
+            pm.arrive(refs.keys_free.at[at])
+            if is_masked:
+                ahead = _SHARES.begin_of(share, n, block) - position  # of the first key before the first query
+                visible = pm.columns(shape) - pm.rows(shape) <= -ahead
+                scores = jnp.where(visible, scores, -jnp.inf)
+            factor = scale * math.log2(math.e)
+            new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+            decay = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores * factor - pm.along_rows(new_top, block))
+            total = total * decay + weights.sum(axis=1)
+            sums = sums * pm.along_rows(decay, dim)
+            narrow = weights.astype(refs.q.dtype)
+            pm.arrive(refs.turn)
+            pm.wait(refs.values_full.at[at])
+            pm.wait(refs.turn)
+            sums = pm.accumulate(sums, narrow, refs.value_tiles.at[at])
+            pm.arrive(refs.values_free.at[at])
+            return step + 1, new_top, total, sums
+
+        def one_share(turn, step):
+            share = share_of(turn)
+            count = _SHARES.blocks_below(share, ceil(seen, block), block)
+            # Every token of the tile sees all keys of the first blocks.
+            plain = _SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
+            plain = jnp.minimum(plain, count)
+            top = pm.zeros_per_row(_QUERIES, jnp.float32) + LOW
+            carry = step, top, pm.zeros_per_row(_QUERIES, jnp.float32), pm.zeros((_QUERIES, dim), jnp.float32)
+            carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, share), carry)
+            step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
+
+            @pm.when(seen > _SHARES.split)
+            def _():
+                place = tile * (2 * _QUERIES // heads_of_tile) + (token - start)
+                refs.tops_tile[group] = top
+                refs.totals_tile[group] = total
+                pm.commit()
+                here = pm.slice_of(place, _QUERIES)
+                pm.copy_out(refs.tops_tile.at[group], refs.tops.at[share, head, here])
+                pm.copy_out(refs.totals_tile.at[group], refs.totals.at[share, head, here])
+                pm.store_directly(refs.sums.at[share, here, head], sums)
+                pm.wait_for_copies_out(0, wait_read_only=True)
+
+            whole = jnp.clip(_SHARES.split - position, 0, own)  # tokens whose keys are one split
+
+            @pm.when((share == 0) & (whole > 0))
+            def _():
+                out = sums / pm.along_rows(total, dim)
+                if refs.gates is not None:
+                    from_dim = refs.gates.shape[2] - dim
+                    for n in parts:
+                        source = refs.gates.at[
+                            pm.slice_of(token, _QUERIES), head, pm.slice_of(from_dim + n * _PART, _PART)
+                        ]
+                        pm.copy_in(source, query_rows.at[group, n], refs.gates_full.at[group])
+                    pm.wait(refs.gates_full.at[group])
+                for n in parts:
+                    result = out[:, n * _PART : (n + 1) * _PART]
+                    if refs.gates is not None:
+                        gates = pm.load(query_tiles.at[group, n]).astype(jnp.float32)
+                        result = result / (1.0 + jnp.exp(-gates))
+                    query_tiles.at[group, n][...] = result.astype(refs.q.dtype)
+                pm.commit()
+                for n in parts:
+                    target = lambda m, size, n=n: refs.out.at[pm.slice_of(token + m, size), head, dims(n)]
+                    pm.store_rows(query_rows.at[group, n], whole, target)
+                pm.wait_for_copies_out(0, wait_read_only=True)
+
+            return step
+
+        @pm.when(turns > 0)
+        def _():
+            pm.wait(refs.queries_full)
+            pm.when(group == 1)(take_turns)
+            jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
+            pm.when(group == 0)(take_turns)
+
+    group = pm.axis_index(pm.WARPGROUP)
+    pm.when(group < 2)(attend)
+    pm.when(group == 2)(fetch)
+    pm.arrive(refs.done)
+    pm.wait(refs.done)
+
+
+def paged_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    num_computed_tokens: jax.Array,
+    page_table: jax.Array,
+    slots: jax.Array | None,
+    gates: jax.Array | None,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Launches the kernel and the one that merges shares. See api.py."""
+    num_tokens, heads, dim = q.shape
+    heads_of_tile = 2 if heads // keys.shape[3] % 2 == 0 else 1
+    tokens_of_tile = 2 * _QUERIES // heads_of_tile
+    cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
+    num_tiles = cut.table.shape[0]
+    programs = _programs(num_tiles * heads // heads_of_tile)
+    given = dict(q=q, keys=keys, values=values, layer=layer.reshape(1), page_table=page_table) | cut._asdict()
+    if gates is not None:
+        given |= dict(gates=gates)
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    places = num_tiles * tokens_of_tile
+    outputs = dict(
+        out=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        sums=array(_SHARES.shares, places, heads, dim),
+        tops=array(_SHARES.shares, heads, places),
+        totals=array(_SHARES.shares, heads, places),
+    )
+    copies = _block(dim) // min(keys.shape[2], _block(dim))
+    tile = (dim // _PART, _QUERIES, _PART)
+    of_stage = _STAGES, _block(dim), dim
+    scratch = dict(
+        queries=pm.token_tiles((2, *tile), q.dtype),
+        key_tiles=pm.tiled(*of_stage, dtype=q.dtype),
+        value_tiles=pm.tiled(*of_stage, dtype=q.dtype),
+        tops_tile=pm.shared((2, _QUERIES), jnp.float32),
+        totals_tile=pm.shared((2, _QUERIES), jnp.float32),
+        queries_full=pm.Barrier(num_arrivals=2 * tile[0]),
+        gates_full=pm.Barrier(num_arrivals=tile[0], num_barriers=2),
+        keys_full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        keys_free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        values_full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        values_free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        values_arrived=pm.Barrier(num_arrivals=copies),
+        turn=pm.Barrier(num_arrivals=2),
+        done=pm.Barrier(num_arrivals=3),
+    )
+    body = functools.partial(_kernel, [*given, *outputs, *scratch])
+    attended = pm.kernel(
+        functools.partial(body, heads_of_tile=heads_of_tile, programs=programs, scale=scale),
+        out_type=list(outputs.values()),
+        # The heads of one tile are neighbours, because the keys of all heads are.
+        grid=(num_tiles, programs, heads // heads_of_tile),
+        grid_names=("tile", "program", "heads"),
+        num_threads=3,
+        thread_name=pm.WARPGROUP,
+        scratch_types=list(scratch.values()),
+        compiler_params=pm.fast_math(),
+        kernel_name="paged_attention",
+    )(*given.values())
+    attended = dict(zip(outputs, attended, strict=True))
+    rows = token_rows(query_start_loc, num_tokens)
+    place = places_of_tokens(rows, query_start_loc, tokens_of_tile)
+    split = _SHARES.split
+    return merge(attended, rows, num_computed_tokens, gates, split=split, place=place, interpret=False)
+
+
+def _programs(num_tiles: int) -> int:
+    """The number of programs that attend the shares of each of `num_tiles` tiles: enough to fill an H200's 132 cores."""
+    programs = 1
+    while programs < _SHARES.shares and programs * num_tiles < 132:
+        programs *= 2
+    return programs
