@@ -45,7 +45,7 @@ def test_gates_multiply_the_results(rng, dims):
     batch = make(rng, lengths, [0, 0, 4000, 9000], DIMS[dims], dtype)
     plain = run(batch)
     gates = rng.normal(size=plain.shape)
-    wide = np.concatenate([np.full((*plain.shape[:2], 8), np.nan), gates], axis=2)
+    wide = np.concatenate([np.full((*plain.shape[:2], 64), np.nan), gates], axis=2)
     wide[sum(lengths) :] = np.nan
     out, exact = run(batch, gates=jnp.asarray(wide, dtype)), np.asarray(jnp.asarray(gates, dtype), np.float64)
     wanted = np.asarray(plain, np.float64) / (1 + np.exp(-exact))
