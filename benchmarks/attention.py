@@ -284,6 +284,8 @@ def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
     found: dict[str, Run] = {"triton": run(implementation="triton", **options)}
     if tune:
         return found | {short(c): run(implementation="triton", config=c, **options) for c in tuned(case)}
+    if case.window is None and not case.value_dim:
+        found["mosaic_gpu"] = run(implementation="mosaic_gpu")
     found["xla"] = run(implementation="xla")
     if gathered_bytes(case) <= GATHER_BYTES:
         found["gather"] = functools.partial(gather, case)

@@ -291,14 +291,19 @@ def _kernels(launches: Sequence[tuple[str, float]], steps: int) -> Row:
 
 
 def measure_prompt(engine: Engine, config: Config, case: Case, repetitions: int) -> Row:
-    """The median time from the arrival of a prompt at an idle engine to its first token."""
-    times = []
-    for repetition in range(repetitions):
-        (prompt,) = prompts(config, case, seed=1 + repetition)
+    """The median time from the arrival of a prompt at an idle engine to its first token, and a prompt's kernels."""
+
+    def run(seed: int) -> float:
+        (prompt,) = prompts(config, case, seed=seed)
         (output,) = engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         assert output.ttft_s is not None
-        times.append(1e3 * output.ttft_s)
-    return {"ttft_ms": statistics.median(times), "ttft_ms_runs": times}
+        jax.block_until_ready(engine.runner.device_state)
+        return 1e3 * output.ttft_s
+
+    run(seed=0)  # compiles
+    times = [run(seed=1 + repetition) for repetition in range(repetitions)]
+    launches = kernel_times(lambda: run(seed=1 + repetitions)) if jax.default_backend() == "gpu" else []
+    return {"ttft_ms": statistics.median(times), "ttft_ms_runs": times} | _kernels(launches, 1)
 
 
 def make_engine(model: Any, config: EngineConfig, devices: int) -> Engine:

@@ -40,6 +40,7 @@ when = pl.when
 loop = pl.loop
 set_max_registers = plgpu.set_max_registers  # of a warpgroup; those of all warpgroups must not exceed 512
 axis_index = lax.axis_index
+computed = lax.optimization_barrier  # values that have been computed before what follows
 thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
 
@@ -240,42 +241,6 @@ def accumulate(total: jax.Array, left: jax.Array, right: Any) -> jax.Array:
 
     # Without the barrier the compiler may move arithmetic on the sum before the tensor cores have finished it.
     return lax.optimization_barrier(pl.run_state(run)(plgpu.ACC.init(total)))
-
-
-def multiply_beside(
-    shape: tuple[int, int],
-    pairs: Sequence[tuple[Any, Any]],
-    total: jax.Array,
-    added: tuple[jax.Array, Any],
-    started: Callable[[], None],
-    meanwhile: Callable[[jax.Array], Any],
-) -> tuple[Any, jax.Array]:
-    """Sums products of tiles and adds another product to a sum, on tensor cores, in float32.
-
-    Args:
-        shape: The shape of the products, [64 n, 8 m].
-        pairs: The operands of the products, in shared memory.
-        total: The sum, [64 n, 8 m'].
-        added: The operands of the product that is added to it: the left one is in registers.
-        started: What the warpgroup does when everything has been started.
-        meanwhile: What it does with the sum of the products while the other product is computed.
-
-    Returns:
-        What `meanwhile` returns, and the new sum.
-    """
-
-    def run(products: Any, accumulator: Any) -> tuple[Any, jax.Array]:
-        accumulator[...] = total
-        for left, right in pairs:
-            plgpu.wgmma(products, left, right)
-        plgpu.wgmma(accumulator, *added)
-        started()
-        # Without the barriers the compiler may move arithmetic before or after what it waits for.
-        result = meanwhile(lax.optimization_barrier(plgpu.wgmma_accumulator_load(products, wait_n=1)))
-        return lax.optimization_barrier(result), plgpu.wgmma_accumulator_load(accumulator)
-
-    result, total = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32), plgpu.ACC(total.shape, jnp.float32))
-    return result, lax.optimization_barrier(total)
 
 
 def fast_math() -> Any:

@@ -178,28 +178,39 @@ class Attention(nnx.Module):
         """The key heads, the dims of a key and the dims of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
-    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects the inputs [tokens, hidden] to queries with their gates, keys and values, each [tokens, channels]."""
-        return self.qkv_proj(x)
+    def projections(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projects the inputs [tokens, hidden] to queries with their gates, keys and values, each [tokens, channels].
+
+        With `is_wide`, the queries may have the channels of keys and values after their own.
+        """
+        q, k, v = self.qkv_proj.with_wide_first(x, is_wide=is_wide)
+        return q, k, v
 
     def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
         return self.rotation.angles(positions) if self.rotation else (None, None)
 
-    def _inputs(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    def _inputs(
+        self, x: jax.Array, *, is_wide: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects the inputs [tokens, hidden], and norms queries and keys if the norm takes all heads together.
+
+        Args:
+            x: The inputs.
+            is_wide: Whether what reads queries and gates ignores heads after their own.
 
         Returns:
             Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values
             [tokens, kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates.
         """
-        heads = lambda y, number: y.reshape(x.shape[0], number, -1)
+        heads = lambda y, dim=self.head_dim: y.reshape(x.shape[0], -1, dim)
         flat = lambda y: y.reshape(x.shape[0], -1)
-        q, k, v = self.projections(x)
-        q = heads(q, self.heads)
+        is_normed = self.norm_whole and self.q_norm is not None
+        q, k, v = self.projections(x, is_wide=is_wide and not is_normed)
+        q = heads(q, (1 + self.gated) * self.head_dim)
         gates = q if self.gated else None
-        if self.norm_whole and self.q_norm is not None:
-            q, k = heads(self.q_norm(flat(q[..., : self.head_dim])), self.heads), self.k_norm(k)
-        return q, heads(k, self.kv_heads), heads(v, self.kv_heads), gates
+        if is_normed:
+            q, k = heads(self.q_norm(flat(q[..., : self.head_dim]))), self.k_norm(k)
+        return q, heads(k), heads(v), gates
 
     def _head_norms(self) -> tuple[jax.Array | None, jax.Array | None, float, float]:
         """Returns the weights of the norms that take each head by itself, None without such norms, epsilon and offset."""
@@ -242,7 +253,7 @@ class Attention(nnx.Module):
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages
-        q, k, v, gates = self._inputs(x)
+        q, k, v, gates = self._inputs(x, is_wide=not at.has_decode_rows)
         angles = self._angles(pages.positions)
         q_weight, k_weight, epsilon, offset = self._head_norms()
         q, keys, values = ops.rotate_and_store(
@@ -257,6 +268,7 @@ class Attention(nnx.Module):
             pages.kv_offset,
             q_weight,
             k_weight,
+            heads=self.heads,
             epsilon=epsilon,
             offset=offset,
             implementation=at.implementation,

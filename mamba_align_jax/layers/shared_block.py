@@ -120,7 +120,7 @@ class AdaptedAttention(Attention):
         if rank is not None:
             self.q_up, self.k_up, self.v_up = (Linear(rank, size, dtype, rngs) for size in shared.qkv_proj.parts)
 
-    def projections(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def projections(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projects the inputs [tokens, 2 * hidden] to queries, keys and values, each [tokens, channels]."""
         q, k, v = self.qkv_proj(x)
         if self.down is None:

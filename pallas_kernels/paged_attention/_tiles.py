@@ -65,11 +65,19 @@ def tiles(
     return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, end)
 
 
-def places_of_tokens(rows: TokenRows, query_start_loc: jax.Array, tile_tokens: int) -> jax.Array:
-    """Returns the place of each packed token if every tile of `tile_tokens` tokens has places for all. int32 [tokens]."""
-    count = -(-jnp.diff(query_start_loc) // tile_tokens)
-    first_tile = jnp.cumsum(count, dtype=jnp.int32) - count
-    return first_tile[rows.row] * tile_tokens + rows.offset
+def places_of_tokens(
+    rows: TokenRows, query_start_loc: jax.Array, tile_tokens: int, max_query_tokens: int | None
+) -> jax.Array:
+    """Returns the place of each packed token among those of all `tiles`, which have `tile_tokens` places each.
+
+    int32 [tokens]. The arguments are those of `tiles`.
+    """
+    if max_query_tokens is not None:
+        first_tile = rows.row * -(-max_query_tokens // tile_tokens)
+    else:
+        count = -(-jnp.diff(query_start_loc) // tile_tokens)
+        first_tile = (jnp.cumsum(count, dtype=jnp.int32) - count)[rows.row]
+    return first_tile * tile_tokens + rows.offset
 
 
 def keys_of_tokens(rows: TokenRows, num_computed_tokens: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ def paged_attention(
     page_table: Int32[Array, "tables pages_per_row"],
     *,
     slots: Int32[Array, " rows"] | None = None,
-    gates: Float[Array, "tokens heads gate_dim"] | None = None,
+    gates: Float[Array, "tokens gate_heads gate_dim"] | None = None,
     max_query_tokens: int | None = None,
     value_dim: int | None = None,
     scale: float | None = None,
@@ -72,13 +72,16 @@ def paged_attention(
         slots: The row of `page_table` that each row's pages are in. A row without tokens may have any slot. None if
             `page_table` has a row for each row.
         gates: Gates of the attended values. A head's last dims, as many as a value has, are its gate. What precedes them,
-            such as a query, is not read. None multiplies nothing.
+            such as a query, is not read, and neither is what follows the last head. None multiplies nothing.
         max_query_tokens: A bound on the number of tokens of each row, for decode and verify rows. None stands for prompts,
             whose rows may have any length.
         value_dim: The dims of a value, if and only if `values` is None.
         scale: Positive factor of the scores; key_dim ** -0.5 if None.
-        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
-        config: Launch configuration of the Triton kernels. None selects the default.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects XLA if the program is not lowered for CUDA. Otherwise
+            it selects Mosaic GPU for prompts if JAX's default device is a Hopper GPU and the kernel can run the arguments,
+            and Triton for the rest.
+        config: Launch configuration of the Triton kernels, with which None does not select Mosaic GPU. None selects the
+            default.
         interpret: Whether to run the Triton kernels' bodies as plain JAX, on any platform.
 
     Returns:
@@ -87,7 +90,10 @@ def paged_attention(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a head is so
-            wide that a tile of keys does not fit into a GPU's shared memory.
+            wide that a tile of keys does not fit into a GPU's shared memory. If it is "mosaic_gpu", because the rows are not
+            prompts, attention is latent, q, keys, values and gates are not all bfloat16 or all float16, a head has other
+            than 64, 128, 192 or 256 dims, or the pages have a size that blocks of 64 or 128 keys do not fit; or because
+            JAX is older than 0.11.2.
     """
     kv_heads, key_dim = keys.shape[3:]
     require(
@@ -116,6 +122,10 @@ def paged_attention(
     require(
         gates is None or gates.shape[2] >= dims,
         f"paged_attention: gates must have at least {dims} dims per head, got {0 if gates is None else gates.shape[2]}",
+    )
+    require(
+        gates is None or gates.shape[1] >= q.shape[1],
+        f"paged_attention: gates must have at least q's {q.shape[1]} heads, got {0 if gates is None else gates.shape[1]}",
     )
     if 0 in (q.shape[0], num_computed_tokens.shape[0], *page_table.shape):
         return jnp.zeros((*q.shape[:2], dims), q.dtype)

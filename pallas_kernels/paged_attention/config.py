@@ -64,13 +64,13 @@ def default_stages(config: Config, num_tiles: int) -> int:
     return min(config.num_stages, 2) if num_tiles >= 64 else config.num_stages
 
 
-def default_programs(config: Config, num_tiles: int, *, is_prompt: bool) -> int:
-    """The number of programs that attend the shares of each of `num_tiles` tiles.
+def default_programs(shares: int, num_tiles: int, *, is_prompt: bool) -> int:
+    """The number of programs that attend the shares of each of `num_tiles` tiles, at most the number of shares.
 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
     """
     programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 4
-    while programs < config.shares and (programs < least or programs * num_tiles < wanted):
+    while programs < shares and (programs < least or programs * num_tiles < wanted):
         programs *= 2
-    return min(programs, config.shares)
+    return min(programs, shares)

@@ -16,12 +16,11 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.paged_attention._merge import LOW, merge
 from pallas_kernels.paged_attention._shares import Shares, ceil
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
+from pallas_kernels.paged_attention.config import default_programs
 from pallas_kernels.rows import token_rows
 
 _QUERIES = 64  # of a warpgroup
 _PART = 64  # dims of a head that lie together in shared memory
-_TURNS = True
-_TURNS_EARLY = True
 _STAGES = 2  # blocks of keys, and of values, in shared memory
 _SHARES = Shares(split=4096, shares=4)
 
@@ -40,7 +39,7 @@ def unsupported(
         names = ", ".join(str(dtype) for dtype in given)
         return f"q, keys, values and gates must all be bfloat16 or all float16, got {names}"
     if gates is not None and (gates.shape[2] - key_dim) % _PART:
-        return f"gates must have {key_dim} dims and a multiple of {_PART}, got {gates.shape[2]}"
+        return f"gates must have {key_dim} dims and a multiple of {_PART} before them, got {gates.shape[2]}"
     if key_dim % _PART or key_dim > 4 * _PART or values.shape[4] != key_dim:
         return f"keys and values must have 64, 128, 192 or 256 dims, got {key_dim} and {values.shape[4]}"
     if page_size % 8 or (page_size % _block(key_dim) and _block(key_dim) % page_size):
@@ -156,64 +155,47 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         own = jnp.clip(length - (token - start), 0, _QUERIES)
         shape = _QUERIES, block
 
-        def softmax(scores, top, total, is_masked, begin):
-            """Returns the weights of a block's keys, the new sums' top and total, and the factor of what was summed before."""
+        def take_turns():
+            pm.arrive(refs.turn)
+            pm.wait(refs.turn)
+
+        def advance(is_masked, share, n, carry):
+            step, top, total, sums = carry
+            at = stage(step)
+            pm.wait(refs.keys_full.at[at])
+            pairs = [(query_tiles.at[group, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
+            (scores,) = pm.multiply_all(shape, [pairs], take_turns)
+            pm.arrive(refs.keys_free.at[at])
             if is_masked:
-                visible = pm.columns(shape) - pm.rows(shape) <= position - begin
+                ahead = _SHARES.begin_of(share, n, block) - position  # of the first key before the first query
+                visible = pm.columns(shape) - pm.rows(shape) <= -ahead
                 scores = jnp.where(visible, scores, -jnp.inf)
             factor = scale * math.log2(math.e)
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores * factor - pm.along_rows(new_top, block))
+            sums = sums * pm.along_rows(decay, dim)
+            narrow = weights.astype(refs.q.dtype)
+            sums, narrow, new_top, weights, decay = pm.computed((sums, narrow, new_top, weights, decay))
+            pm.arrive(refs.turn)
+            pm.wait(refs.values_full.at[at])
+            pm.wait(refs.turn)
+            # The tensor cores work on the other warpgroup's products meanwhile.
             total = total * decay + weights.sum(axis=1)
-            return weights.astype(refs.q.dtype), new_top, total, decay
-
-        def products_of(step):
-            """The products that are a block's scores."""
-            at = stage(step)
-            return [(query_tiles.at[group, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
-
-        def advance(is_masked, share, n, carry):
-            """Adds the values of the block before, while it computes the weights of block n."""
-            step, weights, top, total, sums = carry
-            before = stage(step - 1)
-            pm.wait(refs.keys_full.at[stage(step)])
-            pm.wait(refs.values_full.at[before])
-            if _TURNS: pm.wait(refs.turn.at[group])
-
-            def meanwhile(scores):
-                if not _TURNS_EARLY and _TURNS: pm.arrive(refs.turn.at[1 - group])
-                pm.arrive(refs.keys_free.at[stage(step)])
-                return softmax(scores, top, total, is_masked, _SHARES.begin_of(share, n, block))
-
-            def started():
-                if _TURNS_EARLY and _TURNS: pm.arrive(refs.turn.at[1 - group])
-
-            added = weights, refs.value_tiles.at[before]
-            (weights, top, total, decay), sums = pm.multiply_beside(shape, products_of(step), sums, added, started, meanwhile)
-            pm.arrive(refs.values_free.at[before])
-            return step + 1, weights, top, total, sums * pm.along_rows(decay, dim)
+            sums = pm.accumulate(sums, narrow, refs.value_tiles.at[at])
+            pm.arrive(refs.values_free.at[at])
+            return step + 1, new_top, total, sums
 
         def one_share(turn, step):
             share = share_of(turn)
             count = _SHARES.blocks_below(share, ceil(seen, block), block)
             # Every token of the tile sees all keys of the first blocks.
             plain = _SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
-            plain = jnp.clip(plain, 1, count)
-            pm.wait(refs.keys_full.at[stage(step)])
-            (scores,) = pm.multiply_all(shape, [products_of(step)])
-            pm.arrive(refs.keys_free.at[stage(step)])
-            nothing = pm.zeros_per_row(_QUERIES, jnp.float32)
-            begin = _SHARES.begin_of(share, jnp.int32(0), block)
-            weights, top, total, _ = softmax(scores, nothing + LOW, nothing, True, begin)
-            carry = step + 1, weights, top, total, pm.zeros((_QUERIES, dim), jnp.float32)
-            carry = jax.lax.fori_loop(1, plain, functools.partial(advance, False, share), carry)
-            carry = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
-            step, weights, top, total, sums = carry
-            last = stage(step - 1)
-            pm.wait(refs.values_full.at[last])
-            sums = pm.accumulate(sums, weights, refs.value_tiles.at[last])
-            pm.arrive(refs.values_free.at[last])
+            plain = jnp.minimum(plain, count)
+            top = pm.zeros_per_row(_QUERIES, jnp.float32) + LOW
+            carry = step, top, pm.zeros_per_row(_QUERIES, jnp.float32), pm.zeros((_QUERIES, dim), jnp.float32)
+            carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, share), carry)
+            step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
 
             @pm.when(seen > _SHARES.split)
             def _():
@@ -257,9 +239,9 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         @pm.when(turns > 0)
         def _():
             pm.wait(refs.queries_full)
-            if _TURNS: pm.when(group == 1)(lambda: pm.arrive(refs.turn.at[0]))
+            pm.when(group == 1)(take_turns)
             jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
-            if _TURNS: pm.when(group == 0)(lambda: pm.wait(refs.turn.at[0]))
+            pm.when(group == 0)(take_turns)
 
     group = pm.axis_index(pm.WARPGROUP)
     pm.when(group < 2)(attend)
@@ -287,7 +269,7 @@ def paged_attention(
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
-    programs = _programs(num_tiles * heads // heads_of_tile)
+    programs = default_programs(_SHARES.shares, num_tiles * heads // heads_of_tile, is_prompt=True)
     given = dict(q=q, keys=keys, values=values, layer=layer.reshape(1), page_table=page_table) | cut._asdict()
     if gates is not None:
         given |= dict(gates=gates)
@@ -315,7 +297,7 @@ def paged_attention(
         values_full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         values_free=pm.Barrier(num_arrivals=2, num_barriers=_STAGES),
         values_arrived=pm.Barrier(num_arrivals=copies),
-        turn=pm.Barrier(num_barriers=2),
+        turn=pm.Barrier(num_arrivals=2),
         done=pm.Barrier(num_arrivals=3),
     )
     body = functools.partial(_kernel, [*given, *outputs, *scratch])
@@ -333,14 +315,6 @@ def paged_attention(
     )(*given.values())
     attended = dict(zip(outputs, attended, strict=True))
     rows = token_rows(query_start_loc, num_tokens)
-    place = places_of_tokens(rows, query_start_loc, tokens_of_tile)
+    place = places_of_tokens(rows, query_start_loc, tokens_of_tile, None)
     split = _SHARES.split
     return merge(attended, rows, num_computed_tokens, gates, split=split, place=place, interpret=False)
-
-
-def _programs(num_tiles: int) -> int:
-    """The number of programs that attend the shares of each of `num_tiles` tiles: enough to fill an H200's 132 cores twice."""
-    programs = 1
-    while programs < _SHARES.shares and programs * num_tiles < 264:
-        programs *= 2
-    return programs

@@ -191,7 +191,7 @@ def paged_attention(
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
-    programs = used.programs or default_programs(used, num_tiles, is_prompt=is_prompt)
+    programs = used.programs or default_programs(used.shares, num_tiles, is_prompt=is_prompt)
     num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)

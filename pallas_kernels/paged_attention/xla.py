@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention._tiles import tiles
+from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
 from pallas_kernels.rows import token_rows
 
 _TILE = 8  # tokens; the same for all kinds of rows, so that their bits are the same
@@ -73,13 +73,7 @@ def paged_attention(
     out = out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, value_dim)
 
     rows = token_rows(query_start_loc, num_tokens)
-    if max_query_tokens is not None:
-        tiles_before = rows.row * -(-max_query_tokens // _TILE)
-    else:
-        count = -(-jnp.diff(query_start_loc) // _TILE)
-        tiles_before = (jnp.cumsum(count, dtype=jnp.int32) - count)[rows.row]
-    place = tiles_before * _TILE + rows.offset
-    out = out.at[place].get(mode="clip")
+    out = out.at[places_of_tokens(rows, query_start_loc, _TILE, max_query_tokens)].get(mode="clip")
     if gates is not None:
-        out = out * jax.nn.sigmoid(gates[..., -value_dim:].astype(jnp.float32))
+        out = out * jax.nn.sigmoid(gates[:, :heads, -value_dim:].astype(jnp.float32))
     return jnp.where(rows.valid[:, None, None], out, 0).astype(q.dtype)

@@ -56,7 +56,7 @@ def rotate(
 
 @checked
 def rotate_and_store(
-    q: Float[Array, "tokens heads q_dim"],
+    q: Float[Array, "tokens q_heads q_dim"],
     k: Float[Array, "tokens kv_heads key_dim"],
     v: Float[Array, "tokens kv_heads value_dim"],
     cos: Float32[Array, "tokens pairs"] | None,
@@ -69,6 +69,7 @@ def rotate_and_store(
     q_weight: Float[Array, " key_dim"] | None = None,
     k_weight: Float[Array, " key_dim"] | None = None,
     *,
+    heads: int | None = None,
     epsilon: float = 0.0,
     offset: float = 0.0,
     implementation: Implementation | None = None,
@@ -90,7 +91,8 @@ def rotate_and_store(
     dtype of their pages. There is no derivative.
 
     Args:
-        q: Queries. A head's first `key_dim` dims are its query. What follows them, such as a gate, is not read.
+        q: Queries. A head's first `key_dim` dims are its query. What follows them, such as a gate, is not read, and neither
+            is what follows the last head.
         k: Keys.
         v: Values.
         cos: Cosine of each pair's angle. None rotates nothing.
@@ -104,6 +106,7 @@ def rotate_and_store(
             checked.
         q_weight: Weights of the norm of each query. None leaves queries as they are.
         k_weight: Weights of the norm of each key. None leaves keys as they are.
+        heads: The number of queries of a token; all that q has if None.
         epsilon: Added to the mean squares of both norms.
         offset: Added to the weights of both norms.
         implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
@@ -119,10 +122,15 @@ def rotate_and_store(
     key_dim = k.shape[2]
     require(q.shape[2] >= key_dim, f"rotate_and_store: q must have at least {key_dim} dims per head, got {q.shape[2]}")
     _check_angles("rotate_and_store", key_dim, cos, sin)
+    require(
+        heads is None or 1 <= heads <= q.shape[1],
+        f"rotate_and_store: heads must be None or from 1 to q's {q.shape[1]} heads, got {heads}",
+    )
+    heads = heads or q.shape[1]
     if q.shape[0] == 0:
-        return q[..., :key_dim], keys, values
+        return q[:, :heads, :key_dim], keys, values
     operands = (q, k, v, cos, sin, keys, values, jnp.int32(layer), kv_page, kv_offset, q_weight, k_weight)
-    return _run(operands, float(epsilon), float(offset), implementation, config, interpret)
+    return _run(operands, heads, float(epsilon), float(offset), implementation, config, interpret)
 
 
 def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | None) -> None:
@@ -134,9 +142,9 @@ def _check_angles(name: str, dim: int, cos: jax.Array | None, sin: jax.Array | N
     )
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "offset", "implementation", "config", "interpret"))
-def _run(operands, epsilon, offset, implementation, config, interpret):
-    options = dict(epsilon=epsilon, offset=offset)
+@functools.partial(jax.jit, static_argnames=("heads", "epsilon", "offset", "implementation", "config", "interpret"))
+def _run(operands, heads, epsilon, offset, implementation, config, interpret):
+    options = dict(heads=heads, epsilon=epsilon, offset=offset)
     return dispatch(
         "rotate_and_store",
         implementation,

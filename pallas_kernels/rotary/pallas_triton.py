@@ -112,13 +112,14 @@ def rotate_and_store(
     q_weight: jax.Array | None,
     k_weight: jax.Array | None,
     *,
+    heads: int,
     epsilon: float,
     offset: float,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See api.py."""
-    (tokens, heads, _), (kv_heads, dim) = q.shape, k.shape[1:]
+    tokens, (kv_heads, dim) = q.shape[0], k.shape[1:]
     config = config or default_config(dim)
     tiles = [-(-number // _tile_heads(config, number)) for number in (heads, kv_heads)]
     results = pt.call(

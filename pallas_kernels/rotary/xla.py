@@ -29,12 +29,27 @@ def rotate(
 
 
 def rotate_and_store(
-    q, k, v, cos, sin, keys, values, layer, kv_page, kv_offset, q_weight, k_weight, *, epsilon: float, offset: float
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    keys,
+    values,
+    layer,
+    kv_page,
+    kv_offset,
+    q_weight,
+    k_weight,
+    *,
+    heads: int,
+    epsilon: float,
+    offset: float,
 ):
     """See api.py."""
     finish = functools.partial(rotate, epsilon=epsilon, offset=offset)
     # A negative index would count from the last page.
     page = jnp.where(kv_page < 0, keys.shape[1], kv_page)
     put = lambda pool, x: pool.at[layer, page, kv_offset].set(x.astype(pool.dtype), mode="drop")
-    queries = finish(q[..., : k.shape[2]], cos, sin, q_weight).astype(q.dtype)
+    queries = finish(q[:, :heads, : k.shape[2]], cos, sin, q_weight).astype(q.dtype)
     return queries, put(keys, finish(k, cos, sin, k_weight)), put(values, v)

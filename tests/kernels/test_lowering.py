@@ -476,6 +476,26 @@ def test_prefill_of_the_delta_rule_lowers_by_mosaic_gpu(state_dtype, changes):
     assert ("gated_delta_rule_prefill_decays" in text) == (not case.kda)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(page_size=16),
+        dict(page_size=512, dtype="float16"),
+        dict(key_dim=192),
+        dict(key_dim=128, heads=6, kv_heads=2),
+        dict(key_dim=64, kv_heads=16),
+    ],
+    ids=str,
+)
+def test_attention_of_prompts_lowers_by_mosaic_gpu(changes):
+    (ragged,) = [case for case in paged_attention_cases.CASES if case.name == "attention prompt ragged"]
+    text = lower_paged_attention("NVIDIA H200", dataclasses.replace(ragged, **changes), implementation="mosaic_gpu")
+    assert "mosaic_gpu" in text
+    assert "paged_attention_merge" in text
+
+
 @pytest.mark.parametrize("device", [device for device in CORES if device != "NVIDIA H200"])
 @pytest.mark.parametrize("op", EVERY)
 def test_one_case_of_each_op_lowers_for_other_gpus(op, device):

@@ -70,7 +70,7 @@ def test_paged_attention_is_the_equation(rng, dims, dtype, page_size, window, im
 )
 @pytest.mark.parametrize("window", [4, None])
 def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
-    """The gates are a head's last dims. What precedes them is NaN, and so are the gates of padding tokens."""
+    """The gates are a head's last dims. What precedes them is NaN, and so are a head after the last, and padding tokens'."""
     lengths, computed = [1, 4, 0, 3, 2, 1], [0, 29, 50, 270, 31, 127]
     batch = make(rng, lengths, computed, DIMS[dims], dtype)
     config = SMALL if window else SMALL_PROMPT
@@ -78,6 +78,7 @@ def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
     plain = run()
     gates = rng.normal(size=plain.shape)
     wide = np.concatenate([np.full((*plain.shape[:2], 5), np.nan), gates], axis=2)
+    wide = np.concatenate([wide, np.full((len(wide), 1, wide.shape[2]), np.nan)], axis=1)
     wide[sum(lengths) :] = np.nan
     out, exact = run(gates=jnp.asarray(wide, dtype)), np.asarray(jnp.asarray(gates, dtype), np.float64)
     wanted = np.asarray(plain, np.float64) / (1 + np.exp(-exact))
@@ -288,7 +289,7 @@ def test_calls_without_tokens_or_rows(rng):
         (dict(slots=jnp.zeros(2, jnp.int32)), "must be Int32"),
         (dict(layer=1.5), "layer must be"),
         (dict(gates=jnp.zeros((4, 4, 31))), "gates must have at least 32 dims per head, got 31"),
-        (dict(gates=jnp.zeros((4, 3, 32))), "gates must be Float"),
+        (dict(gates=jnp.zeros((4, 3, 32))), "gates must have at least q's 4 heads, got 3"),
     ],
 )
 def test_bad_arguments(rng, change, message):

@@ -40,12 +40,13 @@ def test_prompts_are_the_equation(rng, dims, dtype, page_size):
 @GPU
 @pytest.mark.parametrize("dims", DIMS)
 def test_gates_multiply_the_results(rng, dims):
-    """The gates are a head's last dims. What precedes them is NaN, and so are the gates of padding tokens."""
+    """The gates are a head's last dims. What precedes them is NaN, and so are a head after the last, and padding tokens'."""
     lengths, dtype = [70, 0, 130, 5], jnp.bfloat16
     batch = make(rng, lengths, [0, 0, 4000, 9000], DIMS[dims], dtype)
     plain = run(batch)
     gates = rng.normal(size=plain.shape)
     wide = np.concatenate([np.full((*plain.shape[:2], 64), np.nan), gates], axis=2)
+    wide = np.concatenate([wide, np.full((len(wide), 1, wide.shape[2]), np.nan)], axis=1)
     wide[sum(lengths) :] = np.nan
     out, exact = run(batch, gates=jnp.asarray(wide, dtype)), np.asarray(jnp.asarray(gates, dtype), np.float64)
     wanted = np.asarray(plain, np.float64) / (1 + np.exp(-exact))

@@ -106,6 +106,14 @@ def test_heads_are_normed_rotated_and_stored(rng, dims, dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_after_the_queries_are_not_read(rng, implementation):
+    arguments = make(rng, DIMS["part, normed and gated"])
+    wide = jnp.pad(arguments["q"], ((0, 0), (0, 2), (0, 0)), constant_values=jnp.nan)
+    results = rotate_and_store(**arguments | dict(q=wide, heads=4), **how(implementation))
+    assert_is_right(arguments, results)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_pages_may_have_another_dtype(rng, implementation):
     arguments = make(rng, DIMS["odd"], dtype=jnp.float32, pool_dtype=jnp.bfloat16)
     assert_is_right(arguments, rotate_and_store(**arguments, **how(implementation)))
@@ -202,6 +210,8 @@ def test_rotate_computes_the_same_heads(rng):
     ("change", "message"),
     [
         (dict(q=jnp.zeros((8, 4, 31))), "q must have at least 32 dims per head, got 31"),
+        (dict(heads=5), "heads must be None or from 1 to q's 4 heads, got 5"),
+        (dict(heads=0), "heads must be None or from 1 to q's 4 heads, got 0"),
         (dict(sin=None), "cos and sin must be given together, got only cos"),
         (dict(cos=None), "cos and sin must be given together, got only sin"),
         (dict(cos=jnp.zeros((8, 17)), sin=jnp.zeros((8, 17))), "cos must have from 1 to 16 pairs, got 17"),
