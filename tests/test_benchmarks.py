@@ -452,7 +452,7 @@ def test_every_results_file_has_a_table(file):
 def test_plot_groups_serving_rows_by_load_with_a_bar_for_each_mode():
     (file,) = (file for file in RESULTS if file.stem == "serving")
     loads = plot.bars(read_rows(file))
-    assert {"none", "align/pre_copy", "align/copy_free"} == set(loads["prefix_repetition x64\nclosed, no drafts"])
+    assert {"none", "align/pre_copy", "align/copy_free"} == set(loads["prefix_repetition x64\nopen, no drafts"])
     assert all(row["mode"] == mode for load in loads.values() for mode, row in load.items())
     assert any("by prompt_lookup" in load for load in loads)
 
