@@ -45,18 +45,21 @@ thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
 
 
-def unavailable(implementation: str | None, config: Any) -> str | None:
+def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
     """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
 
     Args:
         implementation: The implementation that the caller names, or None. A kernel that is named may be lowered for
             another device than JAX's default one.
         config: The launch configuration that the caller gives, which only Triton kernels have, or None.
+        interpret: Whether the caller wants the kernel's body to run as plain JAX, which only Triton kernels can.
     """
     if not hasattr(plgpu, "mma"):
         return f"Mosaic GPU kernels need JAX 0.11.2 or newer, got {jax.__version__}"
     if config is not None:
         return "a configuration of the Triton kernel is given"
+    if interpret:
+        return "the kernels cannot be interpreted"
     if implementation is not None:
         return None
     if jax.default_backend() != "gpu":

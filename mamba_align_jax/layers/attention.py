@@ -72,7 +72,7 @@ def paged_attention(
         values: The same for values, [layers, pages, page_size, kv_heads, value_dim]. None in latent attention.
         scale: Factor of the scores; dim ** -0.5 if None.
         value_dim: In latent attention, the number of a key's first dims that are its value.
-        gates: Gates of the results, the last dims of [tokens, heads, gate_dim]: see `pallas_kernels.paged_attention`.
+        gates: Gates of the results, the last dims of [tokens, gate_heads, gate_dim]: see `pallas_kernels.paged_attention`.
 
     Returns:
         [tokens, heads, value_dim], 0 for padding tokens.
@@ -201,6 +201,7 @@ class Attention(nnx.Module):
         Returns:
             Queries [tokens, heads, head_dim], or [query | gate] of twice as many dims, keys and values
             [tokens, kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates.
+            With `is_wide`, queries and gates may have more heads, which mean nothing.
         """
         heads = lambda y, dim=self.head_dim: y.reshape(x.shape[0], -1, dim)
         flat = lambda y: y.reshape(x.shape[0], -1)

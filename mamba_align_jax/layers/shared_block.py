@@ -121,7 +121,11 @@ class AdaptedAttention(Attention):
             self.q_up, self.k_up, self.v_up = (Linear(rank, size, dtype, rngs) for size in shared.qkv_proj.parts)
 
     def projections(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects the inputs [tokens, 2 * hidden] to queries, keys and values, each [tokens, channels]."""
+        """Projects the inputs [tokens, 2 * hidden] to queries, keys and values, each [tokens, channels].
+
+        Queries are never wide, because adapters are added to them.
+        """
+        del is_wide
         q, k, v = self.qkv_proj(x)
         if self.down is None:
             return q, k, v

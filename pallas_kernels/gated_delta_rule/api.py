@@ -376,11 +376,11 @@ def _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, int
         triton=functools.partial(launch.gated_delta_rule_prefill, **options, config=config, interpret=interpret),
         unsupported=unsupported,
         mosaic_gpu=functools.partial(launch_mosaic.gated_delta_rule_prefill, **options),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config):
+def _no_mosaic_gpu(operands, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernels cannot run, or None. Named ones may run on another device."""
     q, k, v, _, _, _, _, _, chunks = operands[:9]
-    return pm.unavailable(implementation, config) or states_mosaic.unsupported(q, k, v, chunks.chunk_size)
+    return pm.unavailable(implementation, config, interpret) or states_mosaic.unsupported(q, k, v, chunks.chunk_size)

@@ -1,4 +1,4 @@
-"""The dims of a head in Triton kernels, whose tiles have powers of two of them."""
+"""The dims of a head in Triton kernels, whose tiles have powers of two of them, and their gates."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -39,3 +39,8 @@ class Shares:
         per_split = self.split // block
         turn = jax.lax.div(n, jnp.int32(per_split))
         return (share + turn * self.shares) * self.split + (n - turn * per_split) * block
+
+
+# Those of prompts are fewer than those of decode and verify rows: their programs are many, and a share costs a float32 copy
+# of the results.
+PROMPT_SHARES = Shares(split=4096, shares=4)

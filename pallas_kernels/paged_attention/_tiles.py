@@ -17,14 +17,14 @@ class Tiles(NamedTuple):
         start: The tile's first packed token.
         length: The number of the tile's tokens.
         position: Position of the tile's first token in its sequence.
-        end: The number of keys of the tile's row.
+        row_end: The number of keys of the tile's row.
     """
 
     table: Int32[Array, " tiles"]
     start: Int32[Array, " tiles"]
     length: Int32[Array, " tiles"]
     position: Int32[Array, " tiles"]
-    end: Int32[Array, " tiles"]
+    row_end: Int32[Array, " tiles"]
 
 
 def tiles(
@@ -61,8 +61,8 @@ def tiles(
         offset = (tile - (end - count)[row]) * tile_tokens
     length = jnp.clip(row_length[row] - offset, 0, tile_tokens)
     table = row if slots is None else slots[row]
-    end = num_computed_tokens[row] + row_length[row]
-    return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, end)
+    row_end = num_computed_tokens[row] + row_length[row]
+    return Tiles(table, query_start_loc[row] + offset, length, num_computed_tokens[row] + offset, row_end)
 
 
 def places_of_tokens(

@@ -91,9 +91,9 @@ def paged_attention(
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments, because a head is so
             wide that a tile of keys does not fit into a GPU's shared memory. If it is "mosaic_gpu", because the rows are not
-            prompts, attention is latent, q, keys, values and gates are not all bfloat16 or all float16, a head has other
-            than 64, 128, 192 or 256 dims, or the pages have a size that blocks of 64 or 128 keys do not fit; or because
-            JAX is older than 0.11.2.
+            prompts, attention is latent, q, keys, values and gates are not all bfloat16 or all float16, keys and values
+            have other than 64, 128, 192 or 256 dims each, what precedes a gate is no multiple of 64 dims, the pages have
+            a size that blocks of 64 or 128 keys do not fit, `config` or `interpret` is given, or JAX is older than 0.11.2.
     """
     kv_heads, key_dim = keys.shape[3:]
     require(
@@ -147,11 +147,12 @@ def _attend(operands, options, implementation, config, interpret, unsupported):
         triton=functools.partial(pallas_triton.paged_attention, config=config, interpret=interpret, **dict(options)),
         unsupported=unsupported,
         mosaic_gpu=functools.partial(mosaic_gpu.paged_attention, scale=dict(options)["scale"]),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, dict(options)["max_query_tokens"], implementation, config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, dict(options)["max_query_tokens"], implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, max_query_tokens, implementation, config):
+def _no_mosaic_gpu(operands, max_query_tokens, implementation, config, interpret):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     q, keys, values, *_, gates = operands
     reason = mosaic_gpu.unsupported(q, keys, values, gates, max_query_tokens)
-    return reason or pm.unavailable(implementation, config)
+    return reason or pm.unavailable(implementation, config, interpret)

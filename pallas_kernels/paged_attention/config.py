@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.paged_attention._shares import PROMPT_SHARES
+
 
 @dataclass(frozen=True)
 class Config:
     """How the kernels cut queries and keys. Sizes are powers of two.
 
-    The keys of a row are cut into splits of `split` positions, at multiples of it. Share s of a row is its splits s,
-    s + shares, s + 2 shares and so on. A program attends a tile of queries to one share after another, and a second kernel
-    merges the shares of each token. Every field but `num_stages` and `programs` can change bits, so only these two follow
-    the number of rows.
+    The keys of a row are cut into splits, which are dealt out to shares (`Shares`). A program attends a tile of queries to
+    one share after another, and a second kernel merges the shares of each token. Every field but `num_stages` and `programs`
+    can change bits, so only these two follow the number of rows.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
@@ -44,7 +45,7 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         is_latent: Whether values are the first dims of the keys.
     """
     row_bytes = dims * itemsize
-    split, shares = (4096, 4) if is_prompt else (512, 32)
+    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512, 32)
     num_warps = 8 if is_prompt or is_latent else 4
     if itemsize == 4:
         queries, block, num_stages = 16 if is_latent else 32, 32 if row_bytes <= 1024 else 16, 2

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.paged_attention._merge import LOW, merge
-from pallas_kernels.paged_attention._shares import Shares, ceil
+from pallas_kernels.paged_attention._shares import PROMPT_SHARES, ceil
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
 from pallas_kernels.paged_attention.config import default_programs
 from pallas_kernels.rows import token_rows
@@ -22,7 +22,6 @@ from pallas_kernels.rows import token_rows
 _QUERIES = 64  # of a warpgroup
 _PART = 64  # dims of a head that lie together in shared memory
 _STAGES = 2  # blocks of keys, and of values, in shared memory
-_SHARES = Shares(split=4096, shares=4)
 
 
 def unsupported(
@@ -42,8 +41,8 @@ def unsupported(
         return f"gates must have {key_dim} dims and a multiple of {_PART} before them, got {gates.shape[2]}"
     if key_dim % _PART or key_dim > 4 * _PART or values.shape[4] != key_dim:
         return f"keys and values must have 64, 128, 192 or 256 dims, got {key_dim} and {values.shape[4]}"
-    if page_size % 8 or (page_size % _block(key_dim) and _block(key_dim) % page_size):
-        return f"page_size must be a multiple of 8 and a multiple or divisor of {_block(key_dim)}, got {page_size}"
+    if page_size % 16 or (page_size % _block(key_dim) and _block(key_dim) % page_size):
+        return f"page_size must be a multiple of 16 and a multiple or divisor of {_block(key_dim)}, got {page_size}"
     return None
 
 
@@ -53,25 +52,30 @@ def _block(dim: int) -> int:
 
 
 def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
-    """Runs one tile of tokens, one or two heads, and every `programs`-th share of their keys.
+    """Attends one tile of tokens of one or two heads to some shares of their keys.
 
-    `arrays` are, by their `names`, what `paged_attention` launches: the inputs, the outputs, shared memory and barriers.
     "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+
+    Args:
+        names: The names of `arrays`.
+        arrays: The arrays with which `paged_attention` launches the kernel: inputs, outputs, shared memory and barriers.
+        heads_of_tile: The number of heads, which share one head of keys.
+        programs: The number of programs that divide the shares of a tile among them.
+        scale: The factor of the scores.
     """
     refs = SimpleNamespace(**(dict(gates=None) | dict(zip(names, arrays, strict=True))))
     query_rows, query_tiles = refs.queries
     program = pm.axis_index("program")
-    tile = (
-        refs.length.shape[0] - 1 - pm.axis_index("tile")
-    )  # the last tiles of a prompt see the most keys: they go first
+    # The last tiles of a prompt see the most keys. They go first.
+    number = refs.length.shape[0] - 1 - pm.axis_index("tile")
     page_size, kv_heads, dim = refs.keys.shape[2:]
     block, parts = _block(dim), range(dim // _PART)
     first_head = pm.axis_index("heads") * heads_of_tile
     kv_head = jax.lax.div(first_head, jnp.int32(refs.q.shape[1] // kv_heads))
-    start, length, first, end = refs.start[tile], refs.length[tile], refs.position[tile], refs.end[tile]
-    layer, table = refs.layer[0], refs.table[tile]
+    start, length, first, row_end = refs.start[number], refs.length[number], refs.position[number], refs.row_end[number]
+    layer, table = refs.layer[0], refs.table[number]
     seen = first + length  # the keys that the tile's last token sees
-    used = _SHARES.used(seen)
+    used = PROMPT_SHARES.used(seen)
     turns = jnp.where(length > 0, jax.lax.div(jnp.maximum(used - program, 0) + (programs - 1), jnp.int32(programs)), 0)
     dims = lambda n: pm.slice_of(n * _PART, _PART)
 
@@ -82,6 +86,12 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
     def stage(step):
         return jax.lax.rem(step, jnp.int32(_STAGES))
 
+    def queries_of(warpgroup):
+        """The first token and the head of a warpgroup's queries."""
+        if heads_of_tile == 2:
+            return start, first_head + warpgroup
+        return start + warpgroup * _QUERIES, first_head
+
     def fetch():
         """Fetches the queries, and the blocks of keys and values in the order of `attend`."""
         pm.set_max_registers(40, action="decrease")
@@ -90,30 +100,30 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
 
         def place_of(position):
             """The page and the place of a block's keys from `position` on. Only pages that the row has are looked up."""
-            page = refs.page_table[table, jax.lax.div(jnp.minimum(position, end - 1), jnp.int32(page_size))]
+            page = refs.page_table[table, jax.lax.div(jnp.minimum(position, row_end - 1), jnp.int32(page_size))]
             return page, pm.multiple_of(jax.lax.rem(position, jnp.int32(page_size)), 8)
 
-        def copy(pool, places, tile, full):
+        def copy(pool, places, target, full):
             for n, (page, place) in zip(copies, places, strict=True):
                 source = pool.at[layer, page, pm.slice_of(place, copied), kv_head]
-                pm.copy_in(source, tile.at[pm.slice_of(n * copied, copied)], full)
+                pm.copy_in(source, target.at[pm.slice_of(n * copied, copied)], full)
 
         def one(share, n, step):
-            begin, at = _SHARES.begin_of(share, n, block), stage(step)
+            begin, at = PROMPT_SHARES.begin_of(share, n, block), stage(step)
             places = [place_of(begin + n * copied) for n in copies]
             pm.when(step >= _STAGES)(lambda: pm.wait(refs.keys_free.at[at]))
             copy(refs.keys, places, refs.key_tiles.at[at], refs.keys_full.at[at])
             pm.when(step >= _STAGES)(lambda: pm.wait(refs.values_free.at[at]))
-            tile, is_end = refs.value_tiles.at[at], begin + block > end
-            pm.when(~is_end)(lambda: copy(refs.values, places, tile, refs.values_full.at[at]))
+            target, is_end = refs.value_tiles.at[at], begin + block > row_end
+            pm.when(~is_end)(lambda: copy(refs.values, places, target, refs.values_full.at[at]))
 
             @pm.when(is_end)
             def _():
                 # A weight of 0 does not hide a value that is NaN.
-                copy(refs.values, places, tile, refs.values_arrived)
+                copy(refs.values, places, target, refs.values_arrived)
                 pm.wait(refs.values_arrived)
                 for part in parts:
-                    pm.keep_rows(tile.at[:, dims(part)], end - begin)
+                    pm.keep_rows(target.at[:, dims(part)], row_end - begin)
                 pm.commit()
                 for _ in copies:
                     pm.arrive(refs.values_full.at[at])
@@ -122,15 +132,15 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
 
         @pm.when(turns > 0)
         def _():
-            for group in range(2):
-                token, head = _of_warpgroup(group)
+            for warpgroup in range(2):
+                token, head = queries_of(warpgroup)
                 for n in parts:
                     source = refs.q.at[pm.slice_of(token, _QUERIES), head, dims(n)]
-                    pm.copy_in(source, query_rows.at[group, n], refs.queries_full)
+                    pm.copy_in(source, query_rows.at[warpgroup, n], refs.queries_full)
 
         def one_share(turn, step):
             share = share_of(turn)
-            count = _SHARES.blocks_below(share, ceil(seen, block), block)
+            count = PROMPT_SHARES.blocks_below(share, ceil(seen, block), block)
             return jax.lax.fori_loop(0, count, lambda n, step: one(share, n, step), step)
 
         steps = jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
@@ -141,16 +151,10 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
             pm.wait(refs.keys_free.at[stage(step)])
             pm.wait(refs.values_free.at[stage(step)])
 
-    def _of_warpgroup(group):
-        """The first token and the head of a warpgroup's queries."""
-        if heads_of_tile == 2:
-            return start, first_head + group
-        return start + group * _QUERIES, first_head
-
     def attend():
         pm.set_max_registers(232, action="increase")
-        group = pm.axis_index(pm.WARPGROUP)
-        token, head = _of_warpgroup(group)
+        warpgroup = pm.axis_index(pm.WARPGROUP)
+        token, head = queries_of(warpgroup)
         position = first + (token - start)  # of the first query
         own = jnp.clip(length - (token - start), 0, _QUERIES)
         shape = _QUERIES, block
@@ -163,11 +167,11 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
             step, top, total, sums = carry
             at = stage(step)
             pm.wait(refs.keys_full.at[at])
-            pairs = [(query_tiles.at[group, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
+            pairs = [(query_tiles.at[warpgroup, p], refs.key_tiles.at[at, :, dims(p)].T) for p in parts]
             (scores,) = pm.multiply_all(shape, [pairs], take_turns)
             pm.arrive(refs.keys_free.at[at])
             if is_masked:
-                ahead = _SHARES.begin_of(share, n, block) - position  # of the first key before the first query
+                ahead = PROMPT_SHARES.begin_of(share, n, block) - position  # of the first key before the first query
                 visible = pm.columns(shape) - pm.rows(shape) <= -ahead
                 scores = jnp.where(visible, scores, -jnp.inf)
             factor = scale * math.log2(math.e)
@@ -188,28 +192,28 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
 
         def one_share(turn, step):
             share = share_of(turn)
-            count = _SHARES.blocks_below(share, ceil(seen, block), block)
+            count = PROMPT_SHARES.blocks_below(share, ceil(seen, block), block)
             # Every token of the tile sees all keys of the first blocks.
-            plain = _SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
+            plain = PROMPT_SHARES.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block)
             plain = jnp.minimum(plain, count)
             top = pm.zeros_per_row(_QUERIES, jnp.float32) + LOW
             carry = step, top, pm.zeros_per_row(_QUERIES, jnp.float32), pm.zeros((_QUERIES, dim), jnp.float32)
             carry = jax.lax.fori_loop(0, plain, functools.partial(advance, False, share), carry)
             step, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True, share), carry)
 
-            @pm.when(seen > _SHARES.split)
+            @pm.when(seen > PROMPT_SHARES.split)
             def _():
-                place = tile * (2 * _QUERIES // heads_of_tile) + (token - start)
-                refs.tops_tile[group] = top
-                refs.totals_tile[group] = total
+                place = number * (2 * _QUERIES // heads_of_tile) + (token - start)
+                refs.tops_tile[warpgroup] = top
+                refs.totals_tile[warpgroup] = total
                 pm.commit()
                 here = pm.slice_of(place, _QUERIES)
-                pm.copy_out(refs.tops_tile.at[group], refs.tops.at[share, head, here])
-                pm.copy_out(refs.totals_tile.at[group], refs.totals.at[share, head, here])
+                pm.copy_out(refs.tops_tile.at[warpgroup], refs.tops.at[share, head, here])
+                pm.copy_out(refs.totals_tile.at[warpgroup], refs.totals.at[share, head, here])
                 pm.store_directly(refs.sums.at[share, here, head], sums)
                 pm.wait_for_copies_out(0, wait_read_only=True)
 
-            whole = jnp.clip(_SHARES.split - position, 0, own)  # tokens whose keys are one split
+            whole = jnp.clip(PROMPT_SHARES.split - position, 0, own)  # tokens whose keys are one split
 
             @pm.when((share == 0) & (whole > 0))
             def _():
@@ -220,18 +224,18 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
                         source = refs.gates.at[
                             pm.slice_of(token, _QUERIES), head, pm.slice_of(from_dim + n * _PART, _PART)
                         ]
-                        pm.copy_in(source, query_rows.at[group, n], refs.gates_full.at[group])
-                    pm.wait(refs.gates_full.at[group])
+                        pm.copy_in(source, query_rows.at[warpgroup, n], refs.gates_full.at[warpgroup])
+                    pm.wait(refs.gates_full.at[warpgroup])
                 for n in parts:
                     result = out[:, n * _PART : (n + 1) * _PART]
                     if refs.gates is not None:
-                        gates = pm.load(query_tiles.at[group, n]).astype(jnp.float32)
+                        gates = pm.load(query_tiles.at[warpgroup, n]).astype(jnp.float32)
                         result = result / (1.0 + jnp.exp(-gates))
-                    query_tiles.at[group, n][...] = result.astype(refs.q.dtype)
+                    query_tiles.at[warpgroup, n][...] = result.astype(refs.q.dtype)
                 pm.commit()
                 for n in parts:
                     target = lambda m, size, n=n: refs.out.at[pm.slice_of(token + m, size), head, dims(n)]
-                    pm.store_rows(query_rows.at[group, n], whole, target)
+                    pm.store_rows(query_rows.at[warpgroup, n], whole, target)
                 pm.wait_for_copies_out(0, wait_read_only=True)
 
             return step
@@ -239,13 +243,13 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
         @pm.when(turns > 0)
         def _():
             pm.wait(refs.queries_full)
-            pm.when(group == 1)(take_turns)
+            pm.when(warpgroup == 1)(take_turns)
             jax.lax.fori_loop(0, turns, one_share, jnp.int32(0))
-            pm.when(group == 0)(take_turns)
+            pm.when(warpgroup == 0)(take_turns)
 
-    group = pm.axis_index(pm.WARPGROUP)
-    pm.when(group < 2)(attend)
-    pm.when(group == 2)(fetch)
+    warpgroup = pm.axis_index(pm.WARPGROUP)
+    pm.when(warpgroup < 2)(attend)
+    pm.when(warpgroup == 2)(fetch)
     pm.arrive(refs.done)
     pm.wait(refs.done)
 
@@ -269,7 +273,7 @@ def paged_attention(
     tokens_of_tile = 2 * _QUERIES // heads_of_tile
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tokens_of_tile, None, slots)
     num_tiles = cut.table.shape[0]
-    programs = default_programs(_SHARES.shares, num_tiles * heads // heads_of_tile, is_prompt=True)
+    programs = default_programs(PROMPT_SHARES.shares, num_tiles * heads // heads_of_tile, is_prompt=True)
     given = dict(q=q, keys=keys, values=values, layer=layer.reshape(1), page_table=page_table) | cut._asdict()
     if gates is not None:
         given |= dict(gates=gates)
@@ -277,9 +281,9 @@ def paged_attention(
     places = num_tiles * tokens_of_tile
     outputs = dict(
         out=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        sums=array(_SHARES.shares, places, heads, dim),
-        tops=array(_SHARES.shares, heads, places),
-        totals=array(_SHARES.shares, heads, places),
+        sums=array(PROMPT_SHARES.shares, places, heads, dim),
+        tops=array(PROMPT_SHARES.shares, heads, places),
+        totals=array(PROMPT_SHARES.shares, heads, places),
     )
     copies = _block(dim) // min(keys.shape[2], _block(dim))
     tile = (dim // _PART, _QUERIES, _PART)
@@ -316,5 +320,5 @@ def paged_attention(
     attended = dict(zip(outputs, attended, strict=True))
     rows = token_rows(query_start_loc, num_tokens)
     place = places_of_tokens(rows, query_start_loc, tokens_of_tile, None)
-    split = _SHARES.split
+    split = PROMPT_SHARES.split
     return merge(attended, rows, num_computed_tokens, gates, split=split, place=place, interpret=False)

@@ -209,7 +209,18 @@ def paged_attention(
         name="paged_attention",
         # The heads of one tile are neighbours, because the keys of all heads are.
         grid=(*grid, programs),
-        inputs=dict(q=q, keys=keys, values=values, layer=layer, page_table=page_table, gates=gates) | cut._asdict(),
+        inputs=dict(
+            q=q,
+            keys=keys,
+            values=values,
+            layer=layer,
+            page_table=page_table,
+            gates=gates,
+            table=cut.table,
+            start=cut.start,
+            length=cut.length,
+            position=cut.position,
+        ),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
             sums=array((used.shares, num_tokens, heads, value_dim)),

@@ -119,12 +119,14 @@ def _prefill(operands, dt_softplus, implementation, config, interpret, unsupport
         triton=functools.partial(pallas_triton.ssd, dt_softplus=dt_softplus, config=config, interpret=interpret),
         unsupported=unsupported,
         mosaic_gpu=functools.partial(mosaic_gpu.ssd, dt_softplus=dt_softplus),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config):
+def _no_mosaic_gpu(operands, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     x, _, _, B, C, pool, _, _, chunks = operands[:9]
     z = operands[14]
-    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(x, B, C, z, pool, chunks.chunk_size)
+    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(
+        x, B, C, z, pool, chunks.chunk_size
+    )

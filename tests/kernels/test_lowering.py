@@ -482,6 +482,7 @@ def test_prefill_of_the_delta_rule_lowers_by_mosaic_gpu(state_dtype, changes):
     [
         {},
         dict(page_size=16),
+        dict(page_size=32),
         dict(page_size=512, dtype="float16"),
         dict(key_dim=192),
         dict(key_dim=128, heads=6, kv_heads=2),

@@ -138,7 +138,16 @@ def test_pages_beyond_2_to_the_31_elements(rng, large_pool):
             "must all be bfloat16 or all float16, got float16, bfloat16, bfloat16",
         ),
         (dict(dim=96), "64, 128, 192 or 256 dims, got 96 and 96"),
-        (dict(page_size=24), "page_size must be a multiple of 8 and a multiple or divisor of 128, got 24"),
+        (dict(page_size=24), "page_size must be a multiple of 16 and a multiple or divisor of 128, got 24"),
+        (dict(page_size=8), "page_size must be a multiple of 16 .*, got 8"),
+        (dict(page_size=96), "page_size must be a multiple of 16 and a multiple or divisor of 128, got 96"),
+        (dict(values=jnp.zeros((2, 3, 64, 2, 128), jnp.bfloat16)), "64, 128, 192 or 256 dims, got 64 and 128"),
+        (
+            dict(gates=jnp.zeros((4, 4, 96), jnp.bfloat16)),
+            "gates must have 64 dims and a multiple of 64 before them, got 96",
+        ),
+        (dict(gates=jnp.zeros((4, 4, 64), jnp.float32)), "all float16, got bfloat16, bfloat16, bfloat16, float32"),
+        (dict(interpret=True), "the kernels cannot be interpreted"),
     ],
 )
 def test_what_the_kernel_cannot_run_is_refused(options, message):

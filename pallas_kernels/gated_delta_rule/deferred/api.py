@@ -199,11 +199,11 @@ def _deferred(
         mosaic_gpu=functools.partial(
             mosaic_gpu.gated_delta_rule_deferred, max_query_tokens=max_query_tokens, **options
         ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config):
+def _no_mosaic_gpu(operands, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     qkv, a, pool, ring_u = operands[0], operands[1], operands[5], operands[7]
-    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(qkv, a, pool, ring_u)
+    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(qkv, a, pool, ring_u)

@@ -161,11 +161,11 @@ def _deferred(operands, max_query_tokens, dt_softplus, implementation, config, i
         mosaic_gpu=functools.partial(
             mosaic_gpu.selective_state_deferred, dt_softplus=dt_softplus, max_query_tokens=max_query_tokens
         ),
-        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
     )
 
 
-def _no_mosaic_gpu(operands, implementation, config):
+def _no_mosaic_gpu(operands, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A kernel that is named may run on another device."""
     xBC, pool, ring_x = operands[0], operands[3], operands[4]
-    return pm.unavailable(implementation, config) or mosaic_gpu.unsupported(xBC, pool, ring_x)
+    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(xBC, pool, ring_x)
