@@ -102,6 +102,17 @@ def exp2_of_sum(x: jax.Array, factor: float, addend: jax.Array, interpret: bool)
     return _assembly("fma.rn.f32 $0, $1, $2, $3; ex2.approx.ftz.f32 $0, $0;", x, factors, addends)
 
 
+def product(x: jax.Array, y: jax.Array, interpret: bool) -> jax.Array:
+    """Returns x * y, rounded, for `y` that broadcasts against `x`.
+
+    The compiler would otherwise be free to fuse the product with an addition that follows, in one kernel and not in another
+    one whose results must be the same bits. In interpret mode it is free to.
+    """
+    if interpret:
+        return x * y
+    return _assembly("mul.rn.f32 $0, $1, $2;", x, jnp.broadcast_to(y, x.shape))
+
+
 def silu(x: jax.Array, interpret: bool) -> jax.Array:
     """Returns the sigmoid linear unit by five instructions. Its sigmoid is within 4 units in the last place."""
     if interpret:

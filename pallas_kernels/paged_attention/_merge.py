@@ -1,6 +1,7 @@
 """The launch after the one that attends: it merges the shares of each token and writes zeros for padding tokens."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +12,74 @@ from pallas_kernels.paged_attention._shares import ceil
 from pallas_kernels.paged_attention._tiles import keys_of_tokens
 from pallas_kernels.rows import TokenRows
 
+
+class Attended(NamedTuple):
+    """What tokens attend to in some of their keys.
+
+    Attributes:
+        top: The largest scores times log2(e). [..]
+        total: The sums of the weights, which are 2 ** (score * log2(e) - top). [..]
+        sums: The sums of the weighted values, some dims each. [.., dims]
+    """
+
+    top: jax.Array
+    total: jax.Array
+    sums: list[jax.Array]
+
+
 _MERGED_ELEMENTS = 8192  # of a program's tile
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
-def _kernel(refs, *, split: int, pairs: int, interpret: bool):
-    """Runs `pairs` pairs of a token and a head."""
+def joined(first: Attended, second: Attended, interpret: bool) -> Attended:
+    """Joins what tokens attend to in two shares. It has the same bits in every kernel."""
+    top = jnp.maximum(first.top, second.top)
+    factors = [pt.exp2(share.top - top, interpret) for share in (first, second)]
+
+    def add(x, y):
+        products = [pt.product(*each, interpret) for each in zip((x, y), factors, strict=True)]
+        return products[0] + products[1]
+
+    total = add(first.total, second.total)
+    factors = [factor[..., None] for factor in factors]
+    return Attended(top, total, [add(x, y) for x, y in zip(first.sums, second.sums, strict=True)])
+
+
+def _kernel(refs, *, split: int, tokens_and_heads: int, is_paired: bool, interpret: bool):
+    """Merges the shares of some pairs of a token and a head."""
     shares, _, heads, value_dim = refs.sums.shape
-    pair, exists = pt.lanes(pt.program_id(0), pairs, refs.num_keys.shape[0] * heads)
-    token = jax.lax.div(pair, jnp.int32(heads))
-    head = pair - token * heads
+    index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
+    token = jax.lax.div(index, jnp.int32(heads))
+    head = index - token * heads
     num_keys = pt.load(refs.num_keys.at[token], mask=exists, other=1)
     used = jnp.where(num_keys > split, jnp.minimum(ceil(num_keys, split), shares), 0)
     written = exists & ((num_keys > split) | (num_keys == 0))
 
     @pt.when(jnp.max(written.astype(jnp.int32)) > 0)
     def _():
-        share, _ = pt.lanes(0, pt.power_of_two(shares), shares)
-        live = share[:, None] < used[None, :]
+        unit, _ = pt.lanes(0, pt.power_of_two(shares // (1 + is_paired)), shares // (1 + is_paired))
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
-        stat = lambda ref, other: pt.load(ref.at[share[:, None], head[None, :], place[None, :]], mask=live, other=other)
-        tops, totals = stat(refs.tops, LOW), stat(refs.totals, 0.0)
-        factors = pt.exp2(tops - jnp.max(tops, axis=0)[None, :], interpret)
-        total = jnp.sum(factors * totals, axis=0)
-        total = jnp.where(total > 0, total, 1.0)
-        for dims in dims_of(0, value_dim):
+
+        def attended(share, dims):
+            live = share[:, None] < used[None, :]
+            if refs.joins is not None:  # The program that attended a pair has stored it as its first share.
+                live &= ((share & 1) == 0)[:, None] | (refs.joins[...] == 0)
+            stat = lambda ref, other: pt.load(
+                ref.at[share[:, None], head[None, :], place[None, :]], mask=live, other=other
+            )
             at = share[:, None, None], place[None, :, None], head[None, :, None], dims.index[None, None, :]
-            mask = live[:, :, None]
-            mask = jnp.broadcast_to(mask, (*live.shape, dims.index.shape[0]))
+            mask = jnp.broadcast_to(live[:, :, None], (*live.shape, dims.index.shape[0]))
             mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
             sums = pt.load(refs.sums.at[at], mask=mask, other=0.0)
-            out = jnp.sum(sums * factors[:, :, None], axis=0) / total[:, None]
+            return Attended(stat(refs.tops, LOW), stat(refs.totals, 0.0), [sums])
+
+        for dims in dims_of(0, value_dim):
+            of_pair = lambda dims=dims: joined(attended(2 * unit, dims), attended(2 * unit + 1, dims), interpret)
+            each = of_pair() if is_paired else attended(unit, dims)
+            factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
+            total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
+            total = jnp.where(total > 0, total, 1.0)
+            out = jnp.sum(pt.product(each.sums[0], factors[:, :, None], interpret), axis=0) / total[:, None]
             out = gated(refs.gates, out, token, head, dims, mask_of(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=mask_of(written, dims))
@@ -55,6 +93,8 @@ def merge(
     *,
     split: int,
     place: jax.Array | None = None,
+    is_paired: bool = False,
+    joins: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """Launches the kernel. Returns the attended values [tokens, heads, value_dim].
@@ -67,17 +107,21 @@ def merge(
         num_computed_tokens: Position of each row's first token. int32 [rows].
         gates: The gates of the results, or None.
         split: The number of positions of a split.
+        is_paired: Whether shares 2 n and 2 n + 1 are `joined` before all of them are merged.
+        joins: 1 if they have been joined already, into share 2 n, and 0 if not; None if they never have. int32 [].
         place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
         interpret: Whether to run the kernel's body as plain JAX.
     """
     shares, _, heads, value_dim = attended["sums"].shape
-    pairs = max(1, _MERGED_ELEMENTS // pt.power_of_two(shares * value_dim))
+    tokens_and_heads = max(1, _MERGED_ELEMENTS // pt.power_of_two(shares // (1 + is_paired) * value_dim))
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
-    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place)
+    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, joins=joins)
     merged = pt.call(
-        functools.partial(_kernel, split=split, pairs=pairs, interpret=interpret),
+        functools.partial(
+            _kernel, split=split, tokens_and_heads=tokens_and_heads, is_paired=is_paired, interpret=interpret
+        ),
         name="paged_attention_merge",
-        grid=(-(-rows.row.shape[0] * heads // pairs),),
+        grid=(-(-rows.row.shape[0] * heads // tokens_and_heads),),
         inputs=inputs,
         outputs={},
         updates=dict(out=attended["out"]),

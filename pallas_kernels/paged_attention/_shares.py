@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+_CORES = 132  # of an H200
+
 
 def ceil(x: Any, n: int) -> Any:
     """Divides an integer by a number, and rounds up."""
@@ -21,6 +23,11 @@ class Shares:
 
     split: int
     shares: int
+
+    @property
+    def paired(self) -> "Shares":
+        """The pairs of neighbouring shares 2 n and 2 n + 1, as shares of twice the size."""
+        return Shares(2 * self.split, self.shares // 2)
 
     def used(self, num_keys: Any) -> Any:
         """Returns how many shares `num_keys` keys have."""
@@ -39,6 +46,26 @@ class Shares:
         per_split = self.split // block
         turn = jax.lax.div(n, jnp.int32(per_split))
         return (share + turn * self.shares) * self.split + (n - turn * per_split) * block
+
+
+def pays_to_join(num_keys: jax.Array, tiles_of_row: int, shares: Shares) -> jax.Array:
+    """Returns whether programs should attend pairs of shares instead of single ones. bool [].
+
+    A pair is fetched in one go and stored once, which takes some 5 % less time on an H200. But there are half as many pieces
+    of work, and those that are left over after the GPU's cores have had equally many take longer.
+
+    Args:
+        num_keys: The number of keys of each tile of one head of keys. int32 [tiles].
+        tiles_of_row: How many such tiles there are, one for each head of keys or more.
+        shares: The shares.
+    """
+    total, longest = tiles_of_row * jnp.sum(num_keys.astype(jnp.float32)), jnp.max(num_keys).astype(jnp.float32)
+
+    def keys_of_a_core(cut: Shares) -> jax.Array:
+        piece = jnp.maximum(longest / cut.shares, cut.split)
+        return piece * jnp.ceil(total / (_CORES * piece))
+
+    return 0.95 * keys_of_a_core(shares.paired) <= keys_of_a_core(shares)
 
 
 # Those of prompts are fewer than those of decode and verify rows: their programs are many, and a share costs a float32 copy

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
-from pallas_kernels.paged_attention._merge import LOW, merge
-from pallas_kernels.paged_attention._shares import Shares, ceil
+from pallas_kernels.paged_attention._merge import LOW, Attended, joined, merge
+from pallas_kernels.paged_attention._shares import Shares, ceil, pays_to_join
 from pallas_kernels.paged_attention._tiles import tiles
-from pallas_kernels.paged_attention.config import Config, default_config, default_programs, default_stages
+from pallas_kernels.paged_attention.config import (
+    Config,
+    can_join,
+    default_config,
+    default_programs,
+    default_stages,
+)
 from pallas_kernels.rows import token_rows
 
 _SHARED_BYTES = 220 * 1024  # of an H200's 227 KiB
@@ -64,18 +70,29 @@ def _load(at, mask):
 
 
 def _attend_kernel(
-    refs, *, tile: _Tile, config: Config, programs: int, scale: float, value_dim: int, is_prompt: bool, interpret: bool
+    refs,
+    *,
+    tile: _Tile,
+    block: int,
+    shares: Shares,
+    programs: int,
+    scale: float,
+    value_dim: int,
+    is_prompt: bool,
+    interpret: bool,
 ):
     key_dim, dtype, is_latent = refs.q.shape[2], refs.q.dtype, refs.values is None
     page_size = refs.keys.shape[2]
-    block, split, shares = config.block, config.split, Shares(config.split, config.shares)
     head_tile, number, program = pt.program_id(0), pt.program_id(1), pt.program_id(2)
     # The last tiles of a prompt see the most keys. They go first.
     number = pt.num_programs(1) - 1 - number if is_prompt else number
     table, start, length, first = refs.table[number], refs.start[number], refs.length[number], refs.position[number]
     layer = refs.layer[...]
     end = first + length
-    used = shares.used(end)
+    # Shares are attended one by one, or in pairs, whose results are joined and stored as those of the first share.
+    can_join = refs.joins is not None
+    joins = refs.joins[...] if can_join else jnp.int32(0)
+    units = ceil(shares.used(end), 1 + joins) if can_join else shares.used(end)
 
     kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
     query, _ = pt.lanes(0, tile.queries, tile.queries)
@@ -96,10 +113,22 @@ def _attend_kernel(
         return pt.load(at)
 
     def attend(queries, share):
-        begin_of = lambda n: shares.begin_of(share, n, block)
+        count_of = lambda share: shares.blocks_below(share, ceil(end, block), block)
+        first_count = count_of(share)
+        count = first_count + jnp.where(joins > 0, count_of(share + 1), 0) if can_join else first_count
+
+        def begin_of(n):
+            if not can_join:
+                return shares.begin_of(share, n, block)
+            is_second = (n >= first_count).astype(jnp.int32)
+            return shares.begin_of(share + is_second, n - is_second * first_count, block)
 
         def advance(is_masked, n, carry):
-            page, top, total, sums = carry
+            page, of_first, attended = carry
+            if can_join:
+                begins = n == first_count
+                of_first = jax.tree.map(functools.partial(jnp.where, begins), attended, of_first)
+                attended = jax.tree.map(functools.partial(jnp.where, begins), nothing, attended)
             begin = begin_of(n)
             position = begin + lane
             exists = position < end
@@ -122,26 +151,32 @@ def _attend_kernel(
             if is_masked:
                 seen = exists[None, :] & (position[None, :] <= position_of[:, None])
                 scores = jnp.where(seen, scores, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
-            weights = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -new_top[:, None], interpret)
-            decay = pt.exp2(top - new_top, interpret)
+            top = jnp.maximum(attended.top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
+            weights = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -top[:, None], interpret)
+            decay = pt.exp2(attended.top - top, interpret)
             values = keys[: len(value_dims)] if is_latent else [take(refs.values, d, is_masked) for d in value_dims]
             narrow = weights.astype(dtype)
-            sums = [x * decay[:, None] + dot(narrow, v, interpret=interpret) for x, v in zip(sums, values, strict=True)]
-            return upcoming, new_top, total * decay + jnp.sum(weights, axis=1), sums
+            sums = [
+                x * decay[:, None] + dot(narrow, v, interpret=interpret)
+                for x, v in zip(attended.sums, values, strict=True)
+            ]
+            total = pt.product(attended.total, decay, interpret) + jnp.sum(weights, axis=1)
+            return upcoming, of_first, Attended(top, total, sums)
 
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
-        carry = page_of(begin_of(jnp.int32(0))), jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums
-        count, plain = shares.blocks_below(share, ceil(end, block), block), jnp.int32(0)
+        nothing = Attended(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
+        carry = page_of(begin_of(jnp.int32(0))), nothing if can_join else None, nothing
+        plain = jnp.int32(0)
         if is_prompt:
             # Every token of the tile sees all keys of the first blocks.
             plain = jnp.minimum(shares.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block), count)
             carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(advance, False), carry)
-        _, top, total, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
+        _, of_first, attended = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
+        top, total, sums = joined(of_first, attended, interpret) if can_join else attended
 
         # A token whose keys are one split has its result here. Shares of the others are merged later.
-        is_whole = position_of < split
+        is_whole = position_of < shares.split
         for dims, x in zip(value_dims, sums, strict=True):
             at = packed[:, None], head[:, None], dims.index[None, :]
             mask = mask_of(inside & is_whole & (share == 0), dims)
@@ -153,16 +188,16 @@ def _attend_kernel(
         pt.store(refs.tops.at[share, head, packed], top, mask=inside & ~is_whole)
         pt.store(refs.totals.at[share, head, packed], total, mask=inside & ~is_whole)
 
-    @pt.when((length > 0) & (program < used))
+    @pt.when((length > 0) & (program < units))
     def _():
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
         ]
-        if programs == shares.shares:
+        if programs == shares.shares and not can_join:
             attend(queries, program)
         else:
-            turns = ceil(used - program, programs)
-            each = lambda turn, _: attend(queries, program + turn * programs)
+            turns = ceil(units - program, programs)
+            each = lambda turn, _: attend(queries, (program + turn * programs) * (1 + joins))
             jax.lax.fori_loop(jnp.int32(0), turns, each, None)
 
 
@@ -191,7 +226,16 @@ def paged_attention(
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
-    programs = used.programs or default_programs(used.shares, num_tiles, is_prompt=is_prompt)
+    shares, is_paired = Shares(used.split, used.shares), not is_prompt and used.shares > 1
+    joins = None
+    if is_paired and used.joins is not None:
+        joins = jnp.int32(used.joins)
+    elif is_paired and values is not None and can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles):
+        num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
+        joins = pays_to_join(num_keys, grid[0], shares).astype(jnp.int32)
+    programs = used.programs or default_programs(
+        shares.shares, num_tiles, is_prompt=is_prompt, can_join=joins is not None
+    )
     num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -199,7 +243,8 @@ def paged_attention(
         functools.partial(
             _attend_kernel,
             tile=tile,
-            config=used,
+            block=used.block,
+            shares=shares,
             programs=programs,
             scale=scale,
             value_dim=value_dim,
@@ -220,6 +265,7 @@ def paged_attention(
             start=cut.start,
             length=cut.length,
             position=cut.position,
+            joins=joins,
         ),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
@@ -233,4 +279,5 @@ def paged_attention(
         interpret=interpret,
     )
     rows = token_rows(query_start_loc, num_tokens)
-    return merge(attended, rows, num_computed_tokens, gates, split=used.split, interpret=interpret)
+    options = dict(split=used.split, is_paired=is_paired, joins=joins, interpret=interpret)
+    return merge(attended, rows, num_computed_tokens, gates, **options)

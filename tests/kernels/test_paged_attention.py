@@ -9,6 +9,7 @@ from kernels.attention_batches import LAYER, Dims, assert_is_attention, make, sa
 from kernels.common import IMPLEMENTATIONS, assert_close, how, pack
 
 from pallas_kernels import UnsupportedError, paged_attention
+from pallas_kernels.paged_attention._shares import Shares, pays_to_join
 from pallas_kernels.paged_attention.config import Config
 
 # Splits so short that a few hundred keys fill all shares, some of them twice.
@@ -188,13 +189,24 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 @pytest.mark.parametrize("window", [3, None])
-def test_the_number_of_programs_changes_no_bit(rng, window, implementation, optimized_programs):
-    batch = make(rng, [3, 1], [300, 70], DIMS["4 of 32"])
-    run = lambda n: batch.run(
-        max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n), **how(implementation)
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [("4 of 32", jnp.float32), pytest.param("16 of 256", jnp.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_programs_and_joined_pairs_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
+    """Rows that end in either share of a pair, at their edges, and after all shares have wrapped."""
+    lengths, computed = [3, 1, 2, 1, 3, 1], [300, 70, 30, 0, 125, 40]
+    batch = make(rng, lengths, computed, DIMS[dims], dtype)
+    run = lambda n, joins: batch.run(
+        max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n, joins=joins), **how(implementation)
     )
+    apart, together = run(1, False), run(1, True)
     for programs in (2, 4):
-        same_bits(run(1), run(programs))
+        same_bits(apart, run(programs, False))
+    same_bits(together, run(2, True))
+    assert_is_attention(batch, together)
+    if implementation == "triton":  # Interpreted programs are fused in different ways.
+        same_bits(apart, together)
 
 
 @pytest.mark.gpu
@@ -241,6 +253,33 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
             implementation="triton",
         )
         same_bits(part[: end - begin], whole[begin:end])
+
+
+@pytest.mark.gpu
+def test_rows_have_the_same_bits_in_batches_whose_programs_join_pairs_and_in_others(rng):
+    """One row has too few tiles for it, eight fill the cores with pairs, and ten fill them with single shares only."""
+    batch = make(rng, [1] * 10, [4100 - r for r in range(10)], DIMS["8 of 64"], jnp.bfloat16, 64, extra_tokens=0)
+    ten = batch.run(max_query_tokens=1, implementation="triton")
+    assert_is_attention(batch, ten)
+    for count in (1, 8):
+        given = {name: batch.arguments[name][:count] for name in ("q", "num_computed_tokens", "page_table")}
+        some = batch.run(**given, query_start_loc=pack([1] * count), max_query_tokens=1, implementation="triton")
+        same_bits(some, ten[:count])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "joins"),
+    [
+        ([4096] * 64, True),  # 3.9 rounds of single shares, 1.9 of pairs
+        ([4096] * 80, False),  # 4.8, or 2.4, whose last one takes as long as two of single shares
+        ([4096] * 1024, True),
+        ([32768] * 4, False),  # its 128 shares keep all cores busy, its 64 pairs do not
+        ([32768] * 64, True),
+        ([0] * 64 + [4096] * 64, True),
+    ],
+)
+def test_pairs_are_joined_where_they_fill_the_cores(lengths, joins):
+    assert bool(pays_to_join(jnp.asarray(lengths, jnp.int32), 1, Shares(512, 32))) == joins
 
 
 @pytest.mark.gpu
