@@ -32,7 +32,7 @@ LOW = -1e30  # below every score, and finite: a block that a token does not see 
 
 
 def joined(first: Attended, second: Attended, interpret: bool) -> Attended:
-    """Joins what tokens attend to in two shares. It has the same bits in every kernel."""
+    """Joins what tokens attend to in two shares. The result has the same bits in every kernel."""
     top = jnp.maximum(first.top, second.top)
     factors = [pt.exp2(share.top - top, interpret) for share in (first, second)]
 
@@ -45,7 +45,7 @@ def joined(first: Attended, second: Attended, interpret: bool) -> Attended:
     return Attended(top, total, [add(x, y) for x, y in zip(first.sums, second.sums, strict=True)])
 
 
-def _kernel(refs, *, split: int, tokens_and_heads: int, is_paired: bool, interpret: bool):
+def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, interpret: bool):
     """Merges the shares of some pairs of a token and a head."""
     shares, _, heads, value_dim = refs.sums.shape
     index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
@@ -57,12 +57,13 @@ def _kernel(refs, *, split: int, tokens_and_heads: int, is_paired: bool, interpr
 
     @pt.when(jnp.max(written.astype(jnp.int32)) > 0)
     def _():
-        unit, _ = pt.lanes(0, pt.power_of_two(shares // (1 + is_paired)), shares // (1 + is_paired))
+        count = shares // (1 + has_couples)
+        number, _ = pt.lanes(0, pt.power_of_two(count), count)
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
 
         def attended(share, dims):
             live = share[:, None] < used[None, :]
-            if refs.joins is not None:  # The program that attended a pair has stored it as its first share.
+            if refs.joins is not None:  # A couple that is joined already is stored as its first share.
                 live &= ((share & 1) == 0)[:, None] | (refs.joins[...] == 0)
             stat = lambda ref, other: pt.load(
                 ref.at[share[:, None], head[None, :], place[None, :]], mask=live, other=other
@@ -74,8 +75,10 @@ def _kernel(refs, *, split: int, tokens_and_heads: int, is_paired: bool, interpr
             return Attended(stat(refs.tops, LOW), stat(refs.totals, 0.0), [sums])
 
         for dims in dims_of(0, value_dim):
-            of_pair = lambda dims=dims: joined(attended(2 * unit, dims), attended(2 * unit + 1, dims), interpret)
-            each = of_pair() if is_paired else attended(unit, dims)
+            if has_couples:
+                each = joined(attended(2 * number, dims), attended(2 * number + 1, dims), interpret)
+            else:
+                each = attended(number, dims)
             factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
             total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
             total = jnp.where(total > 0, total, 1.0)
@@ -93,7 +96,7 @@ def merge(
     *,
     split: int,
     place: jax.Array | None = None,
-    is_paired: bool = False,
+    has_couples: bool = False,
     joins: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
@@ -107,18 +110,18 @@ def merge(
         num_computed_tokens: Position of each row's first token. int32 [rows].
         gates: The gates of the results, or None.
         split: The number of positions of a split.
-        is_paired: Whether shares 2 n and 2 n + 1 are `joined` before all of them are merged.
-        joins: 1 if they have been joined already, into share 2 n, and 0 if not; None if they never have. int32 [].
+        has_couples: Whether shares 2 n and 2 n + 1 are `joined` before all of them are merged.
+        joins: 1 if they are joined already, and stored as share 2 n, and 0 if not; None if they never are. int32 [].
         place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
         interpret: Whether to run the kernel's body as plain JAX.
     """
     shares, _, heads, value_dim = attended["sums"].shape
-    tokens_and_heads = max(1, _MERGED_ELEMENTS // pt.power_of_two(shares // (1 + is_paired) * value_dim))
+    tokens_and_heads = max(1, _MERGED_ELEMENTS // pt.power_of_two(shares // (1 + has_couples) * value_dim))
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
     inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, joins=joins)
     merged = pt.call(
         functools.partial(
-            _kernel, split=split, tokens_and_heads=tokens_and_heads, is_paired=is_paired, interpret=interpret
+            _kernel, split=split, tokens_and_heads=tokens_and_heads, has_couples=has_couples, interpret=interpret
         ),
         name="paged_attention_merge",
         grid=(-(-rows.row.shape[0] * heads // tokens_and_heads),),

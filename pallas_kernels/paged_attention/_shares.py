@@ -25,8 +25,8 @@ class Shares:
     shares: int
 
     @property
-    def paired(self) -> "Shares":
-        """The pairs of neighbouring shares 2 n and 2 n + 1, as shares of twice the size."""
+    def couples(self) -> "Shares":
+        """The couples, which are shares 2 n and 2 n + 1 together, as shares of twice the size."""
         return Shares(2 * self.split, self.shares // 2)
 
     def used(self, num_keys: Any) -> Any:
@@ -49,14 +49,14 @@ class Shares:
 
 
 def pays_to_join(num_keys: jax.Array, tiles_of_row: int, shares: Shares) -> jax.Array:
-    """Returns whether programs should attend pairs of shares instead of single ones. bool [].
+    """Returns whether programs should attend couples of shares instead of single shares. bool [].
 
-    A pair is fetched in one go and stored once, which takes some 5 % less time on an H200. But there are half as many pieces
-    of work, and those that are left over after the GPU's cores have had equally many take longer.
+    A program fetches a couple in one go and stores one result for it, which takes some 5 % less time on an H200. But there
+    are half as many couples as shares. Where that leaves more cores without work at the end, single shares are faster.
 
     Args:
         num_keys: The number of keys of each tile of one head of keys. int32 [tiles].
-        tiles_of_row: How many such tiles there are, one for each head of keys or more.
+        tiles_of_row: How many tiles of heads there are: one or more for each head of keys.
         shares: The shares.
     """
     total, longest = tiles_of_row * jnp.sum(num_keys.astype(jnp.float32)), jnp.max(num_keys).astype(jnp.float32)
@@ -65,7 +65,7 @@ def pays_to_join(num_keys: jax.Array, tiles_of_row: int, shares: Shares) -> jax.
         piece = jnp.maximum(longest / cut.shares, cut.split)
         return piece * jnp.ceil(total / (_CORES * piece))
 
-    return 0.95 * keys_of_a_core(shares.paired) <= keys_of_a_core(shares)
+    return 0.95 * keys_of_a_core(shares.couples) <= keys_of_a_core(shares)
 
 
 # Those of prompts are fewer than those of decode and verify rows: their programs are many, and a share costs a float32 copy

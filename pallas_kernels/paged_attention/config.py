@@ -10,9 +10,9 @@ class Config:
     """How the kernels cut queries and keys. Sizes are powers of two.
 
     The keys of a row are cut into splits, which are dealt out to shares (`Shares`). A program attends a tile of queries to
-    one share after another, and a second kernel merges the shares of each token. In decode and verify rows, pairs of
-    neighbouring shares are joined before all of them are merged, by the program that attends both or by the second kernel.
-    Every field but the last three can change bits, so only these follow the number of rows.
+    one share after another, and a second kernel merges the shares of each token. In decode and verify rows, the two shares
+    of a couple are joined before all couples are merged, by the program that attends both or by the second kernel. Every
+    field but the last three can change bits, so only these follow the rows.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
@@ -22,8 +22,8 @@ class Config:
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over blocks.
         programs: The number of programs that attend the shares of a tile, at most `shares`. None is `default_programs`.
-        joins: Whether a program attends pairs of shares and joins them itself. None decides by the rows' lengths, on the
-            device, if there are enough rows (`can_join`).
+        joins: Whether a program attends couples of shares and joins them itself. None decides by the rows' lengths, on the
+            device (`pays_to_join`), if there are enough rows (`can_join`).
     """
 
     queries: int
@@ -70,7 +70,7 @@ def default_stages(config: Config, num_tiles: int) -> int:
 
 
 def can_join(numbers_per_thread: int, num_tiles: int) -> bool:
-    """Returns whether the programs of decode and verify rows may join pairs of shares.
+    """Returns whether the programs of decode and verify rows may join couples of shares.
 
     Where there are few tiles, their keys must be cut as finely as possible to fill all cores. A program that joins holds a
     second set of sums, so they must be few.
@@ -88,7 +88,7 @@ def default_programs(shares: int, num_tiles: int, *, is_prompt: bool, can_join: 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
 
-    If programs may join pairs (`can_join`), there is one for each pair.
+    If programs may join couples (`can_join`), there is one for each couple.
     """
     if can_join:
         return max(1, shares // 2)

@@ -89,7 +89,7 @@ def _attend_kernel(
     table, start, length, first = refs.table[number], refs.start[number], refs.length[number], refs.position[number]
     layer = refs.layer[...]
     end = first + length
-    # Shares are attended one by one, or in pairs, whose results are joined and stored as those of the first share.
+    # Shares are attended one by one, or in couples, which are joined and stored as their first share.
     can_join = refs.joins is not None
     joins = refs.joins[...] if can_join else jnp.int32(0)
     units = ceil(shares.used(end), 1 + joins) if can_join else shares.used(end)
@@ -226,11 +226,11 @@ def paged_attention(
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
-    shares, is_paired = Shares(used.split, used.shares), not is_prompt and used.shares > 1
+    shares, has_couples = Shares(used.split, used.shares), not is_prompt and used.shares > 1
     joins = None
-    if is_paired and used.joins is not None:
+    if has_couples and used.joins is not None:
         joins = jnp.int32(used.joins)
-    elif is_paired and values is not None and can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles):
+    elif has_couples and values is not None and can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles):
         num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
         joins = pays_to_join(num_keys, grid[0], shares).astype(jnp.int32)
     programs = used.programs or default_programs(
@@ -279,5 +279,5 @@ def paged_attention(
         interpret=interpret,
     )
     rows = token_rows(query_start_loc, num_tokens)
-    options = dict(split=used.split, is_paired=is_paired, joins=joins, interpret=interpret)
+    options = dict(split=used.split, has_couples=has_couples, joins=joins, interpret=interpret)
     return merge(attended, rows, num_computed_tokens, gates, **options)

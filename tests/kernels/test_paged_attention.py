@@ -193,8 +193,8 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
     ("dims", "dtype"),
     [("4 of 32", jnp.float32), pytest.param("16 of 256", jnp.bfloat16, marks=pytest.mark.gpu)],
 )
-def test_programs_and_joined_pairs_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
-    """Rows that end in either share of a pair, at their edges, and after all shares have wrapped."""
+def test_programs_and_joined_couples_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
+    """Rows that end in either share of a couple, at their edges, and after all shares have wrapped."""
     lengths, computed = [3, 1, 2, 1, 3, 1], [300, 70, 30, 0, 125, 40]
     batch = make(rng, lengths, computed, DIMS[dims], dtype)
     run = lambda n, joins: batch.run(
@@ -256,8 +256,8 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
 
 
 @pytest.mark.gpu
-def test_rows_have_the_same_bits_in_batches_whose_programs_join_pairs_and_in_others(rng):
-    """One row has too few tiles for it, eight fill the cores with pairs, and ten fill them with single shares only."""
+def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rng):
+    """One row has too few tiles for it, eight fill the cores with couples, and ten fill them with single shares only."""
     batch = make(rng, [1] * 10, [4100 - r for r in range(10)], DIMS["8 of 64"], jnp.bfloat16, 64, extra_tokens=0)
     ten = batch.run(max_query_tokens=1, implementation="triton")
     assert_is_attention(batch, ten)
@@ -270,15 +270,15 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_pairs_and_in_oth
 @pytest.mark.parametrize(
     ("lengths", "joins"),
     [
-        ([4096] * 64, True),  # 3.9 rounds of single shares, 1.9 of pairs
+        ([4096] * 64, True),  # 3.9 rounds of single shares, 1.9 of couples
         ([4096] * 80, False),  # 4.8, or 2.4, whose last one takes as long as two of single shares
         ([4096] * 1024, True),
-        ([32768] * 4, False),  # its 128 shares keep all cores busy, its 64 pairs do not
+        ([32768] * 4, False),  # its 128 shares keep all cores busy, its 64 couples do not
         ([32768] * 64, True),
         ([0] * 64 + [4096] * 64, True),
     ],
 )
-def test_pairs_are_joined_where_they_fill_the_cores(lengths, joins):
+def test_couples_are_joined_where_they_fill_the_cores(lengths, joins):
     assert bool(pays_to_join(jnp.asarray(lengths, jnp.int32), 1, Shares(512, 32))) == joins
 
 
