@@ -13,26 +13,26 @@ from pallas_kernels.paged_attention._tiles import keys_of_tokens
 from pallas_kernels.rows import TokenRows
 
 
-class Attended(NamedTuple):
-    """What tokens attend to in some of their keys.
+class Sums(NamedTuple):
+    """The sums of some tokens over some of their keys.
 
     Attributes:
         top: The largest scores times log2(e). [..]
         total: The sums of the weights, which are 2 ** (score * log2(e) - top). [..]
-        sums: The sums of the weighted values, some dims each. [.., dims]
+        values: The sums of the weighted values, some dims each. [.., dims]
     """
 
     top: jax.Array
     total: jax.Array
-    sums: list[jax.Array]
+    values: list[jax.Array]
 
 
 _MERGED_ELEMENTS = 8192  # of a program's tile
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
-def joined(first: Attended, second: Attended, interpret: bool) -> Attended:
-    """Joins what tokens attend to in two shares. The result has the same bits in every kernel."""
+def joined(first: Sums, second: Sums, interpret: bool) -> Sums:
+    """Joins the sums over two shares. The result has the same bits in every compiled kernel."""
     top = jnp.maximum(first.top, second.top)
     factors = [pt.exp2(share.top - top, interpret) for share in (first, second)]
 
@@ -42,7 +42,7 @@ def joined(first: Attended, second: Attended, interpret: bool) -> Attended:
 
     total = add(first.total, second.total)
     factors = [factor[..., None] for factor in factors]
-    return Attended(top, total, [add(x, y) for x, y in zip(first.sums, second.sums, strict=True)])
+    return Sums(top, total, [add(x, y) for x, y in zip(first.values, second.values, strict=True)])
 
 
 def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, interpret: bool):
@@ -61,7 +61,7 @@ def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, inter
         number, _ = pt.lanes(0, pt.power_of_two(count), count)
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
 
-        def attended(share, dims):
+        def sums_of(share, dims):
             live = share[:, None] < used[None, :]
             if refs.joins is not None:  # A couple that is joined already is stored as its first share.
                 live &= ((share & 1) == 0)[:, None] | (refs.joins[...] == 0)
@@ -71,18 +71,18 @@ def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, inter
             at = share[:, None, None], place[None, :, None], head[None, :, None], dims.index[None, None, :]
             mask = jnp.broadcast_to(live[:, :, None], (*live.shape, dims.index.shape[0]))
             mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
-            sums = pt.load(refs.sums.at[at], mask=mask, other=0.0)
-            return Attended(stat(refs.tops, LOW), stat(refs.totals, 0.0), [sums])
+            values = pt.load(refs.sums.at[at], mask=mask, other=0.0)
+            return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
 
         for dims in dims_of(0, value_dim):
             if has_couples:
-                each = joined(attended(2 * number, dims), attended(2 * number + 1, dims), interpret)
+                each = joined(sums_of(2 * number, dims), sums_of(2 * number + 1, dims), interpret)
             else:
-                each = attended(number, dims)
+                each = sums_of(number, dims)
             factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
             total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
             total = jnp.where(total > 0, total, 1.0)
-            out = jnp.sum(pt.product(each.sums[0], factors[:, :, None], interpret), axis=0) / total[:, None]
+            out = jnp.sum(pt.product(each.values[0], factors[:, :, None], interpret), axis=0) / total[:, None]
             out = gated(refs.gates, out, token, head, dims, mask_of(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=mask_of(written, dims))
@@ -110,9 +110,9 @@ def merge(
         num_computed_tokens: Position of each row's first token. int32 [rows].
         gates: The gates of the results, or None.
         split: The number of positions of a split.
+        place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
         has_couples: Whether shares 2 n and 2 n + 1 are `joined` before all of them are merged.
         joins: 1 if they are joined already, and stored as share 2 n, and 0 if not; None if they never are. int32 [].
-        place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
         interpret: Whether to run the kernel's body as plain JAX.
     """
     shares, _, heads, value_dim = attended["sums"].shape

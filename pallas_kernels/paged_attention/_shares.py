@@ -9,7 +9,7 @@ import jax.numpy as jnp
 _CORES = 132  # of an H200
 
 
-def ceil(x: Any, n: int) -> Any:
+def ceil(x: Any, n: Any) -> Any:
     """Divides an integer by a number, and rounds up."""
     return jax.lax.div(x + (n - 1), jnp.int32(n))
 
@@ -48,7 +48,7 @@ class Shares:
         return (share + turn * self.shares) * self.split + (n - turn * per_split) * block
 
 
-def pays_to_join(num_keys: jax.Array, tiles_of_row: int, shares: Shares) -> jax.Array:
+def pays_to_join(num_keys: jax.Array, tiles_of_row: int, programs: int, shares: Shares) -> jax.Array:
     """Returns whether programs should attend couples of shares instead of single shares. bool [].
 
     A program fetches a couple in one go and stores one result for it, which takes some 5 % less time on an H200. But there
@@ -57,12 +57,13 @@ def pays_to_join(num_keys: jax.Array, tiles_of_row: int, shares: Shares) -> jax.
     Args:
         num_keys: The number of keys of each tile of one head of keys. int32 [tiles].
         tiles_of_row: How many tiles of heads there are: one or more for each head of keys.
+        programs: The number of programs of a tile, among which its shares or couples are divided.
         shares: The shares.
     """
     total, longest = tiles_of_row * jnp.sum(num_keys.astype(jnp.float32)), jnp.max(num_keys).astype(jnp.float32)
 
     def keys_of_a_core(cut: Shares) -> jax.Array:
-        piece = jnp.maximum(longest / cut.shares, cut.split)
+        piece = jnp.maximum(longest / min(programs, cut.shares), cut.split)
         return piece * jnp.ceil(total / (_CORES * piece))
 
     return 0.95 * keys_of_a_core(shares.couples) <= keys_of_a_core(shares)

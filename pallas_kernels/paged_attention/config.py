@@ -12,7 +12,7 @@ class Config:
     The keys of a row are cut into splits, which are dealt out to shares (`Shares`). A program attends a tile of queries to
     one share after another, and a second kernel merges the shares of each token. In decode and verify rows, the two shares
     of a couple are joined before all couples are merged, by the program that attends both or by the second kernel. Every
-    field but the last three can change bits, so only these follow the rows.
+    field but the last three can change bits, so only these follow the number of rows and their lengths.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
@@ -22,8 +22,12 @@ class Config:
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over blocks.
         programs: The number of programs that attend the shares of a tile, at most `shares`. None is `default_programs`.
-        joins: Whether a program attends couples of shares and joins them itself. None decides by the rows' lengths, on the
-            device (`pays_to_join`), if there are enough rows (`can_join`).
+        joins: Whether a program attends couples of shares and joins them itself. Prompts and a single share have no couples.
+            None decides by the rows' lengths, on the device (`pays_to_join`), where `can_join` allows it, and never joins in
+            latent attention and in interpret mode, where the two ways agree up to rounding only.
+
+    Raises:
+        ValueError: if `queries`, `block`, `split` or `shares` is no power of two, or `block` does not divide `split`.
     """
 
     queries: int
@@ -34,6 +38,14 @@ class Config:
     num_stages: int
     programs: int | None = None
     joins: bool | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("queries", "block", "split", "shares")}
+        for name, size in sizes.items():
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"paged_attention: config.{name} must be a power of two, got {size}")
+        if self.split % self.block:
+            raise ValueError(f"paged_attention: config.block must divide config.split = {self.split}, got {self.block}")
 
 
 def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool) -> Config:
@@ -82,15 +94,15 @@ def can_join(numbers_per_thread: int, num_tiles: int) -> bool:
     return num_tiles >= 64 and numbers_per_thread <= 64
 
 
-def default_programs(shares: int, num_tiles: int, *, is_prompt: bool, can_join: bool = False) -> int:
+def default_programs(shares: int, num_tiles: int, *, is_prompt: bool, may_join: bool = False) -> int:
     """The number of programs that attend the shares of each of `num_tiles` tiles, at most the number of shares.
 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
 
-    If programs may join couples (`can_join`), there is one for each couple.
+    If programs may join couples, there is one for each couple.
     """
-    if can_join:
+    if may_join:
         return max(1, shares // 2)
     programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 4
     while programs < shares and (programs < least or programs * num_tiles < wanted):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
-from pallas_kernels.paged_attention._merge import LOW, Attended, joined, merge
+from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
 from pallas_kernels.paged_attention._shares import Shares, ceil, pays_to_join
 from pallas_kernels.paged_attention._tiles import tiles
 from pallas_kernels.paged_attention.config import (
@@ -90,9 +90,9 @@ def _attend_kernel(
     layer = refs.layer[...]
     end = first + length
     # Shares are attended one by one, or in couples, which are joined and stored as their first share.
-    can_join = refs.joins is not None
-    joins = refs.joins[...] if can_join else jnp.int32(0)
-    units = ceil(shares.used(end), 1 + joins) if can_join else shares.used(end)
+    may_join = refs.joins is not None
+    joins = refs.joins[...] if may_join else jnp.int32(0)
+    units = ceil(shares.used(end), 1 + joins) if may_join else shares.used(end)
 
     kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
     query, _ = pt.lanes(0, tile.queries, tile.queries)
@@ -115,20 +115,20 @@ def _attend_kernel(
     def attend(queries, share):
         count_of = lambda share: shares.blocks_below(share, ceil(end, block), block)
         first_count = count_of(share)
-        count = first_count + jnp.where(joins > 0, count_of(share + 1), 0) if can_join else first_count
+        count = first_count + jnp.where(joins > 0, count_of(share + 1), 0) if may_join else first_count
 
         def begin_of(n):
-            if not can_join:
+            if not may_join:
                 return shares.begin_of(share, n, block)
             is_second = (n >= first_count).astype(jnp.int32)
             return shares.begin_of(share + is_second, n - is_second * first_count, block)
 
         def advance(is_masked, n, carry):
-            page, of_first, attended = carry
-            if can_join:
+            page, of_first, so_far = carry
+            if may_join:
                 begins = n == first_count
-                of_first = jax.tree.map(functools.partial(jnp.where, begins), attended, of_first)
-                attended = jax.tree.map(functools.partial(jnp.where, begins), nothing, attended)
+                of_first = jax.tree.map(functools.partial(jnp.where, begins), so_far, of_first)
+                so_far = jax.tree.map(functools.partial(jnp.where, begins), nothing, so_far)
             begin = begin_of(n)
             position = begin + lane
             exists = position < end
@@ -151,29 +151,29 @@ def _attend_kernel(
             if is_masked:
                 seen = exists[None, :] & (position[None, :] <= position_of[:, None])
                 scores = jnp.where(seen, scores, -jnp.inf)
-            top = jnp.maximum(attended.top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
+            top = jnp.maximum(so_far.top, jnp.max(scores, axis=1) * (scale * pt.LOG2_E))
             weights = pt.exp2_of_sum(scores, scale * pt.LOG2_E, -top[:, None], interpret)
-            decay = pt.exp2(attended.top - top, interpret)
+            decay = pt.exp2(so_far.top - top, interpret)
             values = keys[: len(value_dims)] if is_latent else [take(refs.values, d, is_masked) for d in value_dims]
             narrow = weights.astype(dtype)
             sums = [
                 x * decay[:, None] + dot(narrow, v, interpret=interpret)
-                for x, v in zip(attended.sums, values, strict=True)
+                for x, v in zip(so_far.values, values, strict=True)
             ]
-            total = pt.product(attended.total, decay, interpret) + jnp.sum(weights, axis=1)
-            return upcoming, of_first, Attended(top, total, sums)
+            total = pt.product(so_far.total, decay, interpret) + jnp.sum(weights, axis=1)
+            return upcoming, of_first, Sums(top, total, sums)
 
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
-        nothing = Attended(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
-        carry = page_of(begin_of(jnp.int32(0))), nothing if can_join else None, nothing
+        nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
+        carry = page_of(begin_of(jnp.int32(0))), nothing if may_join else None, nothing
         plain = jnp.int32(0)
         if is_prompt:
             # Every token of the tile sees all keys of the first blocks.
             plain = jnp.minimum(shares.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block), count)
             carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(advance, False), carry)
-        _, of_first, attended = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
-        top, total, sums = joined(of_first, attended, interpret) if can_join else attended
+        _, of_first, own = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
+        top, total, sums = joined(of_first, own, interpret) if may_join else own
 
         # A token whose keys are one split has its result here. Shares of the others are merged later.
         is_whole = position_of < shares.split
@@ -193,7 +193,7 @@ def _attend_kernel(
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
         ]
-        if programs == shares.shares and not can_join:
+        if programs == shares.shares and not may_join:
             attend(queries, program)
         else:
             turns = ceil(units - program, programs)
@@ -227,15 +227,16 @@ def paged_attention(
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
     shares, has_couples = Shares(used.split, used.shares), not is_prompt and used.shares > 1
+    may_join = has_couples and bool(used.joins)
+    if has_couples and used.joins is None and values is not None and not interpret:
+        may_join = can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles)
+    programs = used.programs or default_programs(shares.shares, num_tiles, is_prompt=is_prompt, may_join=may_join)
     joins = None
-    if has_couples and used.joins is not None:
-        joins = jnp.int32(used.joins)
-    elif has_couples and values is not None and can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles):
+    if may_join and used.joins:
+        joins = jnp.int32(1)
+    elif may_join:
         num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
-        joins = pays_to_join(num_keys, grid[0], shares).astype(jnp.int32)
-    programs = used.programs or default_programs(
-        shares.shares, num_tiles, is_prompt=is_prompt, can_join=joins is not None
-    )
+        joins = pays_to_join(num_keys, grid[0], programs, shares).astype(jnp.int32)
     num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)

@@ -89,12 +89,14 @@ def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_length(rng, implementation):
+@pytest.mark.parametrize("joins", [None, True])
+def test_rows_of_every_length(rng, implementation, joins):
     """Every length around the edges of pages, blocks, splits and shares, in one verify token and two."""
     ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161]
     lengths = [1 + end % 2 for end in ends]
     batch = make(rng, lengths, [end - n for end, n in zip(ends, lengths, strict=True)], DIMS["one head of 8"])
-    assert_is_attention(batch, batch.run(max_query_tokens=2, **options_of(implementation)))
+    config = dataclasses.replace(SMALL, joins=joins)
+    assert_is_attention(batch, batch.run(max_query_tokens=2, **options_of(implementation, config)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -191,16 +193,23 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
 @pytest.mark.parametrize("window", [3, None])
 @pytest.mark.parametrize(
     ("dims", "dtype"),
-    [("4 of 32", jnp.float32), pytest.param("16 of 256", jnp.bfloat16, marks=pytest.mark.gpu)],
+    [
+        ("4 of 32", jnp.float32),
+        *(
+            pytest.param(dims, dtype, marks=pytest.mark.gpu)
+            for dims in ("16 of 256", "8 of 192", "latent 24 and 8")
+            for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+        ),
+    ],
 )
 def test_programs_and_joined_couples_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
     """Rows that end in either share of a couple, at their edges, and after all shares have wrapped."""
-    lengths, computed = [3, 1, 2, 1, 3, 1], [300, 70, 30, 0, 125, 40]
+    lengths, computed = [3, 1, 2, 1, 3, 1, 3], [300, 70, 31, 0, 126, 40, 63]
     batch = make(rng, lengths, computed, DIMS[dims], dtype)
     run = lambda n, joins: batch.run(
         max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n, joins=joins), **how(implementation)
     )
-    apart, together = run(1, False), run(1, True)
+    apart, together = run(1, None), run(1, True)
     for programs in (2, 4):
         same_bits(apart, run(programs, False))
     same_bits(together, run(2, True))
@@ -234,14 +243,17 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
     batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
     verify = [batch.run(max_query_tokens=n, implementation="triton") for n in (8, 9)]
     same_bits(*verify)
-    decode = batch.run(
-        query_start_loc=pack([1] * 8),
-        num_computed_tokens=computed + jnp.arange(8, dtype=jnp.int32),
-        page_table=jnp.tile(batch.arguments["page_table"], (8, 1)),
-        max_query_tokens=1,
-        implementation="triton",
-    )
-    same_bits(verify[0], decode)
+    for copies in (1, 2):  # 16 rows of 4 heads of keys are enough tiles for programs that join couples.
+        decode = batch.run(
+            q=jnp.tile(batch.arguments["q"], (copies, 1, 1)),
+            query_start_loc=pack([1] * 8 * copies),
+            num_computed_tokens=jnp.tile(computed + jnp.arange(8, dtype=jnp.int32), copies),
+            page_table=jnp.tile(batch.arguments["page_table"], (8 * copies, 1)),
+            max_query_tokens=1,
+            implementation="triton",
+        )
+        for copy in range(copies):
+            same_bits(verify[0], decode[8 * copy : 8 * copy + 8])
     batch = make(rng, [300], [4000], DIMS[dims], dtype, extra_tokens=0)
     whole = batch.run(implementation="triton")
     for begin, end in ((0, 95), (95, 97), (97, 300)):
@@ -268,18 +280,31 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
 
 
 @pytest.mark.parametrize(
-    ("lengths", "joins"),
+    ("lengths", "programs", "joins"),
     [
-        ([4096] * 64, True),  # 3.9 rounds of single shares, 1.9 of couples
-        ([4096] * 80, False),  # 4.8, or 2.4, whose last one takes as long as two of single shares
-        ([4096] * 1024, True),
-        ([32768] * 4, False),  # its 128 shares keep all cores busy, its 64 couples do not
-        ([32768] * 64, True),
-        ([0] * 64 + [4096] * 64, True),
+        ([4096] * 64, 16, True),  # 3.9 rounds of single shares, 1.9 of couples
+        ([4096] * 80, 16, False),  # 4.8, or 2.4, whose last one takes as long as two of single shares
+        ([4096] * 1024, 16, True),
+        ([32768] * 4, 32, False),  # its 128 shares keep all cores busy, its 64 couples do not
+        ([32768] * 4, 16, True),  # either way there are 64 programs
+        ([0] * 64 + [4096] * 64, 16, True),
     ],
 )
-def test_couples_are_joined_where_they_fill_the_cores(lengths, joins):
-    assert bool(pays_to_join(jnp.asarray(lengths, jnp.int32), 1, Shares(512, 32))) == joins
+def test_couples_are_joined_where_they_fill_the_cores(lengths, programs, joins):
+    assert bool(pays_to_join(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(512, 32))) == joins
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shares=3), "config.shares must be a power of two, got 3"),
+        (dict(queries=0), "config.queries must be a power of two, got 0"),
+        (dict(block=64), "config.block must divide config.split = 32, got 64"),
+    ],
+)
+def test_bad_sizes_of_a_configuration(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **change)
 
 
 @pytest.mark.gpu
