@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, pieces
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.weights import Factors, sizes
-from pallas_kernels.gated_delta_rule.prefill.tiles import iota, key_lanes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 _WARPS = 4

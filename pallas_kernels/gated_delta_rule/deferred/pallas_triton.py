@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, operand
 from pallas_kernels._pallas_triton import Lanes, Refs
+from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.gated_delta_rule.deferred.channel_weights import channel_weights
 from pallas_kernels.gated_delta_rule.deferred.config import (
@@ -25,7 +26,6 @@ from pallas_kernels.gated_delta_rule.deferred.config import (
 )
 from pallas_kernels.gated_delta_rule.deferred.values import values as run_values
 from pallas_kernels.gated_delta_rule.deferred.weights import sizes
-from pallas_kernels.gated_delta_rule.prefill.tiles import iota, key_lanes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 

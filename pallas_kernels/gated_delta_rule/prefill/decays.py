@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._tiles import iota
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.products import decay_of, sums_on_scaled_grid
-from pallas_kernels.gated_delta_rule.prefill.tiles import iota
 
 
 class Factors(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, dot, pieces
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels.gated_delta_rule.prefill.tiles import BLOCK, iota, store_pieces
+from pallas_kernels._tiles import BLOCK, iota, store_pieces
 
 
 def inverse(

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, dot, pieces
 from pallas_kernels._pallas_triton import Refs
-from pallas_kernels.gated_delta_rule.prefill.tiles import as_operand, iota, key_lanes, store_pieces
+from pallas_kernels._tiles import as_operand, iota, key_lanes, store_pieces
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 # Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.

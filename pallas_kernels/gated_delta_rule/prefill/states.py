@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import Operand, dot, pieces
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._tiles import as_operand, iota, key_lanes, load_pieces
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 from pallas_kernels.gated_delta_rule.config import PrefillConfig
-from pallas_kernels.gated_delta_rule.prefill.tiles import as_operand, iota, key_lanes, load_pieces
 
 
 def states(refs: Refs, *, size: int, config: PrefillConfig, layout: StateLayout, interpret: bool) -> None:

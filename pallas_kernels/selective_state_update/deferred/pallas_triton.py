@@ -14,8 +14,8 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot, operand
 from pallas_kernels._math import softplus
 from pallas_kernels._pallas_triton import Refs
+from pallas_kernels._tiles import BLOCK, iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule.prefill.tiles import BLOCK, iota, key_lanes
 from pallas_kernels.selective_state_update.deferred.config import DeferredConfig, default_config
 
 

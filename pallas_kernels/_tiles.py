@@ -1,4 +1,4 @@
-"""Tiles that the prefill kernels share: their indices, and how they are loaded, stored and prepared for products."""
+"""Tiles of kernels that multiply: their indices, and how they are loaded, stored and prepared for products."""
 
 import jax
 import jax.numpy as jnp
