@@ -56,7 +56,9 @@ class ColumnRules:
         return columns_of_step(self.block_size, drafts, *counts, interior=self.keeps_interior, drafts_have_columns=own)
 
     def boundaries(self, before: int, certain: int, computed: int) -> range:
-        """Returns the boundaries whose states a step leaves in their columns: see `boundaries_of_step`."""
+        """Returns the boundaries whose states a step leaves in their columns: see `boundaries_of_step`. "none" has none."""
+        if self.mode == "none":
+            return range(0)
         return boundaries_of_step(self.block_size, before, certain, computed, interior=self.keeps_interior)
 
     def leaves_to_next_step(self, step: Step) -> bool:

@@ -14,7 +14,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits of ours: it has none on what comes before a call's body, nor on unread answers."""
+    """uvicorn's protocol with limits of ours: it has none on what comes before and after a body, nor on unread answers.
+
+    A call that is sent before the one before it was answered ends the connection. uvicorn would let it wait, and would then
+    no longer notice that the client of the call that runs has left.
+    """
 
     def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
         """Takes the limits, and what uvicorn gives to its own protocol."""
@@ -47,15 +51,34 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._is_between_calls() and self._head_timer is None:
             self._await_head()
+        self._head_bytes += len(data)
         super().data_received(data)
         if not self._is_between_calls():
-            self._head_bytes = 0
             self._head_timer = _stopped(self._head_timer)
-        elif self.parser is not None and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > self._limits.head_bytes:
-                message = f"a call's head must have at most {self._limits.head_bytes} bytes"
-                self._refuse(Refusal(431, message, code="head_too_large"))
+        if self._head_bytes > self._limits.head_bytes and self.parser is not None and not self.transport.is_closing():
+            message = f"a call's head must have at most {self._limits.head_bytes} bytes"
+            self._refuse(Refusal(431, message, code="head_too_large"))
+
+    def on_message_begin(self) -> None:
+        """Takes note that a call begins, which must not be before the one before it was answered."""
+        if not self._is_between_calls():
+            raise ValueError("a call began before the one before it was answered")  # It ends in send_400_response.
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Takes note that a head is complete."""
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of a body. What comes between two parts, or after the last one, counts like a head."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Takes note that a call is complete."""
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP."""
@@ -83,8 +106,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, code="head_timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answers without a call, and closes the connection."""
+        """Answers without a call, unless the answer to one is under way, and closes the connection."""
         self._stop_timers()
+        if not self._is_between_calls():
+            self.transport.close()
+            return
         body = to_json(refusal.content)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)

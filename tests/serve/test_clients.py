@@ -1,5 +1,6 @@
 """Clients that vanish, stall, send garbage or come in numbers: each gets a reason, and no block stays held."""
 
+import contextlib
 import json
 import random
 import re
@@ -118,6 +119,46 @@ def test_a_head_without_end_is_refused(served):
     with connect(served) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nx: " + b"a" * (LIMITS.head_bytes + 1))
         assert status_and_code(read_to_end(connection)) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize(
+    ("begin", "line"),
+    [
+        (call(LONG), b"\r\n" * 500),
+        (call(LONG | {"stream": True}), b"\r\n" * 500),
+        (call(LONG) + b"GET / HTTP/1.1\r\n", b"x: " + b"a" * 1000 + b"\r\n"),
+        (
+            head(5).replace(b"content-length: 5", b"transfer-encoding: chunked") + b"0\r\n",
+            b"x: " + b"a" * 1000 + b"\r\n",
+        ),
+    ],
+)
+def test_what_follows_a_call_before_its_answer_is_bounded(served, begin, line):
+    """Empty lines, another call's head, or trailers. The connection ends without an answer."""
+    with connect(served) as connection:
+        connection.sendall(begin)
+        if b"chunked" not in begin and b"GET" not in begin:
+            wait_until(lambda: served.engine.scheduler.running)
+        with contextlib.suppress(OSError):  # It may be closed already.
+            for _ in range(2**20 // len(line)):  # more than what is read at once
+                connection.sendall(line)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            answer = read_to_end(connection)
+        assert b" 408 " not in answer
+        assert b'finish_reason":"length' not in answer.replace(b" ", b"")
+    served.wait_until_idle()
+
+
+def test_a_call_that_does_not_wait_for_the_answer_before_it_ends_both(served):
+    aborted = served.engine.stats.aborted_requests
+    with connect(served) as connection:
+        connection.sendall(call(LONG))
+        wait_until(lambda: served.engine.scheduler.running)
+        connection.sendall(call(LONG))
+        assert read_to_end(connection) == b""
+    wait_until(lambda: served.engine.stats.aborted_requests == aborted + 1)
+    served.wait_until_idle()
 
 
 def test_upgrades_are_answered_as_other_calls(served):
