@@ -32,6 +32,7 @@ from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.serve.app import create_app
+from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Settings
 
 # How often a call is sent to a replica that dies before it answers.
@@ -73,6 +74,7 @@ class Replica:
         await self._lifespan.__aenter__()
         # Ray sends calls once this returns.
         while not self._service.is_ready:
+            self.check_health()
             await asyncio.sleep(0.1)
 
     async def answer(self, call: Call) -> AsyncGenerator[tuple | bytes, None]:
@@ -119,9 +121,11 @@ class Replica:
         return {"process": os.getpid(), "metrics": self._service.metrics.text().decode()}
 
     def check_health(self) -> None:
-        """Raises if the engine has stopped, upon which Ray starts the replica anew."""
-        if not self._service.serving.is_running:
-            raise RuntimeError("the engine has stopped")
+        """Raises if the engine has stopped or could not start, upon which Ray starts the replica anew."""
+        try:
+            self._service.check_alive()
+        except Refusal as refusal:
+            raise RuntimeError(str(refusal)) from None
 
 
 async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

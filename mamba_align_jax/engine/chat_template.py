@@ -39,7 +39,7 @@ class ChatTemplate:
         self._worker = self._start()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Returns the prompt for messages. A tokenizer encodes it with `add_special_tokens=False`.
 
@@ -59,7 +59,7 @@ class ChatTemplate:
         with self._lock:
             if not self._worker.is_alive:
                 self._worker = self._start()
-            return _text_of(self._worker.ask(task))
+            return values.text("the chat template's prompt", _text_of(self._worker.ask(task)))
 
     def _start(self) -> Worker:
         worker = Worker(_SCRIPT, str(self.time_limit))

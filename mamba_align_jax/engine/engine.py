@@ -227,9 +227,11 @@ class Engine(PortableCore):
             cache_salt: What is cached under this salt: see `SamplingParams`.
 
         Raises:
-            ValueError: The prompt is no sequence of the model's tokens.
+            ValueError: The prompt is no sequence of the model's tokens, or it is empty.
         """
         tokens = values.integers("prompt_token_ids", prompt_token_ids, 0, self.model_config.vocab_size - 1)
+        if not tokens:
+            raise ValueError("prompt_token_ids must not be empty")
         salt = values.text("cache_salt", cache_salt).encode()
         return self._alone(lambda: self.cache.cached_prefix(tokens, salt))
 

@@ -59,7 +59,11 @@ class LeadingRunner(StepRunner):
         """See `StepRunner.compile`. All processes compile at the same time."""
         self._check()
         self._audience.tell("compile", *map(list, buckets))
-        yield from super().compile(buckets)
+        try:
+            yield from super().compile(buckets)
+        except Exception as error:
+            self._audience.fail(f"process 0 failed in compile: {type(error).__name__}: {error}")
+            raise
 
     def _check(self) -> None:
         if self._is_retired:

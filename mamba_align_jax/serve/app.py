@@ -93,6 +93,7 @@ async def _warm(service: Service) -> None:
             return
         except Exception:
             _LOG.exception("the programs could not be compiled: calls are not taken")
+            service.has_failed_to_compile = True
             return
         _LOG.info("compiled the programs in %.0f s", seconds)
     service.is_ready = True
@@ -145,9 +146,8 @@ def _card(service: Service) -> dict:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """Says whether the process is worth keeping: the engine's thread lives."""
-    if not service.serving.is_running:
-        raise Refusal(503, "the engine has stopped", code="engine_dead")
+    """Says whether the process is worth keeping: the engine's thread lives, and its programs can be compiled."""
+    service.check_alive()
     return json_response({"status": "live"})
 
 

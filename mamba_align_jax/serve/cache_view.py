@@ -10,6 +10,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.messages import take_prompt
 from mamba_align_jax.serve.refusals import json_response
+from mamba_align_jax.serve.sampling import wrong_value
 from mamba_align_jax.serve.service import Service
 
 
@@ -30,7 +31,10 @@ async def view_cache(service: Service, request: Request) -> Response:
     service.check_length(len(tokens), 0, "prompt")
     engine = service.serving.engine
     # It waits for the step that runs.
-    found = await asyncio.to_thread(engine.cached_prefix, tokens, salt)
+    try:
+        found = await asyncio.to_thread(engine.cached_prefix, tokens, salt)
+    except ValueError as error:
+        raise wrong_value(error) from error
     return json_response(
         {
             "object": "cache_view",

@@ -73,6 +73,7 @@ class Service:
         self._rendering, self._compiling = OneAtATime(_MAX_WAITING), OneAtATime(_MAX_WAITING)
         self._grammars = GrammarCheck(settings.limits.grammar_s)
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
+        self.has_failed_to_compile = False
         # A token's text never changes.
         self.token_text = functools.lru_cache(maxsize=2**16)(self._token_text)
 
@@ -82,14 +83,24 @@ class Service:
         engine = self.serving.engine
         return min(engine.spec.max_model_len, (engine.sizes.kv_pages - 1) * engine.config.kv_page_size)
 
+    def check_alive(self) -> None:
+        """Checks that calls are taken or will be.
+
+        Raises:
+            Refusal: The engine has stopped, or its programs could not be compiled.
+        """
+        if not self.serving.is_running:
+            raise Refusal(503, "the engine has stopped", code="engine_dead")
+        if self.has_failed_to_compile:
+            raise Refusal(503, "the engine's programs could not be compiled", code="engine_dead")
+
     def check_ready(self) -> None:
         """Checks that calls are taken.
 
         Raises:
-            Refusal: The programs are being compiled, or the engine has stopped.
+            Refusal: The programs are being compiled, or `check_alive` refuses.
         """
-        if not self.serving.is_running:
-            raise Refusal(503, "the engine has stopped", code="engine_dead")
+        self.check_alive()
         if not self.is_ready:
             raise overloaded("the server is compiling its programs; /ready says when it is done")
 

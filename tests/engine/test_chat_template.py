@@ -93,6 +93,13 @@ def test_wrong_template_or_messages_are_refused():
         ChatTemplate("{% for %}")
     with pytest.raises(ValueError, match="messages must be what JSON can hold"):
         ChatTemplate("").render([{"role": object()}])
+    with pytest.raises(ValueError, match="the chat template's prompt must be text without lone surrogates"):
+        ChatTemplate("{{ x }}").render(CHAT, x="\ud800")
+
+
+def test_variables_may_have_any_names_but_two():
+    given = {"self": 1, "template": 2, "args": 3, "context": 4}
+    assert ChatTemplate("{{ template }}{{ args }}{{ context }}").render(CHAT, **given) == "234"
 
 
 def test_threads_get_their_own_prompts():

@@ -22,7 +22,7 @@ class Served:
 
     def __enter__(self):
         self.thread.start()
-        wait_until(lambda: self.server.started and self.service.is_ready)
+        wait_until(lambda: self.server.started and (self.service.is_ready or self.service.has_failed_to_compile))
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.client = self.new_client()
         return self

@@ -316,6 +316,17 @@ def can_connect(served):
     return True
 
 
+def test_a_server_whose_programs_do_not_compile_says_so(engine):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "warmup", lambda *args, **options: 1 / 0)
+        with Served(engine, Settings()) as served:
+            wait_until(lambda: served.service.has_failed_to_compile)
+            answers = [served.client.get("/health"), served.client.get("/ready"), served.post("/v1/completions", LONG)]
+            for response in answers:
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+                assert "could not be compiled" in response.json()["error"]["message"]
+
+
 def test_a_dead_engine_is_said(engine):
     with Served(engine, Settings(warmup="none")) as served:
         assert served.client.get("/health").json() == {"status": "live"}
