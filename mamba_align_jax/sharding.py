@@ -90,9 +90,15 @@ def _state(state: ConvState | RecurrentState) -> Any:
     return P(None, None, None, AXIS) if state.layout == "VK" else P(None, None, None, None, AXIS)
 
 
-def pool_partition(groups: Sequence[GroupSpec]) -> StatePool:
-    """Returns a PartitionSpec for each array: by channels for windows and for states of one head, else by heads."""
-    return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups))
+def pool_partition(groups: Sequence[GroupSpec], *, deferred: bool = False) -> StatePool:
+    """Returns a PartitionSpec for each array: by channels for windows and for states of one head, else by heads.
+
+    Args:
+        groups: The groups of the whole model.
+        deferred: Whether the policy is "deferred", under which a pool has rings: see `ring_partition`.
+    """
+    rings: Any = ring_partition(groups) if deferred else None
+    return StatePool(states=tuple(tuple(map(_state, group.states)) for group in groups), rings=rings)
 
 
 def ring_partition(groups: Sequence[GroupSpec]) -> tuple[tuple[P, ...], ...]:
@@ -107,7 +113,7 @@ def _ring(ring: Ring) -> tuple[P, ...]:
     return tuple(P() if axis is None else P(*[None] * (first + axis), AXIS) for axis, first in axes)
 
 
-def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
+def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh, *, deferred: bool = False) -> StatePool:
     """Returns a sharding for each array, for `StatePool.create(sharding=)`.
 
     The channels of windows are in the order that `columns` gives, because each device's channels lie side by side.
@@ -115,12 +121,16 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
     Args:
         groups: The groups of the whole model.
         mesh: A mesh with an axis "tensor".
+        deferred: Whether the policy is "deferred", under which a pool has rings.
 
     Raises:
         ValueError: the number of heads or channels is not a multiple of the number of devices, or the mesh has no axis
             "tensor".
     """
     size = devices(mesh)
+    for group in groups:
+        if deferred and group.ring is not None:
+            _check_ring(group, group.ring, size)
     for group in groups:
         for state in group.states:
             shape = state.block_shape(0)
@@ -129,7 +139,16 @@ def pool_sharding(groups: Sequence[GroupSpec], mesh: Mesh) -> StatePool:
                 raise ValueError(
                     f"{group.name!r}: heads and channels must be a multiple of {size} devices, got {shape}"
                 )
-    return jax.tree.map(functools.partial(NamedSharding, mesh), pool_partition(groups), is_leaf=_is_spec)
+    partition = pool_partition(groups, deferred=deferred)
+    return jax.tree.map(functools.partial(NamedSharding, mesh), partition, is_leaf=_is_spec)
+
+
+def _check_ring(group: GroupSpec, ring: Ring, size: int) -> None:
+    # The number of heads does not depend on the length of a fold group.
+    shapes = [shape for shape, _ in (*ring.arrays(1), *ring.parameters())]
+    for shape, axis in zip(shapes, ring.split_axes, strict=True):
+        if axis is not None and shape[axis] % size:
+            raise ValueError(f"{group.name!r}: heads of a ring must be a multiple of {size} devices, got {shape}")
 
 
 def _is_spec(x: Any) -> bool:

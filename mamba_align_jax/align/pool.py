@@ -71,7 +71,7 @@ class StatePool:
             sharding: One sharding for all arrays, or one for each, as `sharding.pool_sharding` returns them.
 
         Raises:
-            ValueError: `num_blocks` is too small for one request.
+            ValueError: `num_blocks` is too small for one request, or `sharding` has none for the rings of policy "deferred".
         """
         values.instance("StatePool.create: spec", spec, AlignConfig)
         values.instance("StatePool.create: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
@@ -88,8 +88,12 @@ class StatePool:
         shapes = _ring_shapes(spec)
         if not spec.is_deferred:
             return cls(states=states)
-        one = None if isinstance(sharding, StatePool) else sharding
-        each = (isinstance(sharding, StatePool) and sharding.rings) or [[one] * len(group) for group in shapes]
+        if not isinstance(sharding, StatePool):
+            each = [[sharding] * len(group) for group in shapes]
+        elif sharding.rings is None:
+            raise ValueError("StatePool.create: sharding must have rings under policy 'deferred', as of pool_sharding")
+        else:
+            each = sharding.rings
         return cls(states=states, rings=tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True)))
 
     @classmethod

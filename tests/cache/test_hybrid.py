@@ -177,6 +177,14 @@ def test_mode_none_never_hits():
     assert prefill(cache, "b", tokens) == 0
 
 
+def test_mode_none_takes_pages_of_any_size():
+    """Requests pass multiples of the block size that end inside a page."""
+    cache, tokens = HybridCache(StateBlockManager(20, 6, mode="none"), KVPageManager(40, PAGE)), list(range(30))
+    assert prefill(cache, "a", tokens[:13]) == 0
+    decode(cache, "a", tokens, 13)
+    assert prefill(cache, "b", tokens) == 0
+
+
 def test_prefixes_under_different_salts_never_match():
     cache, tokens = make(), list(range(30))
     assert [prefill(cache, n, tokens, salt=salt) for n, salt in enumerate([b"a", b"b", b"a", b""])] == [0, 0, 24, 0]

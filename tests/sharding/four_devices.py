@@ -22,6 +22,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig, ConvState, GroupSpec, RecurrentState
 from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.step import begin_step
 from mamba_align_jax.align.tables import BlockTables
@@ -40,7 +41,7 @@ from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model, mamba, nemotron_h
 from mamba_align_jax.models.tensor_parallel import shard_model, share
-from mamba_align_jax.sharding import AXIS, Part, columns, pool_sharding
+from mamba_align_jax.sharding import AXIS, Part, columns, pool_partition, pool_sharding
 from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -461,6 +462,24 @@ def test_ops_run_in_another_shard_map(mesh):
     np.testing.assert_allclose(out, wanted, atol=1e-6)
     np.testing.assert_array_equal(pool.states[0][0], np.asarray(one.states[0][0])[..., order])
     np.testing.assert_allclose(pool.states[0][1], one.states[0][1], atol=1e-6)
+
+
+def test_rings_of_another_step_are_split_like_its_states(mesh):
+    ring = DeltaRuleRing(4, 8, 8, 16, "float32")
+    groups = (GroupSpec("gdn", 2, (ConvState(4, 192, "float32"), RecurrentState((8, 16, 8))), ring),)
+    spec = AlignConfig(groups=groups, block_size=16, max_model_len=64, policy="deferred", fold_length=8)
+    where = pool_sharding(groups, mesh, deferred=True)
+    pool = StatePool.create(spec, 9, where)
+    assert [x.sharding for x in pool.rings[0]] == list(where.rings[0])
+    assert [x.addressable_shards[0].data.shape[2] for x in pool.rings[0]] == [1, 2, 2]
+    partition = pool_partition(groups, deferred=True)
+    same = jax.jit(jax.shard_map(lambda pool: pool, mesh=mesh, in_specs=(partition,), out_specs=partition))(pool)
+    assert jax.tree.structure(same) == jax.tree.structure(pool)
+    with pytest.raises(ValueError, match="sharding must have rings under policy 'deferred'"):
+        StatePool.create(spec, 9, pool_sharding(groups, mesh))
+    few = (dataclasses.replace(groups[0], ring=DeltaRuleRing(2, 8, 8, 16, "float32")),)
+    with pytest.raises(ValueError, match="'gdn': heads of a ring must be a multiple of 4 devices"):
+        pool_sharding(few, mesh, deferred=True)
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name(model, mesh):
