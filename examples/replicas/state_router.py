@@ -103,7 +103,9 @@ class Door:
             prompt = fields.get("prompt")
             if isinstance(prompt, list):
                 first = prompt[0] if prompt and isinstance(prompt[0], list) else prompt
-                return [int(token) for token in first], salt
+                # A replica refuses other tokens by name.
+                are_tokens = all(type(token) is int and 0 <= token < 2**31 for token in first)
+                return (first, salt) if are_tokens else ([], salt)
             asked = {name: fields[name] for name in ("prompt", "messages") if name in fields}
             for replica in self.loads:
                 with contextlib.suppress(httpx.TransportError):

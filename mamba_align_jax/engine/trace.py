@@ -26,9 +26,10 @@ class TracedRow:
             tokens have states, those after a stop token included.
         columns: The (column, block) entries that are new in the request's row of the block table.
         saved: The boundary, in tokens, that the row reached or passed and whose state is in its column now; 0 for none.
-            Under policy "deferred" the state follows with the request's next row, which also has it in `published`.
+            Under policy "deferred" the state follows with the request's next row, or with a fold when the request ends.
         published: The boundary, in tokens, that the row offered to the prefix cache, never after a stop token; 0 for
-            none.
+            none. Under policy "deferred" the row that passes a boundary has it if the next step was dispatched when the
+            row's result was read, and else the next row; no row has it if the request ended there.
         gone: Whether the request had ended or been preempted when the result was read. The result was then dropped, and
             `computed` may be less than it was.
     """

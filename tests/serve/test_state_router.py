@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import threading
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mamba_align_jax.serve.event_publisher import EventPublisher
 from mamba_align_jax.serve.settings import Settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas" / "state_router.py"
+JSON, KEY = {"content-type": "application/json"}, {"authorization": "Bearer sk-first"}
 SETTINGS = Settings(model_name="bytes", api_keys=("sk-first", "sk-second"), warmup="none", limits=LIMITS)
 
 
@@ -73,6 +75,9 @@ def test_calls_follow_their_states_and_survive_their_replica(engine, few_program
         assert first.status_code == 200
         home = first.headers["x-replica"]
         wait_until(lambda: router.door._router.mirrors[home].states)
+        for token in (2**70, -1, 1.5, float("inf")):
+            wrong = router.client.post("/v1/completions", content=json.dumps({"prompt": [token]}), headers=JSON | KEY)
+            assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error"), token
         for load in (0, 3):
             router.door.loads[home] += load
             again = router.call(prompt=text + "    return")
