@@ -27,6 +27,10 @@ async def run_requests(
     Raises:
         Refusal: The engine takes one of the requests not at all or not now, or an exception ended one.
     """
+    config = serving.engine.config
+    if config.max_waiting is not None and len(requests) > config.max_waiting + config.max_num_seqs:
+        room = config.max_waiting + config.max_num_seqs  # To try again would not help.
+        raise Refusal(400, f"n times the number of prompts must be at most {room}, got {len(requests)}", param="n")
     called = time.perf_counter()
     began = [False] * len(requests)
     try:

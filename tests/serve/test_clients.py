@@ -185,10 +185,20 @@ def test_a_stalled_client_is_disconnected(engine):
 
 
 def test_calls_beyond_the_queue_are_refused_at_once(served):
-    response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 128, "n": 2, "max_tokens": 1})
-    assert response.status_code == 429
-    assert (response.json()["error"]["code"], response.headers["retry-after"]) == ("queue_full", "1")
+    with connect(served) as connection:
+        connection.sendall(call(LONG | {"prompt": ["x"] * 100}))
+        wait_until(lambda: len(served.engine.scheduler.waiting) > 50)
+        response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 100, "max_tokens": 1})
+        assert response.status_code == 429
+        assert (response.json()["error"]["code"], response.headers["retry-after"]) == ("queue_full", "1")
     served.wait_until_idle()
+
+
+def test_a_call_that_the_queue_could_never_hold_is_not_told_to_try_again(served):
+    response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 128, "n": 2, "max_tokens": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "n times the number of prompts must be at most 132, got 256"
+    assert "retry-after" not in response.headers
 
 
 def test_connections_beyond_the_limit_are_refused(served):
