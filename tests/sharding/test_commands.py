@@ -138,6 +138,16 @@ def test_exception_before_a_command_ends_its_request_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_program")
+def test_programs_that_do_not_compile_in_process_0_end_all_processes(monkeypatch):
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+    engine.mirror.follower.obey = lambda message: None
+    monkeypatch.setattr(StepRunner, "compile", lambda *_: iter([0 / 0]))
+    with pytest.raises(ZeroDivisionError):
+        engine.warmup()
+    assert engine.mirror.failed == ["process 0 failed in compile: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.usefixtures("one_program")
 def test_engine_whose_place_is_taken_runs_no_more():
     engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
     engine.runner.retire()
