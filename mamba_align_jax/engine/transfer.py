@@ -9,6 +9,7 @@ import functools
 import io
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,7 @@ from mamba_align_jax.engine.identity import identity
 from mamba_align_jax.engine.pool_entries import entries_at_a_time, entry_bytes, read_entries
 
 FILE_NAME = "prefix_cache.mamba-align"
+_LEFT_S = 3600.0  # A file that is being written changes more often.
 
 
 class Transfer:
@@ -128,8 +130,12 @@ def read_file(directory: Path) -> Bundle:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file that replaces `path` when the context is left, or not at all if anything is raised.
 
-    Only the user who runs the process may read it.
+    Only the user who runs the process may read it. What a process that was killed has left is removed after an hour.
     """
+    for left in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_S:
+                left.unlink()
     name = None
     try:
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import itertools
+import os
 import struct
 import threading
+import time
 from pathlib import Path
 
 import depth
@@ -503,6 +505,17 @@ def test_a_cache_that_cannot_be_saved_leaves_the_last_one(tmp_path, monkeypatch)
     assert (tmp_path / transfer.FILE_NAME).read_bytes() == before
     engine.save_cache(tmp_path)
     assert (tmp_path / transfer.FILE_NAME).read_bytes() != before
+
+
+def test_what_a_killed_process_left_is_removed_later(tmp_path):
+    """A file that another process may still be writing stays."""
+    paths = [tmp_path / f".cache.{name}" for name in ("old", "new")]
+    for path in paths:
+        path.write_bytes(b"half")
+    os.utime(paths[0], (time.time() - 7200,) * 2)
+    with transfer.new_file(tmp_path / "cache") as file:
+        file.write(b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.new", "cache"]
 
 
 def test_bad_files_are_refused(data, tmp_path):
