@@ -15,7 +15,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Contents(NamedTuple):
     entries: Iterable[np.ndarray]
 
 
-def write_bundle(file: BinaryIO, kind: str, model: bytes, pages: Contents, states: Contents) -> None:
+def write_bundle(file: IO[bytes], kind: str, model: bytes, pages: Contents, states: Contents) -> None:
     """Writes a bundle to a file, without ever holding more than a few entries."""
     sizes = len(pages.keys), len(states.keys), pages.entry_bytes, states.entry_bytes
     head = _HEADER.pack(_MAGIC, VERSION, _KINDS.index(kind), model, *sizes)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Transfer:
         core._is_torn = False
         return admission.length, admission.num_states
 
-    def _write(self, core: EngineCore, file: BinaryIO, kind: str, entries: Entries) -> None:
+    def _write(self, core: EngineCore, file: IO[bytes], kind: str, entries: Entries) -> None:
         contents = []
         for place, forms in core.runner.entry_forms.items():
             found: list[Entry] = getattr(entries, place)
@@ -127,7 +127,7 @@ def read_file(directory: Path) -> Bundle:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path) -> Iterator[IO[bytes]]:
     """Opens a new file that replaces `path` when the context is left, or not at all if anything is raised.
 
     Only the user who runs the process may read it. What a process that was killed has left is removed after an hour.
@@ -136,18 +136,20 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _LEFT_S:
                 left.unlink()
-    name = None
+    file = None
     try:
-        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with open(number, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(number)
-        os.replace(name, path)
+        # No `with`: an interrupt that comes while one is entered or left finds nothing that would close the file.
+        file = tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent, delete=False)  # noqa: SIM115
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(file.name, path)
     except BaseException:
-        if name is not None:
+        if file is not None:
+            file.close()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+                os.unlink(file.name)
         raise
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import struct
@@ -415,6 +416,23 @@ def test_an_interrupt_at_any_line_loses_nothing(data, tmp_path, call):
             assert output.num_cached_tokens == LIVE
             break
     assert turn > 100
+
+
+def test_an_interrupt_at_any_line_of_a_new_file_leaves_none_open(tmp_path):
+    """The lines are taken one after the other, with those at which contexts are entered and left."""
+    path, opened = tmp_path / "whole", set(os.listdir("/proc/self/fd"))
+    path.write_bytes(b"before")
+    for turn in itertools.count():
+        with Interrupt(turn, transfer.__file__) as interrupt, transfer.new_file(path) as file:
+            file.write(b"after")
+        gc.collect()
+        assert set(os.listdir("/proc/self/fd")) == opened
+        assert [each.name for each in tmp_path.iterdir()] == ["whole"]
+        if interrupt.place is None:
+            break
+        assert path.read_bytes() == b"before"
+    assert turn > 5
+    assert path.read_bytes() == b"after"
 
 
 def test_writing_entries_copies_no_pool():
