@@ -114,7 +114,7 @@ class Engine(PortableCore):
         """Compiles every program that requests can need, and runs each once on padding.
 
         Args:
-            progress: Called after each program is compiled.
+            progress: Called after each program is compiled. If it raises, the others are not compiled.
             draws: Whether requests will draw tokens at random. If False, half of the programs are left out, and are
                 compiled by the first step that needs them.
             full: Whether requests will change logits: see `Level`. If False, the programs for them are left out, and
@@ -125,10 +125,10 @@ class Engine(PortableCore):
         """
         begin = time.perf_counter()
         buckets = programs_of(self.runner.buckets, draws=draws, full=full)
-        programs = self.runner.compile(buckets)
-        # The generator itself stands for its end.
-        while self._alone(next, programs, programs) is not programs:
-            progress()
+        with contextlib.closing(self.runner.compile(buckets)) as programs:
+            # The generator itself stands for its end.
+            while self._alone(next, programs, programs) is not programs:
+                progress()
         for bucket in buckets:
             self._alone(self._warm, bucket)
         return time.perf_counter() - begin

@@ -1,6 +1,6 @@
 """Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -225,7 +225,7 @@ class StepRunner:
         sampler = self.make_sampler() if bucket.level >= Level.FULL else None
         return run_step.trace(self.params, inputs, self.device_state, sampler, **self._static(bucket))
 
-    def compile(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+    def compile(self, buckets: Sequence[Bucket]) -> Generator[None, None, None]:
         """Compiles the programs of `buckets`, and yields once after each.
 
         On a GPU several programs are compiled at a time: tracing holds Python's lock and compiling does not. XLA's
@@ -236,10 +236,14 @@ class StepRunner:
                 self.trace(bucket).lower().compile()
                 yield
             return
-        with ThreadPoolExecutor() as pool:
+        pool = ThreadPoolExecutor()
+        try:
             for program in as_completed([pool.submit(self.trace(bucket).lower().compile) for bucket in buckets]):
                 program.result()
                 yield
+        finally:
+            # A caller who does not want the rest waits only for the programs that have been begun.
+            pool.shutdown(cancel_futures=True)
 
     def warm(self, bucket: Bucket) -> None:
         """Runs one program on padding rows, which change nothing, and waits for it."""

@@ -171,7 +171,7 @@ class Processes:
                     follower = None
                     engine = _SharedEngine(self, model, EngineConfig(**message.values[0]), drafter, None)
                     self.tell("ready", _facts(engine))
-                    follower = Follower(engine.runner)
+                    follower = Follower(engine.runner, lambda: self._is_ending)
                     del engine
                 elif follower:
                     follower.obey(message)

@@ -1,7 +1,8 @@
 """Runs the same commands on every process: the leader tells the others each command before it runs it itself."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -55,7 +56,7 @@ class LeadingRunner(StepRunner):
         """See `StepRunner.is_intact`. Commands that were told are run first."""
         return self._in_thread(super().is_intact)
 
-    def compile(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+    def compile(self, buckets: Sequence[Bucket]) -> Generator[None, None, None]:
         """See `StepRunner.compile`. All processes compile at the same time."""
         self._check()
         self._audience.tell("compile", *map(list, buckets))
@@ -115,13 +116,14 @@ def tell(audience: Audience, name: str, arguments: tuple[Any, ...]) -> None:
 class Follower:
     """Runs the commands that the leader tells."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: StepRunner, has_ended: Callable[[], bool] = lambda: False) -> None:
         """Makes a follower.
 
         Args:
             runner: A runner of the same model and sizes as the leader's.
+            has_ended: Tells whether the leader has ended, so that no more programs need to be compiled.
         """
-        self._runner = runner
+        self._runner, self._has_ended = runner, has_ended
         # What each program's inputs look like.
         self._padding: dict[Bucket, Packed] = {}
 
@@ -157,8 +159,10 @@ class Follower:
             case "do_digest_weights":
                 runner.do_digest_weights()
             case "compile":
-                for _ in runner.compile([*map(_bucket, values)]):
-                    pass
+                with contextlib.closing(runner.compile([*map(_bucket, values)])) as programs:
+                    for _ in programs:
+                        if self._has_ended():
+                            break
             case name:
                 raise ValueError(f"process 0 must send a command, got {name!r}")
 

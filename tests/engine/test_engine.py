@@ -1,6 +1,9 @@
 """The engine generates the right tokens whatever is shared, waits, is preempted or cached."""
 
 import dataclasses
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -9,6 +12,7 @@ import pytest
 from engine.programs import decisions
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine import runner
 from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.errors import QueueFullError
@@ -308,6 +312,31 @@ def test_no_program_is_compiled_after_warmup(rng, model):
     engine.generate(prompts(rng, 20, [1, 2, 30, 60, 5, 9]), GREEDY)
     assert run_step._cache_size() == before
     assert pool.states[0][0].is_deleted(), "the pools were donated"
+
+
+@pytest.mark.usefixtures("every_program")
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_warmup_that_is_given_up_compiles_no_more(model, monkeypatch, is_gpu):
+    """On a GPU many programs are handed to threads at once, and those that wait for a thread are never begun."""
+    engine, compiled, may_go_on = make(model), [], threading.Event()
+
+    def compile_slowly(bucket):
+        compiled.append(bucket)
+        assert len(compiled) == 1 or may_go_on.wait(60)
+
+    def give_up():
+        # The thread that ends the pool waits for the programs that have been begun.
+        threading.Timer(0.2, may_go_on.set).start()
+        raise KeyboardInterrupt
+
+    traced = lambda bucket: types.SimpleNamespace(lower=lambda: program(bucket))
+    program = lambda bucket: types.SimpleNamespace(compile=lambda: compile_slowly(bucket))
+    monkeypatch.setattr(engine.runner, "trace", traced)
+    monkeypatch.setattr(runner, "ThreadPoolExecutor", lambda: ThreadPoolExecutor(2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if is_gpu else "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        engine.warmup(give_up)
+    assert len(compiled) <= 3 < engine.num_programs
 
 
 @pytest.mark.usefixtures("every_program")

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import threading
+import types
 
 import depth
 import jax
@@ -145,6 +146,18 @@ def test_programs_that_do_not_compile_in_process_0_end_all_processes(monkeypatch
     with pytest.raises(ZeroDivisionError):
         engine.warmup()
     assert engine.mirror.failed == ["process 0 failed in compile: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.usefixtures("one_program")
+def test_follower_compiles_nothing_more_when_the_leader_has_ended():
+    engine, compiled = MirroredEngine(SPELLER, EngineConfig(**SIZES)), []
+    buckets = [list(bucket) for bucket in engine.runner.buckets]
+    runner = types.SimpleNamespace(compile=lambda buckets: (compiled.append(bucket) for bucket in buckets))
+    Follower(runner).obey(Message("compile", buckets, NO_WORDS))
+    assert len(compiled) == len(buckets) > 2
+    compiled.clear()
+    Follower(runner, lambda: len(compiled) == 2).obey(Message("compile", buckets, NO_WORDS))
+    assert len(compiled) == 2
 
 
 @pytest.mark.usefixtures("one_program")
