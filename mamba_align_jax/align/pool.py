@@ -39,6 +39,32 @@ def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
     return found
 
 
+def _zeros(shapes: Sequence[Sequence[Any]], shardings: Sequence[Sequence[Any]]) -> tuple[tuple[jax.Array, ...], ...]:
+    make = lambda shape, where: jnp.zeros(shape.shape, shape.dtype, device=where)
+    return tuple(tuple(map(make, *group)) for group in zip(shapes, shardings, strict=True))
+
+
+def _new_rings(name: str, spec: AlignConfig, sharding: Any) -> tuple[tuple[jax.Array, ...], ...] | None:
+    """Returns rings of zeros, or None unless the policy is "deferred"."""
+    if not spec.is_deferred:
+        return None
+    shapes = _ring_shapes(spec)
+    if not isinstance(sharding, StatePool):
+        return _zeros(shapes, [[sharding] * len(group) for group in shapes])
+    if sharding.rings is None:
+        raise ValueError(f"{name} must have rings under policy 'deferred', as of pool_sharding")
+    return _zeros(shapes, sharding.rings)
+
+
+def _only_sharding(array: Any) -> Any:
+    """Returns the sharding of an array on one device, and None for one of the host or one that is being traced."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return None
+    name, wanted = "StatePool.from_arrays: sharding", "given under policy 'deferred' for states on several devices"
+    values.require(len(array.devices()) == 1, name, wanted, None)
+    return array.sharding
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StatePool:
@@ -83,27 +109,30 @@ class StatePool:
             )
         shapes = _shapes(spec, num_blocks)
         each = sharding.states if isinstance(sharding, StatePool) else [[sharding] * len(group) for group in shapes]
-        make = lambda shape, where: jnp.zeros(shape.shape, shape.dtype, device=where)
-        states = tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True))
-        shapes = _ring_shapes(spec)
-        if not spec.is_deferred:
-            return cls(states=states)
-        if not isinstance(sharding, StatePool):
-            each = [[sharding] * len(group) for group in shapes]
-        elif sharding.rings is None:
-            raise ValueError("StatePool.create: sharding must have rings under policy 'deferred', as of pool_sharding")
-        else:
-            each = sharding.rings
-        return cls(states=states, rings=tuple(tuple(map(make, *group)) for group in zip(shapes, each, strict=True)))
+        states = _zeros(shapes, each)
+        return cls(states=states, rings=_new_rings("StatePool.create: sharding", spec, sharding))
 
     @classmethod
-    def from_arrays(cls, spec: AlignConfig, states: Sequence[Sequence[jax.Array]]) -> "StatePool":
-        """Makes a pool of the caller's own arrays, in the order of `spec.groups` and their states. Rings are new ones.
+    def from_arrays(
+        cls,
+        spec: AlignConfig,
+        states: Sequence[Sequence[jax.Array]],
+        sharding: "jax.sharding.Sharding | StatePool | None" = None,
+    ) -> "StatePool":
+        """Makes a pool of the caller's own arrays. Rings are new ones.
+
+        Args:
+            spec: How states are kept.
+            states: The arrays, in the order of `spec.groups` and their states.
+            sharding: One sharding for all rings, or one for each, as `sharding.pool_sharding` returns them. None puts
+                them on the device of the states.
 
         Raises:
-            ValueError: An array does not have the shape or dtype that `spec` gives it.
+            ValueError: An array does not have the shape or dtype that `spec` gives it, or the states are on several
+                devices, and `sharding` does not say where the rings of policy "deferred" are to be.
         """
         values.instance("StatePool.from_arrays: spec", spec, AlignConfig)
+        values.instance("StatePool.from_arrays: sharding", sharding, jax.sharding.Sharding, StatePool, optional=True)
         name = "StatePool.from_arrays: states"
         states = [_arrays(name, group) for group in values.members(name, states)]
         if [len(group) for group in states] != [len(group.states) for group in spec.groups]:
@@ -118,8 +147,10 @@ class StatePool:
                         f"StatePool.from_arrays: arrays of group {group.name!r} must be "
                         f"{wanted.dtype}{list(wanted.shape)}, got {array.dtype}{list(array.shape)}"
                     )
-        rings = [[jnp.zeros(shape.shape, shape.dtype) for shape in group] for group in _ring_shapes(spec)]
-        return cls(states=tuple(map(tuple, states)), rings=tuple(map(tuple, rings)) if spec.is_deferred else None)
+        if sharding is None and spec.is_deferred:
+            sharding = _only_sharding(states[0][0])
+        rings = _new_rings("StatePool.from_arrays: sharding", spec, sharding)
+        return cls(states=tuple(map(tuple, states)), rings=rings)
 
     @property
     def num_blocks(self) -> int:

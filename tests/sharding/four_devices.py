@@ -477,6 +477,15 @@ def test_rings_of_another_step_are_split_like_its_states(mesh):
     assert jax.tree.structure(same) == jax.tree.structure(pool)
     with pytest.raises(ValueError, match="sharding must have rings under policy 'deferred'"):
         StatePool.create(spec, 9, pool_sharding(groups, mesh))
+    taken = StatePool.from_arrays(spec, pool.states, where)
+    assert [x.sharding for x in taken.rings[0]] == list(where.rings[0])
+    with pytest.raises(
+        ValueError, match="sharding must be given under policy 'deferred' for states on several devices"
+    ):
+        StatePool.from_arrays(spec, pool.states)
+    other = jax.devices()[1]
+    moved = jax.tree.map(lambda x: jax.device_put(np.asarray(x), other), pool.states)
+    assert {x.device for x in StatePool.from_arrays(spec, moved).rings[0]} == {other}
     few = (dataclasses.replace(groups[0], ring=DeltaRuleRing(2, 8, 8, 16, "float32")),)
     with pytest.raises(ValueError, match="'gdn': heads of a ring must be a multiple of 4 devices"):
         pool_sharding(few, mesh, deferred=True)
