@@ -592,6 +592,8 @@ def main(arguments=None):
         for output in bad[:3]:
             say(f"wrong: {output}")
         total, wrong, ties, leaked = total + count, wrong + len(bad), ties + tied, leaked + lost + stats.null_reads
+        # Another configuration has other programs, and those of all need more maps of memory than Linux gives a process.
+        jax.clear_caches()
     print(f"requests={total} wrong={wrong} ties={ties} leaked={leaked}")
     return int(wrong > 0 or leaked > 0)
 
