@@ -148,16 +148,15 @@ def test_programs_that_do_not_compile_in_process_0_end_all_processes(monkeypatch
     assert engine.mirror.failed == ["process 0 failed in compile: ZeroDivisionError: division by zero"]
 
 
-@pytest.mark.usefixtures("one_program")
 def test_follower_compiles_nothing_more_when_the_leader_has_ended():
-    engine, compiled = MirroredEngine(SPELLER, EngineConfig(**SIZES)), []
-    buckets = [list(bucket) for bucket in engine.runner.buckets]
+    compiled, buckets = [], [Bucket(rows, 0, 0) for rows in range(1, 5)]
     runner = types.SimpleNamespace(compile=lambda buckets: (compiled.append(bucket) for bucket in buckets))
-    Follower(runner).obey(Message("compile", buckets, NO_WORDS))
-    assert len(compiled) == len(buckets) > 2
+    message = Message("compile", [list(bucket) for bucket in buckets], NO_WORDS)
+    Follower(runner).obey(message)
+    assert compiled == buckets
     compiled.clear()
-    Follower(runner, lambda: len(compiled) == 2).obey(Message("compile", buckets, NO_WORDS))
-    assert len(compiled) == 2
+    Follower(runner, lambda: len(compiled) == 2).obey(message)
+    assert compiled == buckets[:2]
 
 
 @pytest.mark.usefixtures("one_program")
