@@ -4,7 +4,7 @@ A decode or verify case keeps `rows` requests of `context` tokens running in an 
 the host and asynchronously. Of a verify row's drafts, each number from none to all is right equally often (`scripted.py`). A
 prompt case times a request from its arrival at an idle engine to its first token. The weights are random, in the shapes of a
 published model. Cases share one engine configuration, except for the number of drafts. Names of cases of a model with
-experts begin with "moe".
+experts begin with "moe". Requests take their most likely token, and draw it in cases whose names end with "drawn".
 
 The floor of a step is arithmetic, in `floor_us`: every matrix product takes the larger of its bytes at the copy rate and its
 operations at the rate of a large product, keys and values are read once, and recurrent states are read once and written once
@@ -49,6 +49,8 @@ CONFIGURATION: dict[str, Any] = dict(
     prefix_cache="all", block_size=512, kv_page_size=64, max_num_batched_tokens=8192, max_num_seqs=256,
     max_model_len=140000, async_stepping=True, num_state_blocks=1000, num_kv_pages=18000,
 )  # fmt: skip
+# How Qwen's models are meant to be sampled.
+DRAWS: dict[str, Any] = dict(temperature=0.7, top_k=20, top_p=0.8)
 STEPS = 32  # of which the median is taken
 LONGEST = 15  # kernels that a row lists
 
@@ -62,19 +64,22 @@ class Case:
         rows: Requests that run at once.
         context: Tokens of each prompt.
         drafts: Drafts of each row, in a verify case.
+        draws: Whether the rows of a decode case draw their tokens.
     """
 
     kind: str
     rows: int
     context: int
     drafts: int = 0
+    draws: bool = False
 
     @property
     def name(self) -> str:
         """The name in the rows of results."""
         if self.kind == "prompt":
             return f"prompt {self.context}"
-        return f"{self.kind}{f' K{self.drafts}' if self.drafts else ''} {self.rows}x{self.context}"
+        drafts, drawn = f" K{self.drafts}" if self.drafts else "", " drawn" if self.draws else ""
+        return f"{self.kind}{drafts} {self.rows}x{self.context}{drawn}"
 
     @property
     def tokens(self) -> int:
@@ -85,6 +90,7 @@ class Case:
 CASES = (
     *(Case("decode", rows, 4096) for rows in (1, 5, 16, 20, 64, 65, 256)),
     *(Case("decode", rows, 32768) for rows in (1, 16)),
+    *(Case("decode", rows, 4096, draws=True) for rows in (1, 16, 64)),
     *(Case("verify", rows, 4096, drafts=3) for rows in (16, 64)),
     *(Case("prompt", 1, context) for context in (512, 4096, 32768, 131072)),
 )
@@ -244,7 +250,8 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
     """The median time of the engine's own steps while every row decodes, and the kernels of a step."""
     # The first rows decode while the last ones' prompts are read.
     reading = case.rows * -(-case.context // engine.config.max_num_batched_tokens)
-    params = SamplingParams(max_tokens=(1 + case.drafts) * (reading + steps + 64), ignore_eos=True)
+    length = (1 + case.drafts) * (reading + steps + 64)
+    params = SamplingParams(max_tokens=length, ignore_eos=True, **DRAWS if case.draws else {})
     ids = [engine.add_request(prompt, params) for prompt in prompts(config, case)]
     while engine.scheduler.waiting or any(not request.token_times for request in engine.scheduler.running):
         _check(engine.step())

@@ -668,17 +668,22 @@ POOLS = ["--num-state-blocks=100", "--num-kv-pages=400"]
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
-    cases = model.Case("decode", 2, 64), model.Case("verify", 3, 64, drafts=3)
+    cases = (
+        model.Case("decode", 2, 64),
+        model.Case("decode", 2, 64, draws=True),
+        model.Case("verify", 3, 64, drafts=3),
+    )
     monkeypatch.setattr(model, "CASES", cases)
     sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16", *POOLS]
-    decode, verify = model.main([f"--model={name}", *sizes])
+    decode, drawn, verify = model.main([f"--model={name}", *sizes])
     prefix = "moe " if name == "tiny-moe" else ""
-    assert [row["case"] for row in (decode, verify)] == [f"{prefix}decode 2x64", f"{prefix}verify K3 3x64"]
+    names = [f"{prefix}{case}" for case in ("decode 2x64", "decode 2x64 drawn", "verify K3 3x64")]
+    assert [row["case"] for row in (decode, drawn, verify)] == names
     # Two tokens choose two to four of the eight experts; each number of accepted tokens is as frequent as the others.
     assert ("experts_per_layer" in decode) == (name == "tiny-moe")
     assert 2 <= decode.get("experts_per_layer", 3) <= 4
     assert 2 < verify["tokens_per_row"] < 3
-    assert min(row["ratio"] for row in (decode, verify)) > 1
+    assert min(row["ratio"] for row in (decode, drawn, verify)) > 1
 
 
 @pytest.mark.deep

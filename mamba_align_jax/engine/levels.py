@@ -10,7 +10,7 @@ class Level(IntEnum):
 
     Attributes:
         MOST_LIKELY: Every row takes its most likely token.
-        DRAW: Rows draw tokens at random, for which the logits are sorted.
+        DRAW: Rows draw tokens at random, for which the logits are read a dozen times.
         FULL: Rows have penalties, biases, `min_tokens` or `min_p`, or ask how likely their tokens are. The program takes
             and returns a `SamplerState`.
         CONSTRAINED: Rows have grammars. The host sends which tokens may follow.

@@ -15,6 +15,8 @@ from mamba_align_jax.engine.request import TokenLogprobs
 
 # The number of tokens whose logits exist at once while a prompt is scored.
 _TOKENS_AT_ONCE = 128
+# The number of tokens of the vocabulary that are sorted together.
+_BLOCK = 1024
 
 
 class Scores(NamedTuple):
@@ -45,8 +47,31 @@ def score(logits: jax.Array, tokens: jax.Array) -> Scores:
     """
     whole = jax.nn.logsumexp(logits, axis=-1)
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    top_logits, top = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    return Scores(own - whole, top.astype(jnp.int32), top_logits - whole[:, None])
+    top_logits, top = _largest(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    return Scores(own - whole, top, top_logits - whole[:, None])
+
+
+def _largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest logits of each row, the largest first, and their tokens: of equal logits the first ones.
+
+    On a GPU XLA sorts a whole vocabulary for more than 16 of its largest logits. Here blocks are sorted first, and then the
+    largest logits of all blocks, which takes a tenth of the passes over the logits.
+
+    Args:
+        logits: float32 [n, vocab].
+        count: How many; at most `vocab`.
+
+    Returns:
+        float32 [n, count] and int32 [n, count].
+    """
+    n, vocab = logits.shape
+    if vocab <= _BLOCK * 2:
+        return jax.lax.top_k(logits, count)
+    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf).reshape(n, -1, _BLOCK)
+    largest, places = jax.lax.top_k(blocks, count)
+    tokens = places + _BLOCK * jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
+    largest, places = jax.lax.top_k(largest.reshape(n, -1), count)
+    return largest, jnp.take_along_axis(tokens.reshape(n, -1), places, axis=1)
 
 
 def score_prompt(model: ServedModel, hidden: jax.Array, following: jax.Array) -> Scores:

@@ -52,7 +52,7 @@ def assert_right(output, params):
             assert_scored(found, tokens[number], said[number - 1], params.prompt_logprobs)
 
 
-@pytest.mark.parametrize("vocab", [3, 20, 300])
+@pytest.mark.parametrize("vocab", [3, 20, 300, 2049, 5000])
 def test_scores_are_those_of_float64(rng, vocab):
     logits, tokens = rng.normal(0, 5, (7, vocab)).astype(np.float32), rng.integers(0, vocab, 7).astype(np.int32)
     got = score(jnp.asarray(logits), jnp.asarray(tokens))

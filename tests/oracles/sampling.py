@@ -25,9 +25,10 @@ def distribution(logits, params):
     p = np.exp((logits - logits.max()) / params.temperature)
     p[p < params.min_p * p.max()] = 0
     p /= p.sum()
+    order = np.argsort(-p, kind="stable")[: params.top_k or len(p)]
     kept, mass = np.zeros(len(p)), 0.0
-    for rank, token in enumerate(np.argsort(-p, kind="stable")):
-        if (params.top_k and rank >= params.top_k) or mass >= params.top_p:
+    for token in order:
+        if mass >= params.top_p * p[order].sum():
             break
         kept[token], mass = p[token], mass + p[token]
     return kept / kept.sum()
