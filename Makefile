@@ -4,7 +4,7 @@ JAX :=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all mutants soak soak-serve clients replicas integrations lint audit docs wheel clean
+.PHONY: demo test test-all mutants soak soak-serve clients replicas integrations ahead lint audit docs wheel clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,12 @@ integrations: $(VENV)/ready
 	@test -n "$(SGLANG_JAX)$(TPU_INFERENCE)" || { echo "give SGLANG_JAX=DIR or TPU_INFERENCE=DIR"; exit 1; }
 	$(if $(SGLANG_JAX),$(BIN)/python tests/integrations/run.py $(SGLANG_JAX) $(INTEGRATIONS_ARGS))
 	$(if $(TPU_INFERENCE),$(BIN)/python tests/integrations/run_tpu_inference.py $(TPU_INFERENCE))
+
+# Every kernel compiled for GPUs that this machine does not have. JAX's plugin for CUDA is in an environment of its own.
+ahead:
+	$(PYTHON) -m venv build/ahead
+	build/ahead/bin/python -m pip install --quiet --editable ".[dev]" "jax[cuda13]==0.11.2"
+	PYTHONPATH=tests build/ahead/bin/python tests/ahead.py $(AHEAD_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -326,7 +326,7 @@ def gated_delta_rule_prefill(
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
     operands += (checkpoint_offset, checkpoint_block)
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    unsupported = launch.unsupported(chunks.chunk_size)
+    unsupported = launch.unsupported(chunks.chunk_size, k.shape[-1])
     return _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported)
 
 

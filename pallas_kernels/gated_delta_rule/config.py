@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels import device
 from pallas_kernels._pallas_triton import power_of_two
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import CHUNK_SIZE
@@ -67,6 +68,7 @@ class PrefillConfig:
 
 
 _SHARED_BYTES = 215_000  # the shared memory for the chunks in flight, out of an H200's 232,448 bytes
+_SCRATCH_BYTES = 26_000  # that a program of the kernel takes besides the chunks that are in flight after the first
 
 
 def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel: bool) -> PrefillConfig:
@@ -75,13 +77,13 @@ def default_prefill_config(values: int, key_dim: int, itemsize: int, per_channel
     If there are few value dims, they are cut into small tiles, so that there are enough programs to fill the GPU. With
     a decay per key channel (`per_channel`), keys are decayed before they are multiplied, in one piece of bfloat16,
     because two pieces take 1.8 times as long. Measured on an H200 with JAX 0.11.2 for heads of 128 x 128 and bfloat16
-    inputs; float32 inputs are not tuned.
+    inputs; float32 inputs are not tuned. Where the GPU has less shared memory, fewer chunks are in flight.
     """
     if itemsize == 4:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=1, products_warps=8, pieces=1)
     # A chunk's operands in bfloat16: queries, keys (twice if decays are per key channel), and three squares.
     chunk_bytes = 2 * CHUNK_SIZE * ((2 + per_channel) * power_of_two(key_dim) + 3 * CHUNK_SIZE)
-    stages = max(1, min(3, _SHARED_BYTES // chunk_bytes))
+    stages = max(1, min(3, _SHARED_BYTES // chunk_bytes, 1 + (device.shared_bytes() - _SCRATCH_BYTES) // chunk_bytes))
     if per_channel:
         return PrefillConfig(tile_value=32, num_warps=4, num_stages=stages, products_warps=4, pieces=1)
     if values <= 32 * 132:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels import device
+
 # A product of more tokens is bound by arithmetic, and XLA's own is faster.
 MAX_TOKENS = 64
 _PROGRAMS = 264  # two for each of an H200's cores
@@ -33,7 +35,8 @@ class Config:
 def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> Config:
     """Returns the configuration for a product.
 
-    For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2.
+    For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
+    shared memory, fewer blocks of inputs are in flight.
 
     Args:
         x: Inputs [tokens, inputs], of which only shape and dtype are used.
@@ -61,4 +64,6 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
         outputs, inputs = 64, 256 // itemsize
     else:
         outputs, inputs, num_warps = 32, 256 // itemsize, 2 if tokens == 16 else 4
+    block_bytes = (tokens + (1 + is_gated) * outputs) * inputs * itemsize
+    num_stages = min(num_stages, 1 + device.shared_bytes() // block_bytes)
     return Config(tokens, outputs, inputs, shares, num_warps, num_stages)

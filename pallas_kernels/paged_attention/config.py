@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels import device
 from pallas_kernels.paged_attention._shares import PROMPT_SHARES
 
 
@@ -52,7 +53,8 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
     """The configuration for decode and verify rows or for prompts.
 
     For bfloat16 heads of 256 and latents of 576, it has the best settings of a prototype on an H200 (JAX 0.11.2). The rest
-    is by reasoning and from compiled code: what fits into shared memory and registers.
+    is by reasoning and from compiled code: what fits into shared memory and registers. GPUs with little shared memory have
+    smaller tiles, and so other bits.
 
     Args:
         dims: Dims of a key and a value together; those of a key alone in latent attention.
@@ -69,6 +71,12 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         queries = 32 if not is_prompt else 64 if is_latent else 128
         block = 64 if row_bytes <= 1024 else 32
         num_stages = 3 if row_bytes <= 1024 and not is_prompt else 2
+    if device.has_little_shared_memory():
+        num_stages = 2
+        if itemsize == 4 and row_bytes > 1536:
+            queries = 16
+        elif itemsize == 2 and row_bytes >= 1024 and is_prompt:
+            queries, block = queries // 2, 32
     return Config(queries, block, split, shares, num_warps, num_stages)
 
 

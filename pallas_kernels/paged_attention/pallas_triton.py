@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels import device
 from pallas_kernels._dot import dot
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
 from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
@@ -20,8 +21,6 @@ from pallas_kernels.paged_attention.config import (
     default_stages,
 )
 from pallas_kernels.rows import token_rows
-
-_SHARED_BYTES = 220 * 1024  # of an H200's 227 KiB
 
 
 class _Tile(NamedTuple):
@@ -59,10 +58,30 @@ def unsupported(
     config = config or _default_config(q, max_query_tokens, value_dim, is_latent)
     tile = _tile(q.shape[1] // keys.shape[3], config, max_query_tokens)
     dims = q.shape[2] + (0 if is_latent else value_dim)
-    needed = (config.block * config.num_stages * dims + tile.queries * q.shape[2]) * q.dtype.itemsize
-    if needed > _SHARED_BYTES:
-        return f"keys of {q.shape[2]} and values of {value_dim} dims take {needed} bytes of {_SHARED_BYTES}"
+    needed, available = _needed_bytes(config, tile.queries, q.shape[2], dims, q.dtype.itemsize), device.shared_bytes()
+    if needed > available:
+        return f"keys of {q.shape[2]} and values of {value_dim} dims take {needed} bytes of {available}"
     return None
+
+
+def _needed_bytes(config: Config, queries: int, key_dim: int, dims: int, itemsize: int) -> int:
+    """Returns at least as much shared memory as a program takes, by what the compiler was seen to take.
+
+    Args:
+        config: The configuration.
+        queries: The queries of a tile.
+        key_dim: Dims of a key and a query.
+        dims: Dims of a key and a value together; those of a key alone in latent attention.
+        itemsize: Bytes of an element.
+    """
+    blocks, weights, again = config.num_stages, queries * config.block, 0
+    if itemsize == 4:
+        # The compiler keeps weights, and queries beyond a square tile, twice.
+        weights, again = 2 * weights, max(0, queries - config.block) * key_dim
+    elif device.shared_bytes() < device.HOPPER_SHARED_BYTES:
+        # Only Hopper's tensor cores read the block that they multiply from shared memory. Others copy it to registers.
+        blocks -= 1
+    return (blocks * config.block * dims + queries * key_dim + weights + again) * itemsize
 
 
 def _load(at, mask):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels import device
 from pallas_kernels._dot import dot, pieces
 from pallas_kernels._math import silu, softplus
 from pallas_kernels._pallas_triton import Lanes, Refs
@@ -23,6 +24,7 @@ from pallas_kernels.ssd.decays import sums_on_fixed_grid
 _STATE_PIECES = 2  # for products that read or update the state: a relative error of 2^-16
 _WITHIN_PIECES = 1  # for products within a chunk, which only outputs depend on: 2^-8, the same as the outputs' rounding
 _SHARED_BYTES = 200 * 1024  # the shared memory that a program may use, out of an H200's 227 KiB
+_SHARE_ELSEWHERE = 1.25  # of a GPU's shared memory that `unsupported` may count: other tensor cores read registers too
 
 
 def _operand_dtype(*arrays: jax.Array) -> Any:
@@ -46,16 +48,18 @@ def unsupported(
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     if chunk_size not in (16, 32, 64, 128, 256):
         return f"chunk_size must be a power of two from 16 to 256, got {chunk_size}"
+    if chunk_size > 64 and device.has_little_shared_memory():
+        return f"chunk_size must be at most 64 on a GPU with little shared memory, got {chunk_size}"
     block_dim = _config(x, B, C, num_rows, chunk_size, config).block_dim
     state_dim, itemsize = _extent(B.shape[-1]), jnp.dtype(_operand_dtype(x, B, C)).itemsize
     # float32 operands of a product cannot be transposed, so float32 B and C are in shared memory in both orders.
     tiles = 4 if B.dtype == jnp.float32 else 2
     elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
-    needed = elements * itemsize
-    if needed > _SHARED_BYTES:
+    needed, available = elements * itemsize, min(_SHARED_BYTES, int(_SHARE_ELSEWHERE * device.shared_bytes()))
+    if needed > available:
         return (
             f"chunks of {chunk_size} tokens and states of {state_dim} need {needed} bytes of shared memory, "
-            f"more than {_SHARED_BYTES}"
+            f"more than {available}"
         )
     return None
 

@@ -50,7 +50,13 @@ from pallas_kernels.selective_state_update.deferred import selective_state_defer
 from pallas_kernels.ssd import cases as ssd_cases
 from pallas_kernels.state_copy import cases as state_copy_cases
 
-CORES = {"NVIDIA H200": 132, "NVIDIA A100-SXM4-80GB": 108, "NVIDIA H100 80GB HBM3": 132, "NVIDIA B200": 148}
+CORES = {
+    "NVIDIA H200": 132,
+    "NVIDIA A100-SXM4-80GB": 108,
+    "NVIDIA H100 80GB HBM3": 132,
+    "NVIDIA B200": 148,
+    "NVIDIA GeForce RTX 4090": 128,
+}
 
 
 def on(device):

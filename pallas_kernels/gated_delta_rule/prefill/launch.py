@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
+from pallas_kernels import device
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
@@ -30,9 +31,13 @@ def _of_chunk(kernel: Callable[..., None], **options) -> Callable[[Refs], None]:
     return body
 
 
-def unsupported(chunk_size: int) -> str | None:
-    """Returns the reason why the kernels cannot run chunks of this size, or None if they can."""
-    return None if chunk_size in CHUNK_SIZES else f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size}"
+def unsupported(chunk_size: int, key_dim: int) -> str | None:
+    """Returns the reason why the kernels cannot run chunks of this size and such keys, or None if they can."""
+    if chunk_size not in CHUNK_SIZES:
+        return f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size}"
+    if key_dim > 128 and device.has_little_shared_memory():
+        return f"keys must have at most 128 dims on a GPU with little shared memory, got {key_dim}"
+    return None
 
 
 def _in_pieces(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

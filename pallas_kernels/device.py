@@ -1,0 +1,19 @@
+"""What launch configurations need to know of the GPU that the kernels are for."""
+
+import jax
+
+HOPPER_SHARED_BYTES = 232_448  # also of Blackwell GPUs for data centres; an A100 has 166,912
+LEAST_SHARED_BYTES = 101_376  # of GPUs for desktops and workstations, and of L4, L40S and A10
+
+
+def shared_bytes() -> int:
+    """Returns the shared memory that a program of a kernel may have on JAX's default device, in bytes.
+
+    On a machine without a GPU, programs are lowered for one with a Hopper GPU's. This may start JAX's backends.
+    """
+    return getattr(jax.devices()[0], "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
+
+
+def has_little_shared_memory() -> bool:
+    """Returns whether a program may have hardly more than `LEAST_SHARED_BYTES`."""
+    return shared_bytes() < 1.5 * LEAST_SHARED_BYTES

@@ -1,0 +1,114 @@
+"""Compiles every Triton kernel for GPUs that this machine does not have: `make ahead`.
+
+Lowering ends before a kernel's own compiler runs, which alone knows how much shared memory and how many registers a kernel
+takes. XLA compiles without a GPU if it is given a description of one, and JAX's CUDA plugin. It runs nothing. Each case of
+`tests/kernels/test_lowering.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
+own check refuses runs as XLA's code there, and is listed. The exit status is 1 if a case does not compile.
+"""
+
+import argparse
+import os
+import sys
+from typing import NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax._src.xla_bridge as xla_bridge
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from kernels import test_lowering
+
+from pallas_kernels import UnsupportedError, device
+
+
+class Device(NamedTuple):
+    """A GPU: its compute capability, its cores, and the bytes of shared memory of a program and of a core."""
+
+    capability: tuple[int, int]
+    cores: int
+    shared_bytes: int
+    shared_bytes_per_core: int
+
+
+DEVICES = {
+    "NVIDIA A100-SXM4-80GB": Device((8, 0), 108, 166_912, 167_936),
+    "NVIDIA GeForce RTX 4090": Device((8, 9), 128, 101_376, 102_400),
+    "NVIDIA H200": Device((9, 0), 132, 232_448, 233_472),
+    "NVIDIA B200": Device((10, 0), 148, 232_448, 233_472),
+}
+_CONFIGURATION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  core_count: {device.cores}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {device.shared_bytes}
+  shared_memory_per_core: {device.shared_bytes_per_core}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.7 device_memory_size: 150000000000
+  cuda_compute_capability {{ major: {device.capability[0]} minor: {device.capability[1]} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+def where(name):
+    """Returns how arrays lie on a GPU that is described only."""
+    configuration = _CONFIGURATION.format(name=name, device=DEVICES[name])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=configuration, topology="1x1x1")
+    return SingleDeviceSharding(topology.devices[0])
+
+
+def cases():
+    """Each op's function that lowers a case, with each of its cases."""
+    for op, (run, named, _) in test_lowering.EVERY.items():
+        for case in named:
+            yield op, run, case
+
+
+def compile_all(name, ops):
+    """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile."""
+    sharding, failed = where(name), 0
+    device.shared_bytes = lambda: DEVICES[name].shared_bytes
+
+    def compile_(kind, function, *arguments, donated=(0,)):
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        with test_lowering.on(kind):
+            traced = jax.jit(function, donate_argnums=donated).trace(*jax.tree.map(place, arguments))
+            return traced.lower(lowering_platforms=("cuda",)).compile()
+
+    test_lowering.CORES[name], test_lowering.lower = DEVICES[name].cores, compile_
+    for op, run, case in cases():
+        if ops and op not in ops:
+            continue
+        try:
+            run(name, case)
+        except UnsupportedError as error:
+            print(f"{name}: {case.name}: XLA's code: {str(error).split(': ')[-1]}", flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            failed += 1
+            print(f"{name}: {case.name}: DOES NOT COMPILE: {str(error).splitlines()[0]}", flush=True)
+    return failed
+
+
+def main():
+    """Compiles what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("devices", nargs="*", default=[*DEVICES], help="names of devices; default: all")
+    parser.add_argument("--op", action="append", help="compile the cases of this op only")
+    options = parser.parse_args()
+    jax.devices()  # loads the plugins
+    # JAX turns "gpu" into "cuda" only where there is one: https://github.com/jax-ml/jax/issues/23971
+    original = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else original(name)
+    failed = {name: compile_all(name, options.op) for name in options.devices}
+    print("; ".join(f"{name}: {count} of {len([*cases()])} do not compile" for name, count in failed.items()))
+    sys.exit(any(failed.values()))
+
+
+if __name__ == "__main__":
+    main()
