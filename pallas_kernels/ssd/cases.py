@@ -32,7 +32,7 @@ CASES = (
     Case("ssd_prefill bfloat16 state 1x8192", (8192,), state_dtype="bfloat16"),
     Case("ssd_prefill gated 4x2048", (2048,) * 4, gated=True),
     Case("ssd_prefill float32 4x2048", (2048,) * 4, dtype="float32"),
-    Case("ssd_prefill float16 granite 4x2048", (2048,) * 4, state_dim=256, groups=1, dtype="float16"),
+    Case("ssd_prefill float16 4x2048", (2048,) * 4, dtype="float16"),
     Case("ssd_prefill granite 4x2048", (2048,) * 4, state_dim=256, groups=1),
     Case("ssd_prefill chunks of 128 4x2048", (2048,) * 4, chunk_size=128),
     Case("ssd_prefill odd", (130, 0, 65, 1), heads=6, head_dim=24, state_dim=96, groups=2, gated=True, checkpoints=2),

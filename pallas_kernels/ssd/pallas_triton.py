@@ -52,8 +52,8 @@ def unsupported(
         return f"chunk_size must be at most 64 on a GPU with little shared memory, got {chunk_size}"
     block_dim = _config(x, B, C, num_rows, chunk_size, config).block_dim
     state_dim, itemsize = _extent(B.shape[-1]), jnp.dtype(_operand_dtype(x, B, C)).itemsize
-    # float32 operands of a product cannot be transposed, so float32 B and C are in shared memory in both orders.
-    tiles = 4 if B.dtype == jnp.float32 else 2
+    # float32 operands of a product cannot be transposed, so they are in shared memory in both orders.
+    tiles = 4 if itemsize == 4 else 2
     elements = chunk_size * (tiles * state_dim + chunk_size) + 2 * block_dim * (chunk_size + state_dim)
     needed, available = elements * itemsize, min(_SHARED_BYTES, int(_SHARE_ELSEWHERE * device.shared_bytes()))
     if needed > available:

@@ -43,7 +43,7 @@ def test_cases_lower_or_are_refused(op, little):
     assert [*reasons] == {
         "ssd": [
             "ssd_prefill float32 4x2048",
-            "ssd_prefill float16 granite 4x2048",
+            "ssd_prefill float16 4x2048",
             "ssd_prefill chunks of 128 4x2048",
         ],
         "paged_attention": ["attention decode MLA float32", "attention prompt MLA float32"],
