@@ -268,9 +268,10 @@ class SamplingParams:
     def from_generation_config(cls, path: str | Path, **fields: Any) -> Self:
         """Makes the parameters with which a model's authors sample from it.
 
-        The engine never applies them by itself. Temperature, top_k, top_p and the largest number of tokens are taken
-        from generation_config.json. A field that the file lacks, or that it has as null, keeps its own default. Without
-        `do_sample` the most likely tokens are taken. The model's end tokens hold for every request anyway.
+        The engine never applies them by itself. Temperature, top_k, top_p, min_p, repetition_penalty and the largest
+        number of tokens are taken from generation_config.json, as vLLM takes them. A field that the file lacks, or that it
+        has as null, keeps its own default. Without `do_sample` the most likely tokens are taken. The model's end tokens
+        hold for every request anyway.
 
         Args:
             path: A directory from Hugging Face, with a generation_config.json.

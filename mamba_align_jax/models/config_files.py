@@ -28,16 +28,16 @@ _SAMPLING = MappingProxyType(
         "temperature": ("temperature", float),
         "top_k": ("top_k", int),
         "top_p": ("top_p", float),
+        "min_p": ("min_p", float),
+        "repetition_penalty": ("repetition_penalty", float),
         "max_tokens": ("max_new_tokens", int),
     }
 )
 # Fields that change what is sampled and that the engine can't follow, with the values that change nothing.
 _UNSUPPORTED = MappingProxyType(
     {
-        "min_p": (0, None),
         "no_repeat_ngram_size": (0, None),
         "num_beams": (1, None),
-        "repetition_penalty": (1, None),
         "typical_p": (1, None),
     }
 )

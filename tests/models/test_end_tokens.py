@@ -77,6 +77,11 @@ def test_generation_stops_at_any_end_token(directory):
             {"do_sample": True, "temperature": None, "top_k": 0, "max_new_tokens": 9},
             dict(temperature=1.0, max_tokens=9),
         ),
+        (
+            {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1},
+            dict(temperature=1.0, repetition_penalty=1.05, min_p=0.1),
+        ),
+        ({"repetition_penalty": 1.2, "min_p": 0}, dict(repetition_penalty=1.2)),
     ],
 )
 def test_sampling_defaults_are_offered(directory, fields, wanted):
@@ -87,13 +92,13 @@ def test_sampling_defaults_are_offered(directory, fields, wanted):
 
 
 def test_sampling_defaults_that_can_not_be_followed_are_named(directory, caplog):
-    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": None, "num_beams": 1}
+    neutral = {"no_repeat_ngram_size": 0, "typical_p": None, "num_beams": 1}
     directory.write_json(GENERATION, {"do_sample": True, **neutral})
     SamplingParams.from_generation_config(directory.path)
     assert caplog.text == ""
-    directory.write_json(GENERATION, {"do_sample": True, "repetition_penalty": 1.1, "min_p": 0.05})
+    directory.write_json(GENERATION, {"do_sample": True, "num_beams": 4, "typical_p": 0.9, "min_p": 0.05})
     SamplingParams.from_generation_config(directory.path)
-    assert "leaves them out: min_p=0.05, repetition_penalty=1.1" in caplog.text
+    assert "leaves them out: num_beams=4, typical_p=0.9" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,8 @@ def test_sampling_defaults_that_can_not_be_followed_are_named(directory, caplog)
         ({"do_sample": True, "temperature": -1}, "temperature must be"),
         ({"top_k": 2.5}, "generation_config.json: top_k must be an integer"),
         ({"top_p": 7}, "top_p must be"),
+        ({"min_p": 2}, "min_p must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be"),
         ({"do_sample": "yes"}, "generation_config.json: do_sample must be true or false"),
         ({"max_new_tokens": -1}, "generation_config.json: max_new_tokens must be an integer"),
         ({"eos_token_id": "2"}, "generation_config.json: eos_token_id must be an integer"),
