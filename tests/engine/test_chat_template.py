@@ -59,6 +59,8 @@ def test_without_jinja_there_is_no_template(monkeypatch):
         ("{% generation %}a{% endgeneration %}", {}, "a"),
         ("{% for m in messages %}{% break %}{% endfor %}{{ tools | tojson }}", {"tools": [{"ö": "<"}]}, '[{"ö": "<"}]'),
         ("{{ tools | tojson(indent=1) }}", {"tools": [1]}, "[\n 1\n]"),
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}", {}, ""),
+        ("{{ tools | length }}{{ documents is none }}", {"tools": [1]}, "1True"),
         ("{{ strftime_now('%%') }}{{ enable_thinking }}", {"enable_thinking": True}, "%True"),
     ],
 )
