@@ -54,9 +54,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     except ImportError:
         return None
     try:
-        return _FileTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower exception
         raise ValueError(f"tokenizer.json must be a file of Hugging Face tokenizers, got {file}: {error}") from error
+    # Files often hold how batches of training were cut and filled up. transformers does neither unless it is asked to.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return _FileTokenizer(tokenizer)
 
 
 def token_ids(tokenizer: Tokenizer | None, prompts: Any) -> list[Any]:

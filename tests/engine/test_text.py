@@ -52,6 +52,15 @@ def test_tokenizer_is_loaded_from_a_directory(directory):
     assert tokenizer.decode(tuple(ids[:3])) == "H\ufffd"
 
 
+def test_prompts_are_neither_cut_nor_filled_up_as_in_training(directory, tmp_path):
+    """A tokenizer.json may hold both. transformers leaves them out unless it is asked for them."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert list(load_tokenizer(tmp_path).encode(TEXT)) == by_hand(TEXT)
+
+
 @pytest.mark.parametrize(
     ("prompts", "ids"),
     [
