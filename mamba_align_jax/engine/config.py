@@ -169,8 +169,8 @@ class SamplingParams:
         top_k: Only the k most likely tokens are drawn; 0 keeps all.
         top_p: Only the most likely tokens up to this probability are drawn.
         seed: Seed of the request's own random stream. Results do not depend on other requests.
-        stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is part of the
-            output.
+        stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is one of the output's
+            tokens, and its text is not part of the output's text.
         stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
             that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.

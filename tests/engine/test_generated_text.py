@@ -89,6 +89,43 @@ def test_spaces_between_words_are_kept(tokens):
     assert end.text == Words().decode(tokens) or tokens.count(3) >= 16
 
 
+@settings(deadline=None)
+@given(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40), tokens=st.lists(st.integers(0, 3), max_size=15))
+def test_text_follows_that_of_the_prompt(prompt, tokens):
+    """The space before the first generated word is part of the text, as in vLLM, unless nothing is before it."""
+    start = GeneratedText.after(tuple(prompt), Words())
+    pieces, end = pieces_of(start, tokens)
+    before, whole = Words().decode(prompt), Words().decode([*prompt, *tokens])
+    if before and set(prompt[-24:]) != {3}:
+        assert end.text == "".join(pieces) == whole.removeprefix(before)
+    assert end.fresh() == start
+    assert end.of_all(tuple(tokens)).text == end.text
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("a中", "中"), ("中" * 30, "中"), (b"a\xe4", "\ufffd"), (b"\xff" * 30, "中")])
+def test_character_in_which_a_prompt_ends_is_no_part_of_the_text(prompt, text):
+    prompt = prompt.encode() if isinstance(prompt, str) else prompt
+    tokens = "中".encode()[prompt.endswith(b"\xe4") :]
+    _, end = pieces_of(GeneratedText.after(tuple(prompt), BYTES), tokens)
+    assert end.text.rstrip("\ufffd") == text.rstrip("\ufffd")
+    assert end.of_all(tuple(tokens)).text == end.text
+
+
+def test_prompt_that_can_not_be_decoded_leaves_the_text_as_it_is():
+    class Some(Words):
+        def decode(self, token_ids):
+            if 3 in token_ids:
+                raise LookupError("no such word")
+            return super().decode(token_ids)
+
+    assert GeneratedText.after((0, 3), Some()).read([1, 0]).text == "b a"
+
+
+def test_stop_token_has_no_text():
+    text = GeneratedText(BYTES, ("ab",)).read(encode("xa")).read_stop_token().ended()
+    assert (text.num_tokens, text.text, text.found) == (3, "xa", None)
+
+
 @settings(max_examples=depth.examples(100, 3000), deadline=None)
 @given(tokens=TOKENS, stop=st.lists(st.sampled_from(["ab", "aab", "b", "a b", "ö中", "😀a", "\ufffda"]), max_size=3))
 def test_text_ends_before_the_first_stop_string(tokens, stop):
