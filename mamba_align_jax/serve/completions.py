@@ -50,7 +50,8 @@ async def complete(service: Service, request: Request) -> Response | EventStream
             found["prompt_logprobs"] = logprobs
     tokens = [one if isinstance(one, tuple) else await service.encode(one, "prompt") for one in prompts]
     if max_tokens is None:
-        max_tokens = max(1, min(16, service.max_model_len - max(map(len, tokens))))
+        left = service.max_model_len - max(map(len, tokens))
+        max_tokens = max(1, min(16, left, found.get("max_tokens", left)))
     for one in tokens:
         service.check_length(len(one), max_tokens, "prompt")
     asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n)

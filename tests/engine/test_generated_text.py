@@ -102,7 +102,9 @@ def test_text_follows_that_of_the_prompt(prompt, tokens):
     assert end.of_all(tuple(tokens)).text == end.text
 
 
-@pytest.mark.parametrize(("prompt", "text"), [("a中", "中"), ("中" * 30, "中"), (b"a\xe4", "\ufffd"), (b"\xff" * 30, "中")])
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("a中", "中"), ("中" * 30, "中"), (b"a\xe4", "\ufffd"), (b"\xff" * 30, "中")]
+)
 def test_character_in_which_a_prompt_ends_is_no_part_of_the_text(prompt, text):
     prompt = prompt.encode() if isinstance(prompt, str) else prompt
     tokens = "中".encode()[prompt.endswith(b"\xe4") :]

@@ -137,7 +137,8 @@ def test_stop_token_is_one_of_the_tokens_and_not_in_the_text(rng, stepping):
     engine, asked = make_engine(stepping), prompts(rng)
     numbers = {}
     for number, prompt in enumerate(asked):
-        token, stop = answer(prompt)[number % 4 + 2], ("\n", LETTERS.decode(answer(prompt)[number % 4 + 1 :][:2]))[number % 2]
+        token, place = answer(prompt)[number % 4 + 2], number % 4 + 1
+        stop = ("\n", LETTERS.decode(answer(prompt)[place : place + 2]))[number % 2]
         name = engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, stop_token_ids=(token,), stop=stop))
         numbers[name] = prompt, answer(prompt).index(token)
     for name, update in joined(drain(engine)).items():

@@ -1,5 +1,6 @@
 """What a call says of sampling reaches the engine, and log-probabilities come back as OpenAI writes them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -144,3 +145,13 @@ def test_a_schema_that_does_not_compile_is_refused(served, content):
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("response_format", "grammar")
+
+
+def test_answers_are_no_longer_than_the_models_own_limit_unless_a_call_says_so(served, monkeypatch):
+    """As in vLLM, which takes it from generation_config.json too."""
+    defaults = dict(sampling_defaults=dict(max_tokens=5, temperature=0.0))
+    monkeypatch.setattr(served.service, "settings", dataclasses.replace(served.service.settings, **defaults))
+    for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        for fields, wanted in (({}, 5), ({"max_tokens": 7}, 7)):
+            answer = served.post(path, {**asked, **fields, "ignore_eos": True}).json()
+            assert answer["usage"]["completion_tokens"] == wanted
