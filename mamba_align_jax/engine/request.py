@@ -50,7 +50,8 @@ class RequestOutput:
         e2e_s: Seconds from arrival to the end.
         text: The generated text as it follows the prompt's, up to a stop token or a stop string; None if the engine has no
             tokenizer.
-        stop_reason: The token or the stop string that ended the request; None unless `finish_reason` is "stop".
+        stop_reason: The stop string or the token of `SamplingParams.stop_token_ids` that ended the request; None if anything
+            else did, the model's own end token too.
         logprobs: The log-probabilities of `token_ids`; None unless they were asked for.
         prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for and the whole
             prompt has run.
@@ -286,7 +287,8 @@ class Request:
         """
         times, text, stop_reason = self.token_times, self._last_text(reason), None
         if reason == "stop":
-            stop_reason = self.text.found if self.text and self.text.found is not None else self.tokens[-1]
+            token = self.tokens[-1] if self.tokens[-1] in self.params.stop_token_ids else None
+            stop_reason = token if self.text is None or self.text.found is None else self.text.found
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt,

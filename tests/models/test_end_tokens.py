@@ -56,11 +56,12 @@ def test_generation_stops_at_any_end_token(directory):
         engine = Engine.from_pretrained(directory.path, sizes)
         (output,) = engine.generate(prompt, SamplingParams(max_tokens=30))
         assert list(output.token_ids) == answer[: number + 1]
-        assert output.finish_reason == "stop"
+        # As in vLLM, only what the caller has named is a reason.
+        assert (output.finish_reason, output.stop_reason) == ("stop", None)
     (output,) = engine.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
     assert list(output.token_ids) == answer[:30]
     (output,) = engine.generate(prompt, SamplingParams(max_tokens=30, stop_token_ids=answer[:1]))
-    assert list(output.token_ids) == answer[:1]
+    assert (list(output.token_ids), output.stop_reason) == (answer[:1], answer[0])
 
 
 @pytest.mark.parametrize(
