@@ -43,6 +43,46 @@ def test_end_tokens_of_both_files_count(directory, ours, theirs, wanted):
     assert load_model(directory.path).config.eos_token_id == wanted
 
 
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "wanted"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}, None, (2, 7)),
+        (
+            {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}},
+            None,
+            (2, 7),
+        ),
+        (
+            {"eos_token": "<|im_end|>"},
+            {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<|im_end|>"}]},
+            (2, 7),
+        ),
+        (
+            {"eos_token": "</s>"},
+            {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<|im_end|>"}]},
+            2,
+        ),
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": [{"id": 2, "content": "</s>"}, 3]}, 2),
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": 3}, 2),
+        ({"eos_token": "<|im_end|>"}, None, 2),
+        ({"eos_token": None}, {"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}, 2),
+        ({}, None, 2),
+    ],
+)
+def test_end_token_of_the_tokenizer_counts(directory, config, tokenizer, wanted):
+    """Tuned copies of a model often end their answers with a token that only their tokenizer names. vLLM stops there."""
+    directory.write_json("tokenizer_config.json", config)
+    if tokenizer is not None:
+        directory.write_json("tokenizer.json", tokenizer)
+    assert load_model(directory.path).config.eos_token_id == wanted
+
+
+def test_wrong_tokenizer_config_is_refused(directory):
+    directory.write_json("tokenizer_config.json", [])
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a JSON object"):
+        load_model(directory.path)
+
+
 def test_generation_stops_at_any_end_token(directory):
     """The first entry of a list is not the only one that ends an answer."""
     arrays = np.load(DATA / "mamba" / "reference.npz")
