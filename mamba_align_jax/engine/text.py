@@ -17,8 +17,11 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids without special tokens. Broken characters become replacement characters."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids, without that of special tokens unless it is asked for.
+
+        Broken characters become replacement characters.
+        """
         ...
 
 
@@ -33,8 +36,8 @@ class _FileTokenizer:
         """Returns the tokenizer.json, for grammars."""
         return self._tokenizer.to_str()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:

@@ -131,7 +131,6 @@ class _Form:
         return self._token(one.token_id, one.logprob) | {"top_logprobs": tops}
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        text = self.service.token_text(token)
-        # A token that ends within a character has no text, and its bytes aren't known.
-        whole = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": self.service.token_name(token), "logprob": self.service.logprob(value), "bytes": whole}
+        service = self.service
+        name, whole = service.token_name(token), service.token_bytes(token)
+        return {"token": name, "logprob": service.logprob(value), "bytes": whole}

@@ -1,6 +1,7 @@
 """/v1/chat/completions answers what the model's chat template makes of the messages."""
 
 import pytest
+from fakes.letters import Letters
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
@@ -84,6 +85,26 @@ def test_a_chat_has_the_tokens_that_tokenize_says(served):
 
 def test_a_text_has_the_tokens_that_tokenize_says(served):
     assert served.post("/tokenize", {"prompt": "é"}).json()["tokens"] == encode("é")
+
+
+def test_special_tokens_have_a_text_when_they_are_asked_for(served):
+    """vLLM's /detokenize and log-probabilities show them too."""
+    assert served.post("/detokenize", {"tokens": [97, 0, 98]}).json() == {"prompt": "a\0b"}
+    answer = ask(served, max_tokens=4, logit_bias={"0": 100}, logprobs=True)["choices"][0]
+    assert answer["message"]["content"] == ""
+    assert [(one["token"], one["bytes"]) for one in answer["logprobs"]["content"]] == [("\0", [0])]
+
+
+def test_tokens_are_named_with_their_spaces(served, monkeypatch):
+    class Words(Letters):
+        def decode(self, token_ids, *, skip_special_tokens=True):
+            return super().decode(token_ids).replace("_", " ").removeprefix(" ")
+
+    service = served.service
+    monkeypatch.setattr(service.serving.engine, "tokenizer", Words())
+    monkeypatch.setattr(service, "token_text", service._token_text)
+    assert [service.token_name(token) for token in Words().encode("_a")] == [" ", "a"]
+    assert service.token_bytes(ord("_") - 60) == [32]
 
 
 def test_the_served_model_is_listed(served):
