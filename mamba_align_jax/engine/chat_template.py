@@ -47,7 +47,8 @@ class ChatTemplate:
         """Returns the prompt for messages. A tokenizer encodes it with `add_special_tokens=False`.
 
         Args:
-            messages: The chat so far, each message with its "role" and "content".
+            messages: The chat so far, each message with its "role" and "content". A content is text, or a list of parts
+                `{"type": "text", "text": ...}`. The parts are lines of a text if the template takes texts only.
             add_generation_prompt: Whether the prompt ends where the model's answer begins.
             **variables: What else this template uses, for instance `tools`, which are none otherwise.
 

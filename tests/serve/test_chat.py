@@ -47,12 +47,15 @@ def test_the_events_of_a_stream_make_the_same_answer(served):
     assert last["usage"]["completion_tokens"] == 24
 
 
-def test_parts_of_text_are_one_text(served):
-    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+def test_parts_of_a_text_are_its_lines(served):
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     messages = [{"role": "system", "content": parts}, MESSAGES[1]]
+    wanted = [{"role": "system", "content": "Be\nbrief."}, MESSAGES[1]]
     assert ask(served, messages=messages, max_tokens=6, temperature=0)["choices"][0]["token_ids"] == own_tokens(
-        served, MESSAGES, max_tokens=6
+        served, wanted, max_tokens=6
     )
+    answers = [served.post("/tokenize", {"messages": each}).json()["tokens"] for each in (messages, wanted)]
+    assert answers[0] == answers[1]
 
 
 def test_an_answer_may_be_as_long_as_the_model_allows(served):
