@@ -171,8 +171,8 @@ class SamplingParams:
         seed: Seed of the request's own random stream. Results do not depend on other requests.
         stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is one of the output's
             tokens, and its text is not part of the output's text.
-        stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
-            that completes it. Needs an engine with a tokenizer.
+        stop: Strings that end the request. The generated text ends before the first of them that is complete, and the
+            tokens with the one that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.
         min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens, and no stop
             string ends the request.

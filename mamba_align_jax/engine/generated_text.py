@@ -123,9 +123,11 @@ class GeneratedText(NamedTuple):
         if found is None:
             text += piece
         if piece and found is None and self.stop and num_tokens > self.min_tokens:
-            # A stop string counts where its last character is new. Of several the one that begins first does.
+            # A stop string counts where its last character is new. Of several the one that is complete first does, and of
+            # those that end together the first one, so it doesn't matter which characters came with one token.
             begins = ((text.find(stop, max(len(self.text) - len(stop) + 1, 0)), stop) for stop in self.stop)
-            begin, found = min(((begin, stop) for begin, stop in begins if begin >= 0), default=(len(text), None))
+            complete = [(begin, stop) for begin, stop in begins if begin >= 0]
+            begin, found = min(complete, key=lambda one: one[0] + len(one[1]), default=(len(text), None))
             text = text[:begin]
         return self._replace(num_tokens=num_tokens, text=text, context=context, unsettled=unsettled, found=found)
 

@@ -136,9 +136,10 @@ def test_text_ends_before_the_first_stop_string(tokens, stop):
     for token in tokens:
         text = text.read([token])
         whole = BYTES.decode(tokens[: text.num_tokens]).rstrip("\ufffd")
-        matches = [(whole.find(one), one) for one in stop if one in whole]
+        matches = [(whole.find(one) + len(one), place, one) for place, one in enumerate(stop) if one in whole]
         if matches:
-            begin, found = min(matches)
+            end, _, found = min(matches)
+            begin = end - len(found)
             assert (text.text, text.shown, text.found) == (whole[:begin], whole[:begin], found)
             assert text.read([97, 98]).text == text.ended().text == whole[:begin], "nothing comes after it"
             break
@@ -148,6 +149,21 @@ def test_text_ends_before_the_first_stop_string(tokens, stop):
         assert len(text.text) - len(text.shown) == max(held, default=0)
     if found is None:
         assert text.ended().text.rstrip("\ufffd") == BYTES.decode(tokens).rstrip("\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [(("abc", "b"), "xa"), (("b", "abc"), "xa"), (("abc", "bc"), "x"), (("bc", "abc"), "xa"), (("d", "c"), "xab")],
+)
+@pytest.mark.parametrize("words", [["xabcd"], ["x", "a", "b", "c", "d"], ["xa", "bcd"]], ids=len)
+def test_stop_string_does_not_depend_on_which_characters_come_with_one_token(words, stop, text):
+    """As in vLLM, the one that is complete first counts, and of several the first in the list."""
+
+    class Some(Words):
+        WORDS = words
+
+    end = GeneratedText(Some(), stop).read(range(len(words))).ended()
+    assert (end.text, end.found in stop) == (text, True)
 
 
 def test_text_that_might_have_become_a_stop_string_comes_at_the_end():

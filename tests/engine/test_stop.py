@@ -42,10 +42,10 @@ def assert_stopped(output, prompt, *stop):
     tokens = answer(prompt)
     for number in range(1, LENGTH + 1):
         text = LETTERS.decode(tokens[:number])
-        found = [(text.find(one), one) for one in stop if one in text]
+        found = [(text.find(one) + len(one), place) for place, one in enumerate(stop) if one in text]
         if found:
-            begin, one = min(found)
-            expected = (tuple(tokens[:number]), text[:begin], "stop", one)
+            end, place = min(found)
+            expected = (tuple(tokens[:number]), text[: end - len(stop[place])], "stop", stop[place])
             break
     else:
         expected = (tuple(tokens), LETTERS.decode(tokens), "length", None)
