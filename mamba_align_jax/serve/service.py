@@ -193,11 +193,14 @@ class Service:
         once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
         return twice[len(once) :] if twice.startswith(once) else once
 
+    def special_text(self, token: int) -> str:
+        """Returns the text of a special token, which generated texts leave out; without a tokenizer, nothing."""
+        tokenizer = self.serving.engine.tokenizer
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
+
     def _whole_text(self, token: int) -> str | None:
-        """Returns a token's text if that is whole characters. Special tokens, which texts leave out, have one here."""
-        text, tokenizer = self.token_text(token), self.serving.engine.tokenizer
-        if not text and tokenizer is not None:
-            text = tokenizer.decode([token], skip_special_tokens=False)
+        """Returns a token's text if that is whole characters."""
+        text = self.token_text(token) or self.special_text(token)
         return text if text and "\ufffd" not in text else None
 
     def token_name(self, token: int) -> str:

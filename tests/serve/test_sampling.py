@@ -8,6 +8,7 @@ import pytest
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
+from mamba_align_jax.serve import completions
 
 PROMPT = "def read(self, name):\n    "
 MESSAGES = [{"role": "user", "content": "def read(self):"}]
@@ -79,6 +80,25 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served, max_tokens):
     assert "".join(part["text"] for part in streamed) == choice["text"]
     for name in found:
         assert [item for part in streamed for item in part["logprobs"][name]] == found[name]
+
+
+@pytest.mark.parametrize("prompt", ["a\0b", [97, 0, 98]])
+def test_an_echo_shows_special_tokens_and_counts_them(served, prompt):
+    """vLLM shows those of a prompt of tokens too."""
+    choice = served.complete(prompt, max_tokens=1, temperature=0, logprobs=0, echo=True)["choices"][0]
+    assert choice["text"].startswith("a\0b")
+    assert (choice["logprobs"]["tokens"][:3], choice["logprobs"]["text_offset"]) == (["a", "\0", "b"], [0, 1, 2, 3])
+
+
+def test_places_of_an_echo_are_those_of_its_text(served, monkeypatch):
+    """The tokenizer adds a first token that the prompt did not have, and takes the space from the first word."""
+    texts = {1: "", 2: " ab", 3: " c", 4: "\n"}
+    monkeypatch.setattr(served.service, "token_text", texts.__getitem__)
+    monkeypatch.setattr(served.service, "special_text", {1: "<s>"}.__getitem__)
+    for echo, wanted in (("ab c", [0, 0, 2, 4]), ("<s>ab c", [0, 3, 5, 7]), ("<s> ab c", [0, 3, 6, 8])):
+        form = completions._Form(served.service, "", 0, [echo], [0], True, False)
+        assert form._logprobs(0, [1, 2, 3, 4], [None] * 4)["text_offset"] == wanted
+        assert form.ends == [len(echo) + 1]
 
 
 def test_chats_have_log_probabilities(served):
