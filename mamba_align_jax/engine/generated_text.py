@@ -68,7 +68,8 @@ class GeneratedText(NamedTuple):
             else:
                 settled = text._broken(unsettled)
                 piece, rest = text._decode(unsettled[:settled]), unsettled[settled:]
-                text = text._after(text.num_tokens + 1, piece, (), rest)
+                # Tokens without text leave the context as it is.
+                text = text._after(text.num_tokens + 1, piece, () if piece else text.context, rest)
         return text
 
     def read_stop_token(self) -> "GeneratedText":
