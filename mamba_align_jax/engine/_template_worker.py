@@ -56,6 +56,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _texts(parts: Any) -> list[str]:
+    return [part.get("text", "") for part in parts if isinstance(part, dict)]
+
+
+def _with_texts(template: jinja2.Template, task: dict[str, Any]) -> dict[str, Any]:
+    """Joins the parts of each message's content by line breaks, unless the template reads parts itself."""
+    messages = task["messages"]
+    in_parts = [isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages]
+    if not any(in_parts) or _reads_parts(template, task):
+        return task
+    joined = [
+        one | {"content": "\n".join(_texts(one["content"]))} if is_in_parts else one
+        for one, is_in_parts in zip(messages, in_parts, strict=True)
+    ]
+    return task | {"messages": joined}
+
+
+def _reads_parts(template: jinja2.Template, task: dict[str, Any]) -> bool:
+    # Others fail, or write parts as Python does.
+    message = {"role": "user", "content": [{"type": "text", "text": "_text_of_a_part_"}]}
+    try:
+        text = template.render(task | {"messages": [message]})
+    except Exception:
+        return False
+    return "_text_of_a_part_" in text and "'type'" not in text and '"type"' not in text
+
+
 def _answer(make: Callable[[], str], time_limit: float) -> None:
     # What the alarm does is to end the process.
     signal.setitimer(signal.ITIMER_REAL, time_limit)
@@ -80,7 +107,7 @@ def _main(time_limit: float) -> None:
     source = sys.stdin.readline()
     _answer(compile_template, time_limit)
     for line in sys.stdin:
-        _answer(lambda line=line: template.render(json.loads(line)), time_limit)
+        _answer(lambda line=line: template.render(_with_texts(template, json.loads(line))), time_limit)
 
 
 if __name__ == "__main__":

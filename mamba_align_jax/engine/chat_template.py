@@ -10,12 +10,15 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.worker import Worker
 
 _SCRIPT = Path(__file__).with_name("_template_worker.py")
+# What transformers hands to every template. A template may ask whether it is none.
+_UNUSED = MappingProxyType({"tools": None, "documents": None})
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -44,16 +47,17 @@ class ChatTemplate:
         """Returns the prompt for messages. A tokenizer encodes it with `add_special_tokens=False`.
 
         Args:
-            messages: The chat so far, each message with its "role" and "content".
+            messages: The chat so far, each message with its "role" and "content". A content is text, or a list of parts
+                `{"type": "text", "text": ...}`. The parts are lines of a text if the template takes texts only.
             add_generation_prompt: Whether the prompt ends where the model's answer begins.
-            **variables: What else this template uses, for instance `tools`.
+            **variables: What else this template uses, for instance `tools`, which are none otherwise.
 
         Raises:
             ValueError: The template refuses the messages, fails, or takes too long or too much memory.
         """
         given = dict(messages=messages, add_generation_prompt=add_generation_prompt)
         try:
-            task = json.dumps(self.variables | variables | given)
+            task = json.dumps(_UNUSED | self.variables | variables | given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"messages must be what JSON can hold, got {error}") from error
         with self._lock:

@@ -169,10 +169,10 @@ class SamplingParams:
         top_k: Only the k most likely tokens are drawn; 0 keeps all.
         top_p: Only the most likely tokens up to this probability are drawn.
         seed: Seed of the request's own random stream. Results do not depend on other requests.
-        stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is part of the
-            output.
-        stop: Strings that end the request. The generated text ends before the first of them, and the tokens with the one
-            that completes it. Needs an engine with a tokenizer.
+        stop_token_ids: Tokens that end the request, besides the model's own end token. A stop token is one of the output's
+            tokens, and its text is not part of the output's text.
+        stop: Strings that end the request. The generated text ends before the first of them that is complete, and the
+            tokens with the one that completes it. Needs an engine with a tokenizer.
         ignore_eos: Whether the request goes on after the model's end token.
         min_tokens: The model's end tokens and `stop_token_ids` are not generated before this number of tokens, and no stop
             string ends the request.
@@ -268,9 +268,10 @@ class SamplingParams:
     def from_generation_config(cls, path: str | Path, **fields: Any) -> Self:
         """Makes the parameters with which a model's authors sample from it.
 
-        The engine never applies them by itself. Temperature, top_k, top_p and the largest number of tokens are taken
-        from generation_config.json. A field that the file lacks, or that it has as null, keeps its own default. Without
-        `do_sample` the most likely tokens are taken. The model's end tokens hold for every request anyway.
+        The engine never applies them by itself. Temperature, top_k, top_p, min_p, repetition_penalty and the largest
+        number of tokens are taken from generation_config.json, as vLLM takes them. A field that the file lacks, or that it
+        has as null, keeps its own default. Without `do_sample` the most likely tokens are taken. The model's end tokens
+        hold for every request anyway.
 
         Args:
             path: A directory from Hugging Face, with a generation_config.json.

@@ -173,7 +173,7 @@ class EngineCore:
         self._waiting.check_room()
         if level_of(params) >= Level.FULL:
             self.runner.make_sampler()
-        text = GeneratedText(self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None
+        text = GeneratedText.after(prompt, self.tokenizer, params.stop, params.min_tokens) if self.tokenizer else None
         grammar = self._grammars.start(params.grammar) if params.grammar else None
         request = Request(next(self._ids), prompt, params, outbox, text=text, grammar=grammar)
         self._is_torn = True

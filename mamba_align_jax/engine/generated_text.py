@@ -1,5 +1,6 @@
 """The text of generated tokens as they come, and where a stop string ends it."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,10 +11,14 @@ _BROKEN = "\ufffd"
 # A character has at most four bytes, so a token that comes completes one with at most the last three before it. Tokens
 # without text wait for one with text, but not for ever: each token should cost the same.
 _MAX_INCOMPLETE, _MAX_UNSETTLED = 3, 16
+# How many tokens at the end of a prompt are looked at for whole characters.
+_SHORTEST_END, _LONGEST_END = 4, 24
 
 
 class GeneratedText(NamedTuple):
-    """The text of a request's first generated tokens. It depends on these tokens alone, not on the steps they came in.
+    """The text of a request's first generated tokens, as it follows the text of the prompt. A stop token has none.
+
+    It depends on these tokens and on the end of the prompt, not on the steps that the tokens came in.
 
     Attributes:
         tokenizer: Turns tokens into text.
@@ -25,6 +30,7 @@ class GeneratedText(NamedTuple):
             later ones, so new tokens are decoded after these.
         unsettled: The tokens after them. They end in the middle of a character, or have no text yet.
         found: The stop string that ends the request; None before it has come.
+        before: The first `context`: the end of the prompt.
     """
 
     tokenizer: Tokenizer
@@ -35,10 +41,19 @@ class GeneratedText(NamedTuple):
     context: tuple[int, ...] = ()
     unsettled: tuple[int, ...] = ()
     found: str | None = None
+    before: tuple[int, ...] = ()
+
+    @classmethod
+    def after(
+        cls, prompt: tuple[int, ...], tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0
+    ) -> "GeneratedText":
+        """Returns the text of no tokens after a prompt."""
+        return cls(tokenizer, stop, min_tokens, before=_end_of(prompt, tokenizer)).fresh()
 
     def fresh(self) -> "GeneratedText":
         """Returns the text of no tokens."""
-        return GeneratedText(self.tokenizer, self.stop, self.min_tokens)
+        start = self.before
+        return GeneratedText(self.tokenizer, self.stop, self.min_tokens, context=start, before=start)
 
     def read(self, tokens: Iterable[int]) -> "GeneratedText":
         """Returns the text after further tokens."""
@@ -53,12 +68,18 @@ class GeneratedText(NamedTuple):
             else:
                 settled = text._broken(unsettled)
                 piece, rest = text._decode(unsettled[:settled]), unsettled[settled:]
-                text = text._after(text.num_tokens + 1, piece, (), rest)
+                # Tokens without text leave the context as it is.
+                text = text._after(text.num_tokens + 1, piece, () if piece else text.context, rest)
         return text
 
+    def read_stop_token(self) -> "GeneratedText":
+        """Returns the text after a stop token."""
+        return self._replace(num_tokens=self.num_tokens + 1)
+
     def of_all(self, tokens: tuple[int, ...]) -> "GeneratedText":
-        """Returns the text of all tokens of a request without stop strings that has ended."""
-        return self.fresh()._replace(num_tokens=len(tokens), text=self.tokenizer.decode(tokens))
+        """Returns the text of all tokens, but a stop token, of a request without stop strings that has ended."""
+        fresh = self.fresh()
+        return fresh._replace(num_tokens=len(tokens), text=fresh._decode(tokens))
 
     def ended(self) -> "GeneratedText":
         """Returns the text if no token follows. What is left of a character becomes a replacement character."""
@@ -103,8 +124,22 @@ class GeneratedText(NamedTuple):
         if found is None:
             text += piece
         if piece and found is None and self.stop and num_tokens > self.min_tokens:
-            # A stop string counts where its last character is new. Of several the one that begins first does.
+            # A stop string counts where its last character is new. Of several the one that is complete first does, and of
+            # those that end together the first one, so it doesn't matter which characters came with one token.
             begins = ((text.find(stop, max(len(self.text) - len(stop) + 1, 0)), stop) for stop in self.stop)
-            begin, found = min(((begin, stop) for begin, stop in begins if begin >= 0), default=(len(text), None))
+            complete = [(begin, stop) for begin, stop in begins if begin >= 0]
+            begin, found = min(complete, key=lambda one: one[0] + len(one[1]), default=(len(text), None))
             text = text[:begin]
-        return GeneratedText(self.tokenizer, self.stop, self.min_tokens, num_tokens, text, context, unsettled, found)
+        return self._replace(num_tokens=num_tokens, text=text, context=context, unsettled=unsettled, found=found)
+
+
+def _end_of(prompt: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the last few tokens of a prompt if their text has whole characters only, or else none."""
+    # A tokenizer that can't decode the prompt may still decode what follows it.
+    with contextlib.suppress(Exception):
+        for count in range(min(len(prompt), _SHORTEST_END), min(len(prompt), _LONGEST_END) + 1):
+            end = prompt[len(prompt) - count :]
+            text = tokenizer.decode(end)
+            if text and _BROKEN not in text:
+                return end
+    return ()

@@ -48,8 +48,10 @@ class RequestOutput:
         ttft_s: Seconds from arrival to the first token; None if there is none.
         tpot_s: Mean seconds per token after the first; None if there are fewer than two tokens.
         e2e_s: Seconds from arrival to the end.
-        text: The generated text, up to a stop string; None if the engine has no tokenizer.
-        stop_reason: The token or the stop string that ended the request; None unless `finish_reason` is "stop".
+        text: The generated text as it follows the prompt's, up to a stop token or a stop string; None if the engine has no
+            tokenizer.
+        stop_reason: The stop string or the token of `SamplingParams.stop_token_ids` that ended the request; None if anything
+            else did, the model's own end token too.
         logprobs: The log-probabilities of `token_ids`; None unless they were asked for.
         prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for and the whole
             prompt has run.
@@ -232,8 +234,11 @@ class Request:
         """Stores the log-probabilities of the prompt's tokens after `start`. They may be stored again."""
         self.prompt_logprobs[start + 1 : start + 1 + len(logprobs)] = logprobs
 
-    def read_text(self) -> GeneratedText | None:
+    def read_text(self, *, has_stop_token: bool = False) -> GeneratedText | None:
         """Reads the text of all tokens, and returns it; None without a tokenizer.
+
+        Args:
+            has_stop_token: Whether the last token is a stop token, if it was not read yet.
 
         Raises:
             Exception: The tokenizer's.
@@ -243,18 +248,20 @@ class Request:
             if text.num_tokens > num_tokens:
                 # Tokens were read, and then the step was cut off before the request had them.
                 text = text.fresh()
-            text = self.text = text.read(self.tokens[len(self.prompt) + text.num_tokens :])
+            new = self.tokens[len(self.prompt) + text.num_tokens :]
+            text = self.text = text.read(new[:-1]).read_stop_token() if has_stop_token else text.read(new)
         return text
 
     def _last_text(self, reason: str) -> str | None:
         if self.text is None:
             return None
+        has_stop_token = reason == "stop" and self.text.found is None
         try:
             if self.text.num_tokens or self.text.stop:
-                self.text = (self.read_text() or self.text).ended()
+                self.text = (self.read_text(has_stop_token=has_stop_token) or self.text).ended()
             else:
                 # Nothing was shown, so nothing has to follow from it, and one call is quicker than one for each token.
-                self.text = self.text.of_all(self.generated)
+                self.text = self.text.of_all(self.generated[:-1] if has_stop_token else self.generated)
         except Exception:
             # A request that ends otherwise has the text that could be decoded.
             if reason in ("stop", "length"):
@@ -280,7 +287,8 @@ class Request:
         """
         times, text, stop_reason = self.token_times, self._last_text(reason), None
         if reason == "stop":
-            stop_reason = self.text.found if self.text and self.text.found is not None else self.tokens[-1]
+            token = self.tokens[-1] if self.tokens[-1] in self.params.stop_token_ids else None
+            stop_reason = token if self.text is None or self.text.found is None else self.text.found
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt,

@@ -26,11 +26,11 @@ def tokens_up_to_end(
     if sampled and request.num_left == 0:
         # Nothing was to be generated. The prompt has run.
         return (), "length"
-    num_left, text = request.num_left, _text_with_stop(request)
+    num_left, text = request.num_left, request.read_text() if request.params.stop else None
     for number, token in enumerate(sampled, 1):
         reason = _end_reason(request, token, num_left - number, eos_token_id)
         if text:
-            text = request.text = text.read((token,))
+            text = request.text = text.read_stop_token() if reason == "stop" else text.read((token,))
             reason = _reason_in_text(text, reason)
         if reason:
             return sampled[:number], reason
@@ -41,13 +41,9 @@ def end_reason(request: Request, eos_token_id: EndTokens) -> str | None:
     """Returns why a request has ended by the tokens that it has: see `tokens_up_to_end`, also for what it raises."""
     if len(request.tokens) == len(request.prompt):
         return None
-    reason, text = _end_reason(request, request.tokens[-1], request.num_left, eos_token_id), _text_with_stop(request)
+    reason = _end_reason(request, request.tokens[-1], request.num_left, eos_token_id)
+    text = request.read_text(has_stop_token=reason == "stop") if request.params.stop else None
     return _reason_in_text(text, reason) if text else reason
-
-
-def _text_with_stop(request: Request) -> GeneratedText | None:
-    """Returns a request's text if a stop string may end it."""
-    return request.read_text() if request.params.stop else None
 
 
 def _reason_in_text(text: GeneratedText, reason: str | None) -> str | None:

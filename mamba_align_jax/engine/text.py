@@ -17,8 +17,11 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids without special tokens. Broken characters become replacement characters."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids, without that of special tokens unless it is asked for.
+
+        Broken characters become replacement characters.
+        """
         ...
 
 
@@ -33,8 +36,8 @@ class _FileTokenizer:
         """Returns the tokenizer.json, for grammars."""
         return self._tokenizer.to_str()
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:
@@ -54,9 +57,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     except ImportError:
         return None
     try:
-        return _FileTokenizer(tokenizers.Tokenizer.from_file(str(file)))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no narrower exception
         raise ValueError(f"tokenizer.json must be a file of Hugging Face tokenizers, got {file}: {error}") from error
+    # Files often hold how batches of training were cut and filled up. transformers does neither unless it is asked to.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return _FileTokenizer(tokenizer)
 
 
 def token_ids(tokenizer: Tokenizer | None, prompts: Any) -> list[Any]:

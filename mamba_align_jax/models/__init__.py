@@ -24,7 +24,7 @@ from mamba_align_jax.models import (
 )
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
-from mamba_align_jax.models.config_files import end_tokens, read_config, read_generation_config
+from mamba_align_jax.models.config_files import end_tokens, read_config, read_generation_config, read_tokenizer_end
 from mamba_align_jax.models.quantised import read_quantisation
 from mamba_align_jax.models.weights import has_draft_head, read_outline, read_weights, stored_dtype
 
@@ -67,7 +67,8 @@ def load_model(
     """Loads a model from a directory with config.json and safetensors files. It needs neither torch nor transformers.
 
     If the files hold a draft head and the architecture supports it, the model has one. A field `mtp_num_hidden_layers`
-    of 0 in config.json leaves it out. The model's end tokens are those of config.json and generation_config.json.
+    of 0 in config.json leaves it out. The model's end tokens are those of config.json, generation_config.json and the
+    tokenizer.
 
     Args:
         path: The model directory.
@@ -113,7 +114,7 @@ def _configuration(path: str | Path, dtype: str | None) -> tuple[ModuleType, Mod
     # Some configurations do not name their head, and those of fine-tuned copies may name one that the files do not
     # hold.
     head = config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0
-    ends = end_tokens(config, read_generation_config(path))
+    ends = end_tokens(config, read_generation_config(path), read_tokenizer_end(path))
     fields = config | {"mtp_num_hidden_layers": head, "eos_token_id": ends}
     if not any(config.get(name) for name in ("dtype", "torch_dtype")):
         dtype = dtype or stored_dtype(path)

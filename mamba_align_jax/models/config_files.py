@@ -1,5 +1,6 @@
 """Reads the configuration files of a model directory: config.json and generation_config.json."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,16 +29,16 @@ _SAMPLING = MappingProxyType(
         "temperature": ("temperature", float),
         "top_k": ("top_k", int),
         "top_p": ("top_p", float),
+        "min_p": ("min_p", float),
+        "repetition_penalty": ("repetition_penalty", float),
         "max_tokens": ("max_new_tokens", int),
     }
 )
 # Fields that change what is sampled and that the engine can't follow, with the values that change nothing.
 _UNSUPPORTED = MappingProxyType(
     {
-        "min_p": (0, None),
         "no_repeat_ngram_size": (0, None),
         "num_beams": (1, None),
-        "repetition_penalty": (1, None),
         "typical_p": (1, None),
     }
 )
@@ -107,11 +108,43 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     return fields
 
 
+def read_tokenizer_end(path: str | Path) -> dict[str, Any]:
+    """Reads the end token of a directory's tokenizer, which tokenizer_config.json names by its text.
+
+    Args:
+        path: The model directory.
+
+    Returns:
+        The token as `eos_token_id`; {} if the files of the tokenizer name none or are not there.
+
+    Raises:
+        ValueError: tokenizer_config.json is no object.
+    """
+    file, every = Path(path) / "tokenizer_config.json", Path(path) / "tokenizer.json"
+    fields = read_object(file) if file.is_file() else {}
+    name = _text_of(fields.get("eos_token"))
+    if name is None:
+        return {}
+    added = fields.get("added_tokens_decoder")
+    found = [(int(token), one) for token, one in added.items() if token.isdecimal()] if isinstance(added, dict) else []
+    if not found and every.is_file():
+        # Newer files have the numbers of these tokens in tokenizer.json only. Whoever needs that file refuses a wrong one.
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            found = [(one.get("id"), one) for one in read_object(every).get("added_tokens") or ()]
+    return next(({"eos_token_id": token} for token, one in found if _text_of(one) == name), {})
+
+
+def _text_of(token: Any) -> str | None:
+    """Returns the text of a special token, which files have as it is or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def end_tokens(*fields: Mapping[str, Any]) -> int | tuple[int, ...] | None:
     """Joins the end tokens of several files. Configurations of models for chats often name one that differs.
 
     Args:
-        *fields: The fields of config.json and generation_config.json, of which `eos_token_id` is read.
+        *fields: The fields of the files, of which `eos_token_id` is read.
 
     Returns:
         The token, if all files name the same one, or all of them; None if there are none.

@@ -47,7 +47,7 @@ class Config(ModelConfig):
         There is no rotation if `rope_theta` is null, as in the released model.
         """
         kinds = layer_kinds(config, LINEAR, FULL)
-        require(config, hidden_act=("silu",), attention_bias=(False,))
+        require(config, hidden_act=("silu",), attention_bias=(False,), linear_use_gate=(True,))
         hidden, heads = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
         key_heads = config.get("linear_num_key_heads") or heads
         key_dim = config.get("linear_key_head_dim") or int(0.75 * hidden / key_heads)

@@ -54,6 +54,8 @@ class Config(ModelConfig):
         kinds = layer_kinds(config, LINEAR, FULL)
         require(config, hidden_act=("silu",), attention_bias=(False,), attn_output_gate=(True,))
         require(config, mtp_num_hidden_layers=(0, 1), mtp_use_dedicated_embeddings=(False,))
+        # The gate of the delta nets' output norm. "swish" is another name of "silu".
+        require(config, output_gate_type=("silu", "swish"))
         experts = config.get("num_experts") or 0
         sizes = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
         missing = next((name for name in sizes if experts and not config.get(name)), None)

@@ -13,7 +13,9 @@ from starlette.routing import Route
 
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
+from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.levels import changes_logits
 from mamba_align_jax.serve.cache_view import view_cache
 from mamba_align_jax.serve.chat import chat
 from mamba_align_jax.serve.clients import ClientLeft, EventStream
@@ -85,10 +87,12 @@ async def _warm(service: Service) -> None:
         if service.is_stopping:
             raise _Stopping
 
-    warmup = service.settings.warmup
+    warmup, usual = service.settings.warmup, SamplingParams(**service.settings.sampling_defaults)
     if warmup != "none":
+        # Nearly every call has the model's own defaults.
+        is_full = warmup == "full" or changes_logits(usual)
         try:
-            seconds = await asyncio.to_thread(service.serving.engine.warmup, check, full=warmup == "full")
+            seconds = await asyncio.to_thread(service.serving.engine.warmup, check, full=is_full)
         except _Stopping:
             return
         except Exception:

@@ -58,9 +58,9 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
     if with_logprobs:
         found["logprobs"] = top_logprobs or 0
     service.check_length(len(tokens), 1, "messages")
-    # Without a limit an answer may be as long as the model allows.
-    limit = old_max_tokens if max_tokens is None else max_tokens
-    params = make_params(found | {"max_tokens": limit or service.max_model_len - len(tokens)})
+    # Without a limit an answer may be as long as the model and its authors' defaults allow.
+    limit, left = old_max_tokens if max_tokens is None else max_tokens, service.max_model_len - len(tokens)
+    params = make_params(found | {"max_tokens": limit or min(left, found.get("max_tokens", left))})
     service.check_length(len(tokens), params.max_tokens, "messages")
     asked = service.choices_of([tokens], params, n)
     form = _Form(service, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), with_logprobs, with_ids)
@@ -131,7 +131,6 @@ class _Form:
         return self._token(one.token_id, one.logprob) | {"top_logprobs": tops}
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        text = self.service.token_text(token)
-        # A token that ends within a character has no text, and its bytes aren't known.
-        whole = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": self.service.token_name(token), "logprob": self.service.logprob(value), "bytes": whole}
+        service = self.service
+        name, whole = service.token_name(token), service.token_bytes(token)
+        return {"token": name, "logprob": service.logprob(value), "bytes": whole}

@@ -50,7 +50,8 @@ async def complete(service: Service, request: Request) -> Response | EventStream
             found["prompt_logprobs"] = logprobs
     tokens = [one if isinstance(one, tuple) else await service.encode(one, "prompt") for one in prompts]
     if max_tokens is None:
-        max_tokens = max(1, min(16, service.max_model_len - max(map(len, tokens))))
+        left = service.max_model_len - max(map(len, tokens))
+        max_tokens = max(1, min(16, left, found.get("max_tokens", left)))
     for one in tokens:
         service.check_length(len(one), max_tokens, "prompt")
     asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n)
@@ -83,7 +84,7 @@ def _prompts(name: str, value: Any, limits: Limits) -> list[Prompt]:
 
 
 async def _text(service: Service, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else service.tokenizer("prompt").decode(prompt)
+    return prompt if isinstance(prompt, str) else service.tokenizer("prompt").decode(prompt, skip_special_tokens=False)
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,22 @@ class _Form:
         service, offsets = self.service, []
         for token in tokens:
             offsets.append(self.ends[place])
-            self.ends[place] += len(service.token_text(token))
+            self.ends[place] += self._length(place, token)
         return {
             "tokens": [service.token_name(token) for token in tokens],
             "token_logprobs": [None if one is None else service.logprob(one.logprob) for one in logprobs],
             "top_logprobs": [None if one is None else self._top(one) for one in logprobs],
             "text_offset": offsets,
         }
+
+    def _length(self, place: int, token: int) -> int:
+        """Returns how many characters a choice's next token has in its text."""
+        text, end = self.service.token_text(token), self.ends[place]
+        if self.echoed is None or end >= len(self.echoed[place]):
+            return len(text)
+        # An echo shows the special tokens that the prompt had as text, and its first word may lack the space before it.
+        shown = (text or self.service.special_text(token), text.removeprefix(" "))
+        return next((len(one) for one in shown if self.echoed[place].startswith(one, end)), len(text))
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         # The token itself is always among them.

@@ -31,13 +31,13 @@ def _variables(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, str]]:
+def _messages(name: str, value: Any, limits: Limits) -> list[dict[str, Any]]:
     wanted = f"a list of 1 to {limits.messages} messages"
     values.require(isinstance(value, list) and 0 < len(value) <= limits.messages, name, wanted, type(value))
     return [_message(f"{name}[{number}]", one) for number, one in enumerate(value)]
 
 
-def _message(name: str, value: Any) -> dict[str, str]:
+def _message(name: str, value: Any) -> dict[str, Any]:
     fields = Fields(value, name)
     role = fields.need("role", values.choice, _ROLES, " (tools are not supported)")
     for other in ("tool_calls", "function_call", "refusal", "audio"):
@@ -48,10 +48,10 @@ def _message(name: str, value: Any) -> dict[str, str]:
     return {"role": role, "content": content} | ({"name": author} if author else {})
 
 
-def _content(name: str, value: Any) -> str:
+def _content(name: str, value: Any) -> str | list[dict[str, str]]:
     """Returns a message's text, which is given in one piece or in parts."""
     if isinstance(value, list):
-        return "".join(_part(f"{name}[{number}]", part) for number, part in enumerate(value))
+        return [{"type": "text", "text": _part(f"{name}[{number}]", part)} for number, part in enumerate(value)]
     return values.text(name, value)
 
 

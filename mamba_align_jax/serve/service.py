@@ -183,14 +183,35 @@ class Service:
             raise Refusal(400, str(error), param="response_format", code="grammar") from error
 
     def _token_text(self, token: int) -> str:
-        """Returns the text of a token as far as it has one of its own; without a tokenizer, nothing."""
+        """Returns the text of a token as far as it has one of its own; without a tokenizer, nothing.
+
+        It is the text that the token has within a longer one. Many tokenizers take the space from a text's first word.
+        """
         tokenizer = self.serving.engine.tokenizer
-        return tokenizer.decode([token]) if tokenizer is not None else ""
+        if tokenizer is None:
+            return ""
+        once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
+        return twice[len(once) :] if twice.startswith(once) else once
+
+    def special_text(self, token: int) -> str:
+        """Returns the text of a special token, which generated texts leave out; without a tokenizer, nothing."""
+        tokenizer = self.serving.engine.tokenizer
+        return tokenizer.decode([token], skip_special_tokens=False) if tokenizer is not None else ""
+
+    def _whole_text(self, token: int) -> str | None:
+        """Returns a token's text if that is whole characters."""
+        text = self.token_text(token) or self.special_text(token)
+        return text if text and "\ufffd" not in text else None
 
     def token_name(self, token: int) -> str:
         """Returns a token's text, or its number if the text is no whole characters, so that names differ."""
-        text = self.token_text(token)
-        return text if text and "\ufffd" not in text else f"token_id:{token}"
+        text = self._whole_text(token)
+        return f"token_id:{token}" if text is None else text
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        """Returns the bytes of a token's text; None if they aren't known, because they are no whole characters."""
+        text = self._whole_text(token)
+        return None if text is None else list(text.encode())
 
     def logprob(self, value: float) -> float:
         """Returns a log-probability as JSON can write it, which has no infinity."""

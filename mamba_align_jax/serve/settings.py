@@ -73,8 +73,8 @@ class Settings:
         min_priority: The smallest priority number that a client may ask for. Those with smaller numbers run first, so
             with 0 clients may let others go first, and no more.
         warmup: What is compiled before the server is ready: "usual" programs, "full" for those too that change logits or
-            report their probabilities, or "none". What is left out is compiled by the first call that needs it, and all
-            others wait meanwhile.
+            report their probabilities, or "none". If `sampling_defaults` change logits, "usual" is "full". What is left
+            out is compiled by the first call that needs it, and all others wait meanwhile.
         limits: What one client may ask for.
     """
 

@@ -27,7 +27,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Returns the text of tokens.
+    """Returns the text of tokens, special ones too.
 
     Raises:
         Refusal: The call is malformed, or the model has no tokenizer.
@@ -36,4 +36,4 @@ async def detokenize(service: Service, request: Request) -> Response:
     vocab_size = service.serving.engine.model_config.vocab_size
     tokens = fields.need("tokens", values.integers, 0, vocab_size - 1)
     fields.end()
-    return json_response({"prompt": service.tokenizer("tokens").decode(tokens)})
+    return json_response({"prompt": service.tokenizer("tokens").decode(tokens, skip_special_tokens=False)})

@@ -59,11 +59,38 @@ def test_without_jinja_there_is_no_template(monkeypatch):
         ("{% generation %}a{% endgeneration %}", {}, "a"),
         ("{% for m in messages %}{% break %}{% endfor %}{{ tools | tojson }}", {"tools": [{"ö": "<"}]}, '[{"ö": "<"}]'),
         ("{{ tools | tojson(indent=1) }}", {"tools": [1]}, "[\n 1\n]"),
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}", {}, ""),
+        ("{{ tools | length }}{{ documents is none }}", {"tools": [1]}, "1True"),
         ("{{ strftime_now('%%') }}{{ enable_thinking }}", {"enable_thinking": True}, "%True"),
     ],
 )
 def test_what_templates_use_is_there(source, variables, text):
     assert ChatTemplate(source).render(CHAT, **variables) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[a\nb][c][]"),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[a\nb][c][]"),
+        ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", "[a\nb][c][]"),
+        ("{% for m in messages %}[{{ m | tojson }}]{% endfor %}", None),
+        (
+            "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}]{% endfor %}",
+            "[ab][c][]",
+        ),
+    ],
+)
+def test_parts_of_a_content_are_lines_unless_the_template_reads_them(source, text):
+    """As in vLLM, which looks at the template's syntax for that."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": content} for content in (parts, "c", [])]
+    text = (
+        text
+        or '[{"role": "user", "content": "a\\nb"}][{"role": "user", "content": "c"}][{"role": "user", "content": ""}]'
+    )
+    assert ChatTemplate(source).render(messages) == text
 
 
 @pytest.mark.parametrize(

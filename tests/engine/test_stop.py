@@ -42,10 +42,10 @@ def assert_stopped(output, prompt, *stop):
     tokens = answer(prompt)
     for number in range(1, LENGTH + 1):
         text = LETTERS.decode(tokens[:number])
-        found = [(text.find(one), one) for one in stop if one in text]
+        found = [(text.find(one) + len(one), place) for place, one in enumerate(stop) if one in text]
         if found:
-            begin, one = min(found)
-            expected = (tuple(tokens[:number]), text[:begin], "stop", one)
+            end, place = min(found)
+            expected = (tuple(tokens[:number]), text[: end - len(stop[place])], "stop", stop[place])
             break
     else:
         expected = (tuple(tokens), LETTERS.decode(tokens), "length", None)
@@ -120,14 +120,32 @@ def test_stop_string_within_min_tokens_ends_nothing(rng, stepping):
 def test_stop_tokens_and_lengths_have_their_reasons(rng):
     engine, prompt = make_engine("drafts"), prompts(rng)[0]
     token = answer(prompt)[5]
-    (output,) = engine.generate(prompt, SamplingParams(max_tokens=LENGTH, stop_token_ids=(token,)))
-    assert (output.finish_reason, output.stop_reason, output.token_ids[-1]) == ("stop", token, token)
-    assert output.text == LETTERS.decode(output.token_ids)
+    for fields in ({}, {"stop": "\n"}):
+        (output,) = engine.generate(prompt, SamplingParams(max_tokens=LENGTH, stop_token_ids=(token,), **fields))
+        assert (output.finish_reason, output.stop_reason, output.token_ids[-1]) == ("stop", token, token)
+        assert output.text == LETTERS.decode(output.token_ids[:-1])
     name = engine.add_request(prompt, params("\n"))
     engine.step()
     output = engine.abort(name)
     assert (output.finish_reason, output.stop_reason) == ("abort", None)
     assert output.text == LETTERS.decode(output.token_ids)
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+def test_stop_token_is_one_of_the_tokens_and_not_in_the_text(rng, stepping):
+    """As in vLLM: it ends no stop string either."""
+    engine, asked = make_engine(stepping), prompts(rng)
+    numbers = {}
+    for number, prompt in enumerate(asked):
+        token, place = answer(prompt)[number % 4 + 2], number % 4 + 1
+        stop = ("\n", LETTERS.decode(answer(prompt)[place : place + 2]))[number % 2]
+        name = engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, stop_token_ids=(token,), stop=stop))
+        numbers[name] = prompt, answer(prompt).index(token)
+    for name, update in joined(drain(engine)).items():
+        prompt, number = numbers[name]
+        assert update.token_ids == update.output.token_ids == tuple(answer(prompt)[: number + 1])
+        assert update.text == update.output.text == LETTERS.decode(answer(prompt)[:number])
+        assert (update.output.finish_reason, update.output.stop_reason) == ("stop", answer(prompt)[number])
 
 
 @pytest.mark.parametrize("place", [(StepRunner, "read"), (HybridCache, "commit"), (StepRunner, "dispatch")], ids=str)

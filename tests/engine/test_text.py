@@ -11,6 +11,7 @@ from fakes.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main
+from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.text import load_tokenizer, token_ids
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -50,6 +51,15 @@ def test_tokenizer_is_loaded_from_a_directory(directory):
     assert list(ids) == by_hand(TEXT)
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode(tuple(ids[:3])) == "H\ufffd"
+
+
+def test_prompts_are_neither_cut_nor_filled_up_as_in_training(directory, tmp_path):
+    """A tokenizer.json may hold both. transformers leaves them out unless it is asked for them."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert list(load_tokenizer(tmp_path).encode(TEXT)) == by_hand(TEXT)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +114,22 @@ def test_engine_takes_and_returns_text(directory, engine, monkeypatch):
     with pytest.raises(ValueError, match="must be token ids"):
         engine.generate([[1, 2], "ab"], PARAMS)
     assert not engine.has_unfinished
+
+
+def test_text_is_what_the_tokens_add_to_the_prompt():
+    """Tokenizers as those of Llama and Mistral take the space from the first word of a text. vLLM decodes as here."""
+    words = {"▁a": 0, "▁b": 1, "c": 2, "<s>": 3, **{f"<0x{byte:02X}>": 4 + byte for byte in range(256)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    tokenizer.add_special_tokens(["<s>"])
+    parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    tokenizer.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+    broken = [4 + byte for byte in "中".encode()]
+    for prompt in ([3, 0], [3, 0, 1, 2, 3], [3], [0, *broken], [0, *broken * 3], [0, 3, 3, 3, 3, 3]):
+        for tokens in ([1], [1, 0, 2], [2, 1], [*broken, 0], [3, 1]):
+            stream = tokenizers.decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+            wanted = "".join(stream.step(tokenizer, token) or "" for token in tokens)
+            start = GeneratedText.after(tuple(prompt), tokenizer)
+            assert start.read(tokens).ended().text == start.of_all(tuple(tokens)).text == wanted, (prompt, tokens)
 
 
 def test_command_line_uses_the_tokenizer(engine, monkeypatch, capsys):

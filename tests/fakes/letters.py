@@ -10,7 +10,7 @@ class Letters:
     def encode(self, text, *, add_special_tokens=True):
         return [ord(letter) - 60 for letter in text]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, *, skip_special_tokens=True):
         if not self.broken.isdisjoint(token_ids):
             raise LookupError("no such letter")
         return "".join(chr(60 + token) for token in token_ids)

@@ -182,3 +182,5 @@ def test_fields_of_configurations():
     assert (olmo.linear_num_key_heads, olmo.linear_num_value_heads) == (4, 4)
     assert (olmo.linear_key_head_dim, olmo.linear_value_head_dim, olmo.linear_conv_kernel_dim) == (9, 18, 4)
     assert make(olmo_hybrid, delta_net_weights.olmo_hybrid, rope_parameters=None).rope_theta == 1e4
+    with pytest.raises(ValueError, match="linear_use_gate must be one of"):
+        make(olmo_hybrid, delta_net_weights.olmo_hybrid, linear_use_gate=False)

@@ -43,6 +43,46 @@ def test_end_tokens_of_both_files_count(directory, ours, theirs, wanted):
     assert load_model(directory.path).config.eos_token_id == wanted
 
 
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "wanted"),
+    [
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}, None, (2, 7)),
+        (
+            {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}},
+            None,
+            (2, 7),
+        ),
+        (
+            {"eos_token": "<|im_end|>"},
+            {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<|im_end|>"}]},
+            (2, 7),
+        ),
+        (
+            {"eos_token": "</s>"},
+            {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<|im_end|>"}]},
+            2,
+        ),
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": [{"id": 2, "content": "</s>"}, 3]}, 2),
+        ({"eos_token": "<|im_end|>"}, {"added_tokens": 3}, 2),
+        ({"eos_token": "<|im_end|>"}, None, 2),
+        ({"eos_token": None}, {"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}, 2),
+        ({}, None, 2),
+    ],
+)
+def test_end_token_of_the_tokenizer_counts(directory, config, tokenizer, wanted):
+    """Tuned copies of a model often end their answers with a token that only their tokenizer names. vLLM stops there."""
+    directory.write_json("tokenizer_config.json", config)
+    if tokenizer is not None:
+        directory.write_json("tokenizer.json", tokenizer)
+    assert load_model(directory.path).config.eos_token_id == wanted
+
+
+def test_wrong_tokenizer_config_is_refused(directory):
+    directory.write_json("tokenizer_config.json", [])
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a JSON object"):
+        load_model(directory.path)
+
+
 def test_generation_stops_at_any_end_token(directory):
     """The first entry of a list is not the only one that ends an answer."""
     arrays = np.load(DATA / "mamba" / "reference.npz")
@@ -56,11 +96,12 @@ def test_generation_stops_at_any_end_token(directory):
         engine = Engine.from_pretrained(directory.path, sizes)
         (output,) = engine.generate(prompt, SamplingParams(max_tokens=30))
         assert list(output.token_ids) == answer[: number + 1]
-        assert output.finish_reason == "stop"
+        # As in vLLM, only what the caller has named is a reason.
+        assert (output.finish_reason, output.stop_reason) == ("stop", None)
     (output,) = engine.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True))
     assert list(output.token_ids) == answer[:30]
     (output,) = engine.generate(prompt, SamplingParams(max_tokens=30, stop_token_ids=answer[:1]))
-    assert list(output.token_ids) == answer[:1]
+    assert (list(output.token_ids), output.stop_reason) == (answer[:1], answer[0])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +118,11 @@ def test_generation_stops_at_any_end_token(directory):
             {"do_sample": True, "temperature": None, "top_k": 0, "max_new_tokens": 9},
             dict(temperature=1.0, max_tokens=9),
         ),
+        (
+            {"do_sample": True, "repetition_penalty": 1.05, "min_p": 0.1},
+            dict(temperature=1.0, repetition_penalty=1.05, min_p=0.1),
+        ),
+        ({"repetition_penalty": 1.2, "min_p": 0}, dict(repetition_penalty=1.2)),
     ],
 )
 def test_sampling_defaults_are_offered(directory, fields, wanted):
@@ -87,13 +133,13 @@ def test_sampling_defaults_are_offered(directory, fields, wanted):
 
 
 def test_sampling_defaults_that_can_not_be_followed_are_named(directory, caplog):
-    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": None, "num_beams": 1}
+    neutral = {"no_repeat_ngram_size": 0, "typical_p": None, "num_beams": 1}
     directory.write_json(GENERATION, {"do_sample": True, **neutral})
     SamplingParams.from_generation_config(directory.path)
     assert caplog.text == ""
-    directory.write_json(GENERATION, {"do_sample": True, "repetition_penalty": 1.1, "min_p": 0.05})
+    directory.write_json(GENERATION, {"do_sample": True, "num_beams": 4, "typical_p": 0.9, "min_p": 0.05})
     SamplingParams.from_generation_config(directory.path)
-    assert "leaves them out: min_p=0.05, repetition_penalty=1.1" in caplog.text
+    assert "leaves them out: num_beams=4, typical_p=0.9" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -104,6 +150,8 @@ def test_sampling_defaults_that_can_not_be_followed_are_named(directory, caplog)
         ({"do_sample": True, "temperature": -1}, "temperature must be"),
         ({"top_k": 2.5}, "generation_config.json: top_k must be an integer"),
         ({"top_p": 7}, "top_p must be"),
+        ({"min_p": 2}, "min_p must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be"),
         ({"do_sample": "yes"}, "generation_config.json: do_sample must be true or false"),
         ({"max_new_tokens": -1}, "generation_config.json: max_new_tokens must be an integer"),
         ({"eos_token_id": "2"}, "generation_config.json: eos_token_id must be an integer"),

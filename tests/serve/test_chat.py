@@ -1,6 +1,7 @@
 """/v1/chat/completions answers what the model's chat template makes of the messages."""
 
 import pytest
+from fakes.letters import Letters
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
@@ -46,12 +47,15 @@ def test_the_events_of_a_stream_make_the_same_answer(served):
     assert last["usage"]["completion_tokens"] == 24
 
 
-def test_parts_of_text_are_one_text(served):
-    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+def test_parts_of_a_text_are_its_lines(served):
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     messages = [{"role": "system", "content": parts}, MESSAGES[1]]
+    wanted = [{"role": "system", "content": "Be\nbrief."}, MESSAGES[1]]
     assert ask(served, messages=messages, max_tokens=6, temperature=0)["choices"][0]["token_ids"] == own_tokens(
-        served, MESSAGES, max_tokens=6
+        served, wanted, max_tokens=6
     )
+    answers = [served.post("/tokenize", {"messages": each}).json()["tokens"] for each in (messages, wanted)]
+    assert answers[0] == answers[1]
 
 
 def test_an_answer_may_be_as_long_as_the_model_allows(served):
@@ -84,6 +88,26 @@ def test_a_chat_has_the_tokens_that_tokenize_says(served):
 
 def test_a_text_has_the_tokens_that_tokenize_says(served):
     assert served.post("/tokenize", {"prompt": "é"}).json()["tokens"] == encode("é")
+
+
+def test_special_tokens_have_a_text_when_they_are_asked_for(served):
+    """vLLM's /detokenize and log-probabilities show them too."""
+    assert served.post("/detokenize", {"tokens": [97, 0, 98]}).json() == {"prompt": "a\0b"}
+    answer = ask(served, max_tokens=4, logit_bias={"0": 100}, logprobs=True)["choices"][0]
+    assert answer["message"]["content"] == ""
+    assert [(one["token"], one["bytes"]) for one in answer["logprobs"]["content"]] == [("\0", [0])]
+
+
+def test_tokens_are_named_with_their_spaces(served, monkeypatch):
+    class Words(Letters):
+        def decode(self, token_ids, *, skip_special_tokens=True):
+            return super().decode(token_ids).replace("_", " ").removeprefix(" ")
+
+    service = served.service
+    monkeypatch.setattr(service.serving.engine, "tokenizer", Words())
+    monkeypatch.setattr(service, "token_text", service._token_text)
+    assert [service.token_name(token) for token in Words().encode("_a")] == [" ", "a"]
+    assert service.token_bytes(ord("_") - 60) == [32]
 
 
 def test_the_served_model_is_listed(served):

@@ -337,6 +337,27 @@ def test_a_server_whose_programs_do_not_compile_says_so(engine):
                 assert "could not be compiled" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_full"),
+    [
+        ({}, False),
+        ({"warmup": "full"}, True),
+        ({"top_k": 5}, False),
+        ({"min_p": 0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_programs_that_the_models_own_defaults_need_are_compiled_first(engine, fields, is_full):
+    defaults = {name: value for name, value in fields.items() if name != "warmup"}
+    settings = Settings(warmup=fields.get("warmup", "usual"), sampling_defaults=defaults)
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(engine, "warmup", lambda progress, *, full: compiled.append(full) or 0.0)
+        with Served(engine, settings) as served:
+            wait_until(lambda: served.service.is_ready)
+    assert compiled == [is_full]
+
+
 def test_a_dead_engine_is_said(engine):
     with Served(engine, Settings(warmup="none")) as served:
         assert served.client.get("/health").json() == {"status": "live"}

@@ -1,5 +1,6 @@
 """What a call says of sampling reaches the engine, and log-probabilities come back as OpenAI writes them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
+from mamba_align_jax.serve import completions
 
 PROMPT = "def read(self, name):\n    "
 MESSAGES = [{"role": "user", "content": "def read(self):"}]
@@ -80,6 +82,25 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(served, max_tokens):
         assert [item for part in streamed for item in part["logprobs"][name]] == found[name]
 
 
+@pytest.mark.parametrize("prompt", ["a\0b", [97, 0, 98]])
+def test_an_echo_shows_special_tokens_and_counts_them(served, prompt):
+    """vLLM shows those of a prompt of tokens too."""
+    choice = served.complete(prompt, max_tokens=1, temperature=0, logprobs=0, echo=True)["choices"][0]
+    assert choice["text"].startswith("a\0b")
+    assert (choice["logprobs"]["tokens"][:3], choice["logprobs"]["text_offset"]) == (["a", "\0", "b"], [0, 1, 2, 3])
+
+
+def test_places_of_an_echo_are_those_of_its_text(served, monkeypatch):
+    """The tokenizer adds a first token that the prompt did not have, and takes the space from the first word."""
+    texts = {1: "", 2: " ab", 3: " c", 4: "\n"}
+    monkeypatch.setattr(served.service, "token_text", texts.__getitem__)
+    monkeypatch.setattr(served.service, "special_text", {1: "<s>"}.__getitem__)
+    for echo, wanted in (("ab c", [0, 0, 2, 4]), ("<s>ab c", [0, 3, 5, 7]), ("<s> ab c", [0, 3, 6, 8])):
+        form = completions._Form(served.service, "", 0, [echo], [0], True, False)
+        assert form._logprobs(0, [1, 2, 3, 4], [None] * 4)["text_offset"] == wanted
+        assert form.ends == [len(echo) + 1]
+
+
 def test_chats_have_log_probabilities(served):
     prompt = served.service.template.render(MESSAGES)
     output = own(served, prompt, logprobs=2)
@@ -144,3 +165,13 @@ def test_a_schema_that_does_not_compile_is_refused(served, content):
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("response_format", "grammar")
+
+
+def test_answers_are_no_longer_than_the_models_own_limit_unless_a_call_says_so(served, monkeypatch):
+    """As in vLLM, which takes it from generation_config.json too."""
+    defaults = dict(sampling_defaults=dict(max_tokens=5, temperature=0.0))
+    monkeypatch.setattr(served.service, "settings", dataclasses.replace(served.service.settings, **defaults))
+    for path, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        for fields, wanted in (({}, 5), ({"max_tokens": 7}, 7)):
+            answer = served.post(path, {**asked, **fields, "ignore_eos": True}).json()
+            assert answer["usage"]["completion_tokens"] == wanted
