@@ -142,9 +142,9 @@ def several_follow_ups(new, answers, phase):
         yield [last["prompt"] + last["tokens"] + new(3) for last in answers[phase][-len(lengths) :]]
 
 
-def serve(model, setting, several, speculation):
+def serve(model, setting, several, more):
     """Answers all prompts greedily. Returns the answers by phase: prompt, tokens, and the number of cached tokens."""
-    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES, **speculation)
+    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES, **more)
     answers = {}
     for phase, batches in phases(setting, several, answers):
         answers[phase] = []
@@ -167,8 +167,9 @@ def main():
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--rehearsed", help="answers of a run without speculation")
     parser.add_argument("--record")
+    parser.add_argument("--devices", type=int, default=1, help="devices among which the heads are divided")
     options = parser.parse_args()
-    speculation = {}
+    more = dict(tp_size=options.devices)
     if options.backend != "native":
         sglang_jax.install()
     else:  # sglang-jax's attention lacks a method of its hybrid pool on a CPU, whatever the backend.
@@ -182,11 +183,11 @@ def main():
     if options.backend == "drafts":
         with open(options.rehearsed) as file:
             sglang_jax_speculation.install(drafter=Rehearsed(json.load(file)["answers"]))
-        speculation = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
+        more |= dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
     counts = watch_acceptance()
     if options.setting == "both":
         without_padding(SETTINGS["both"]["page_size"])
-    answers = serve(options.model, options.setting, options.setting == "batched" or options.record, speculation)
+    answers = serve(options.model, options.setting, options.setting == "batched" or options.record, more)
     with open(options.answers, "w") as file:
         json.dump(dict(answers=answers, drafts=counts), file)
     if options.record:
