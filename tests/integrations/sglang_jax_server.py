@@ -1,20 +1,23 @@
 """Serves prompts by sglang-jax's engine and writes what it answered: run by `make integrations`, in sglang-jax's Python.
 
-    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--record FOLDER]
+    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--devices N]
+        [--abort] [--record FOLDER]
 
 "native" is sglang-jax's own backend and "ours" this library's. "drafts" is ours with speculative decoding: its drafts are
 the answers in FILE, with mistakes. "cached" serves one prompt after the other with the radix cache. "batched" serves several
 at once, without it and with pages of one token. "both" serves several at once with the radix cache. It corrects sglang-jax's
 attention on a CPU, which reads the wrong keys of all rows but the first if pages are larger. Steps do not overlap, because
-on a CPU some tokens then depend on timing, with its own backend too. With `--record`, calls that the model made of its own
-backend are written as well.
+on a CPU some tokens then depend on timing, with its own backend too. `--devices` divides all heads among devices. `--abort`
+aborts requests after all others were answered, as soon as they are retracted. With `--record`, calls that the model made
+of its own backend are written as well.
 """
 
 import argparse
 import json
 import os
 
-os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32")
+# sglang-jax's kernel for prompts of Kimi delta attention is for TPUs, and runs on a CPU if Pallas interprets it.
+os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32", PALLAS_INTERPRET="1")
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.entrypoints.engine import Engine
 from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.managers.scheduler import Scheduler
 
 from mamba_align_jax.integrations import sglang_jax, sglang_jax_speculation
 
@@ -50,14 +55,17 @@ class Rehearsed:
 
     def __init__(self, answers):
         self.texts = [answer["prompt"] + answer["tokens"] for phase in answers.values() for answer in phase]
+        self.remembered = set()
 
     def draft(self, request, tokens, max_drafts):
+        self.remembered.add(request)
+        tokens = [*tokens]
         text = next((text for text in self.texts if text[: len(tokens)] == tokens), tokens)
         drafts, place = text[len(tokens) :][:max_drafts], sum(tokens) % (max_drafts + 2)
         return [(token + (i == place)) % 255 for i, token in enumerate(drafts)]
 
     def forget(self, request):
-        """Keeps nothing of a request."""
+        self.remembered.discard(request)
 
 
 def watch_acceptance():
@@ -84,6 +92,29 @@ def watch_acceptance():
 
     sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode = watched, watched_retract
     return counts
+
+
+def abort_retracted(engine, drafter):
+    """Serves prompts whose requests are aborted as soon as they are retracted. Returns how many had drafts before."""
+    queue, aborted, drafted = Scheduler._extend_requests_to_queue, [], []
+
+    def watched(self, requests, is_retracted=False):
+        queue(self, requests, is_retracted)
+        for request in requests if is_retracted else ():
+            aborted.append(request.rid)
+            drafted.extend(name for name in drafter.remembered if name[0] == request.rid)
+            self.abort_request(AbortReq(rid=request.rid))
+
+    rng, sampling = np.random.default_rng(2), dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    prompts = [rng.integers(1, 255, length).tolist() for length in (20, 5, 33, 60, 8, 41)]
+    Scheduler._extend_requests_to_queue = watched
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    Scheduler._extend_requests_to_queue = queue
+    reasons = [output["meta_info"]["finish_reason"]["type"] for output in outputs]
+    assert reasons.count("abort") == len(aborted)
+    # The batch of the last step holds its requests, and drafters are told of what is gone before they draft.
+    engine.generate(input_ids=prompts[:1], sampling_params=sampling)
+    return len(drafted)
 
 
 def without_padding(page_size):
@@ -142,9 +173,8 @@ def several_follow_ups(new, answers, phase):
         yield [last["prompt"] + last["tokens"] + new(3) for last in answers[phase][-len(lengths) :]]
 
 
-def serve(model, setting, several, more):
+def serve(engine, setting, several):
     """Answers all prompts greedily. Returns the answers by phase: prompt, tokens, and the number of cached tokens."""
-    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES, **more)
     answers = {}
     for phase, batches in phases(setting, several, answers):
         answers[phase] = []
@@ -155,8 +185,16 @@ def serve(model, setting, several, more):
             for prompt, output in zip(batch, engine.generate(input_ids=batch, sampling_params=sampling), strict=True):
                 cached = output["meta_info"]["cached_tokens"]
                 answers[phase].append(dict(prompt=prompt, tokens=output["output_ids"], cached=cached))
-    engine.shutdown()
     return answers
+
+
+def shares(engine):
+    """Counts the devices among which the heads of the states are divided."""
+    pools = engine.scheduler_info["scheduler"].tp_worker.model_runner.memory_pools
+    states = pools.recurrent_state_pool.recurrent_buffers[0]
+    _, heads, *_ = states.sharding.shard_shape(states.shape)
+    assert heads * len(states.sharding.device_set) == states.shape[1]
+    return states.shape[1] // heads
 
 
 def main():
@@ -167,7 +205,8 @@ def main():
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--rehearsed", help="answers of a run without speculation")
     parser.add_argument("--record")
-    parser.add_argument("--devices", type=int, default=1, help="devices among which the heads are divided")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--abort", action="store_true")
     options = parser.parse_args()
     more = dict(tp_size=options.devices)
     if options.backend != "native":
@@ -180,18 +219,28 @@ def main():
         import sglang_jax_recorder
 
         sglang_jax_recorder.watch()
+    drafter = None
     if options.backend == "drafts":
         with open(options.rehearsed) as file:
-            sglang_jax_speculation.install(drafter=Rehearsed(json.load(file)["answers"]))
+            drafter = Rehearsed(json.load(file)["answers"])
+        sglang_jax_speculation.install(drafter=drafter)
         more |= dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
     counts = watch_acceptance()
     if options.setting == "both":
         without_padding(SETTINGS["both"]["page_size"])
-    answers = serve(options.model, options.setting, options.setting == "batched" or options.record, more)
+    engine = Engine(model_path=options.model, **OPTIONS, **SETTINGS[options.setting], **SIZES, **more)
+    answers = serve(engine, options.setting, options.setting == "batched" or options.record)
+    counts["aborted"] = abort_retracted(engine, drafter) if options.abort else 0
+    result = dict(answers=answers, drafts=counts, devices=shares(engine))
+    # Requests of which the drafter keeps something, though all are over.
+    result["remembered"] = len(drafter.remembered) if drafter else 0
+    engine.shutdown()
     with open(options.answers, "w") as file:
-        json.dump(dict(answers=answers, drafts=counts), file)
+        json.dump(result, file)
     if options.record:
         sglang_jax_recorder.write(options.record)
+    # sglang-jax's scheduler is a thread that never ends, and Python may abort where it tears such a thread down.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ CONFIG = dict(
 def shapes() -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor by its published name."""
     inner = HEADS * DIM
-    linear = {f"{part}_proj": (inner, HIDDEN) for part in "qkv"} | {f"{part}_conv1d": (inner, 1, WIDTH) for part in "qkv"}
+    linear = {f"{part}_proj": (inner, HIDDEN) for part in "qkv"}
+    linear |= {f"{part}_conv1d": (inner, 1, WIDTH) for part in "qkv"}
     linear |= {f"{gate}_a_proj": (DIM, HIDDEN) for gate in "fg"} | {f"{gate}_b_proj": (inner, DIM) for gate in "fg"}
     linear |= dict(b_proj=(HEADS, HIDDEN), o_norm=(DIM,), o_proj=(HIDDEN, inner))
     full = dict(
