@@ -87,9 +87,8 @@ def check(kind, run, say):
         served = json.loads(answers.read_text())
         counts, devices = served["drafts"], DEVICES if "--devices" in more else 1
         # Nothing is retracted or aborted unless it is asked for, and without a radix cache there are no boundaries.
-        wanted = [name for name in counts if name not in ("retracted", "aborted")]
+        wanted = [name for name in counts if "--abort" in more or not name.startswith(("retracted", "aborted"))]
         wanted = [name for name in wanted if setting != "batched" or "boundary" not in name]
-        wanted += ["retracted", "aborted"] if "--abort" in more else []
         failed.extend(name for name in wanted if backend == "drafts" and counts[name] == 0)
         failed.extend(name for name, right in (("devices", devices), ("remembered", 0)) if served[name] != right)
         return served["answers"], ", ".join(f"{count} {name}" for name, count in counts.items())

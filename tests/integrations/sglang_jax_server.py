@@ -8,13 +8,14 @@ the answers in FILE, with mistakes. "cached" serves one prompt after the other w
 at once, without it and with pages of one token. "both" serves several at once with the radix cache. It corrects sglang-jax's
 attention on a CPU, which reads the wrong keys of all rows but the first if pages are larger. Steps do not overlap, because
 on a CPU some tokens then depend on timing, with its own backend too. `--devices` divides all heads among devices. `--abort`
-aborts requests after all others were answered, as soon as they are retracted. With `--record`, calls that the model made
-of its own backend are written as well.
+aborts requests that are retracted or have no memory, after all others were answered. With `--record`, calls that the model
+made of its own backend are written as well.
 """
 
 import argparse
 import json
 import os
+import time
 
 # sglang-jax's kernel for prompts of Kimi delta attention is for TPUs, and runs on a CPU if Pallas interprets it.
 os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32", PALLAS_INTERPRET="1")
@@ -95,26 +96,51 @@ def watch_acceptance():
 
 
 def abort_retracted(engine, drafter):
-    """Serves prompts whose requests are aborted as soon as they are retracted. Returns how many had drafts before."""
-    queue, aborted, drafted = Scheduler._extend_requests_to_queue, [], []
+    """Serves prompts whose requests are aborted: the last one of a batch for want of memory, the others once retracted.
 
-    def watched(self, requests, is_retracted=False):
+    Returns the numbers of both that had drafts before.
+    """
+    queue, retract = Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode
+    aborted, drafted, starved = [], [], []
+    had_drafts = lambda request: [name for name in drafter.remembered if name[0] == request.rid]
+
+    def watched_queue(self, requests, is_retracted=False):
         queue(self, requests, is_retracted)
         for request in requests if is_retracted else ():
             aborted.append(request.rid)
-            drafted.extend(name for name in drafter.remembered if name[0] == request.rid)
+            drafted.extend(had_drafts(request))
             self.abort_request(AbortReq(rid=request.rid))
+
+    def watched_retract(self, server_args):
+        self.token_to_kv_pool_allocator.available_size = lambda dp_rank=0: -1
+        retracted, ratio, without_memory = retract(self, server_args)
+        del self.token_to_kv_pool_allocator.available_size
+        for request in without_memory:
+            aborted.append(request.rid)
+            starved.extend(had_drafts(request))
+        return retracted, ratio, without_memory
 
     rng, sampling = np.random.default_rng(2), dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
     prompts = [rng.integers(1, 255, length).tolist() for length in (20, 5, 33, 60, 8, 41)]
-    Scheduler._extend_requests_to_queue = watched
+    Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode = watched_queue, watched_retract
     outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-    Scheduler._extend_requests_to_queue = queue
+    Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode = queue, retract
     reasons = [output["meta_info"]["finish_reason"]["type"] for output in outputs]
     assert reasons.count("abort") == len(aborted)
     # The batch of the last step holds its requests, and drafters are told of what is gone before they draft.
     engine.generate(input_ids=prompts[:1], sampling_params=sampling)
-    return len(drafted)
+    return len(drafted), len(starved)
+
+
+def wait_until_forgotten(drafter):
+    """Returns how many requests the drafter remembers, once it remembers none or after ten seconds.
+
+    sglang-jax answers before it has processed the rest of the step.
+    """
+    end = time.monotonic() + 10
+    while drafter.remembered and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(drafter.remembered)
 
 
 def without_padding(page_size):
@@ -230,10 +256,11 @@ def main():
         without_padding(SETTINGS["both"]["page_size"])
     engine = Engine(model_path=options.model, **OPTIONS, **SETTINGS[options.setting], **SIZES, **more)
     answers = serve(engine, options.setting, options.setting == "batched" or options.record)
-    counts["aborted"] = abort_retracted(engine, drafter) if options.abort else 0
+    aborted, starved = abort_retracted(engine, drafter) if options.abort else (0, 0)
+    counts |= {"aborted": aborted, "aborted for want of memory": starved}
     result = dict(answers=answers, drafts=counts, devices=shares(engine))
     # Requests of which the drafter keeps something, though all are over.
-    result["remembered"] = len(drafter.remembered) if drafter else 0
+    result["remembered"] = wait_until_forgotten(drafter) if drafter else 0
     engine.shutdown()
     with open(options.answers, "w") as file:
         json.dump(result, file)
