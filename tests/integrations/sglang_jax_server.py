@@ -106,12 +106,14 @@ def abort_retracted(engine, drafter):
 
     def watched_queue(self, requests, is_retracted=False):
         queue(self, requests, is_retracted)
-        for request in requests if is_retracted else ():
+        for request in filter(had_drafts, requests if is_retracted else ()):
             aborted.append(request.rid)
             drafted.extend(had_drafts(request))
             self.abort_request(AbortReq(rid=request.rid))
 
     def watched_retract(self, server_args):
+        if sum(bool(had_drafts(request)) for request in self.reqs_info[0].reqs) < 2:
+            return retract(self, server_args)
         self.token_to_kv_pool_allocator.available_size = lambda dp_rank=0: -1
         retracted, ratio, without_memory = retract(self, server_args)
         del self.token_to_kv_pool_allocator.available_size
