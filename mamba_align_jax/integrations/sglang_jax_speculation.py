@@ -16,6 +16,7 @@ import numpy as np
 
 from mamba_align_jax.engine.drafting import Drafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
+from mamba_align_jax.integrations.request_drafts import Joined, RequestDrafts
 from mamba_align_jax.integrations.sglang_jax import VerifySlots, backends, sgl_module
 
 ALGORITHM = "NGRAM"
@@ -61,14 +62,14 @@ def install(*, drafter: Drafter | None = None) -> None:
     outputs: Any = sgl_module("sgl_jax.srt.managers.scheduler_output_processor_mixin").SchedulerOutputProcessorMixin
     if isinstance(workers.DFlashWorker, functools.partial):
         raise ValueError("sglang_jax_speculation.install must be called once, and was called before")
-    drafter = drafter or PromptLookupDrafter(4, 2)
+    drafts = RequestDrafts(drafter or PromptLookupDrafter(4, 2))
     arguments.__post_init__ = functools.partialmethod(_check_arguments, arguments.__post_init__)
     algorithms.from_string = staticmethod(functools.partial(_algorithm, algorithms.DFLASH, algorithms.from_string))
     workers.DFlashWorker = functools.partial(_worker, workers.DFlashWorker)
     runner._init_pools = functools.partialmethod(_init_pools, runner._init_pools)
-    make = functools.partialmethod(_verify_batch, batches.get_spec_model_worker_batch, drafter)
+    make = functools.partialmethod(_verify_batch, batches.get_spec_model_worker_batch, drafts)
     batches.get_spec_model_worker_batch = make
-    process = functools.partialmethod(_process_decode, outputs.process_batch_result_decode, drafter)
+    process = functools.partialmethod(_process_decode, outputs.process_batch_result_decode, drafts)
     outputs.process_batch_result_decode = process
 
 
@@ -179,7 +180,7 @@ def _pool_class(base: type) -> type:
 def _verify_batch(
     batch: Any,
     get_batch: Callable,
-    drafter: Drafter,
+    drafts: RequestDrafts,
     token_paddings: list[int],
     bs_paddings: list[int],
     cache_loc_paddings: list[int],
@@ -193,7 +194,7 @@ def _verify_batch(
     if not hasattr(pool, "draft_slots"):
         return get_batch(batch, *paddings, draft_token_num)
     interval = batch.tree_cache.recurrent_track_interval if pool.enable_recurrent_extra_buffer else None
-    rows = [_row(request, drafter, draft_token_num, interval) for request in info.reqs]
+    rows = [_row(request, drafts, draft_token_num, interval) for request in info.reqs]
     modes: Any = sgl_module("sgl_jax.srt.model_executor.forward_batch_info")
     info, step = copy.copy(info), copy.copy(batch)
     info.prefix_lens, info.extend_lens = [row.computed for row in rows], [len(row.tokens) for row in rows]
@@ -213,14 +214,14 @@ def _verify_batch(
     return step
 
 
-def _row(request: Any, drafter: Drafter, num_tokens: int, interval: int | None) -> VerifyRow:
+def _row(request: Any, drafts: RequestDrafts, num_tokens: int, interval: int | None) -> VerifyRow:
     """Drafts for a request. The step yields no more tokens than the request still wants."""
-    tokens = [*request.origin_input_ids, *request.output_ids]
-    computed, wanted = len(tokens) - 1, request.sampling_params.max_new_tokens - len(request.output_ids)
-    most = min(num_tokens, wanted) - 1
-    drafts = drafter.draft(request.rid, tokens, most)[:most] if most > 0 else []
+    num_outputs = len(request.output_ids)
+    computed = len(request.origin_input_ids) + num_outputs - 1
+    most = min(num_tokens, request.sampling_params.max_new_tokens - num_outputs) - 1
+    drafted = drafts.draft(request, most) if most > 0 else []
     boundary = None if interval is None else (computed // interval + 1) * interval
-    return VerifyRow(request, computed, [tokens[-1], *drafts], boundary)
+    return VerifyRow(request, computed, [request.output_ids[-1], *drafted], boundary)
 
 
 class NGramWorker:
@@ -308,12 +309,12 @@ class NGramWorker:
 def _until_stop(request: Any, tokens: list[int]) -> int:
     """Counts a request's new tokens up to its first stop token. Those after it would be cached with a longer prefix."""
     request = copy.copy(request)
-    before, request.output_ids = len(request.output_ids), [*request.output_ids, *tokens]
+    before, request.output_ids = len(request.output_ids), Joined(request.output_ids, tokens)
     return request.finished_len - before if request._check_token_based_finish(tokens) else len(tokens)
 
 
 def _process_decode(
-    scheduler: Any, process: Callable, drafter: Drafter, batch: Any, result: Any, launch_done: Any = None
+    scheduler: Any, process: Callable, drafts: RequestDrafts, batch: Any, result: Any, launch_done: Any = None
 ):
     """Processes what a step sampled, and lets a finished request cache all tokens that it accepted.
 
@@ -329,6 +330,6 @@ def _process_decode(
     process(scheduler, batch, result, launch_done)
     for request, count in zip(requests, more, strict=True):
         if request.finished():
-            drafter.forget(request.rid)
+            drafts.forget(request)
         else:
             request.kv_committed_len -= count

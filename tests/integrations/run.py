@@ -1,9 +1,10 @@
 """Runs this library inside other people's stacks: `make integrations SGLANG_JAX=DIR`, with DIR a clone of sglang-jax.
 
-A tiny random Qwen3.5 is served by sglang-jax's engine three times: with its own linear-attention backend, with ours, and
-with ours and speculative decoding. All must answer the same tokens with the same cache hits, and the tokens must be right by
-this library's float32 reference. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of
-its own in build/integrations, because it pins its packages and needs Python 3.12; `--python` names another one.
+A tiny random Qwen3.5 and a tiny random Kimi Linear are each served by sglang-jax's engine three times: with its own
+linear-attention backend, with ours, and with ours and speculative decoding. All must answer the same tokens with the same
+cache hits, and the tokens must be right by this library's float32 reference. Ours also serves with the heads divided among
+two simulated devices. Then sglang-jax's own tests of its backends run on ours. sglang-jax has an environment of its own in
+build/integrations, because it pins its packages and needs Python 3.12; `--python` names another one.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import tiny_kimi_linear
 import tiny_qwen3_5
 
 from mamba_align_jax.engine.reference import Reference
@@ -26,6 +28,8 @@ BUILD = ROOT / "build" / "integrations"
 VERSIONS = (
     "import sys, jax, flax, numpy; print(sys.version.split()[0], jax.__version__, flax.__version__, numpy.__version__)"
 )
+MODELS = dict(gdn=tiny_qwen3_5, kda=tiny_kimi_linear)
+DEVICES = 2
 # sglang-jax's own tests that need one device. Those of KDA take a quarter of an hour, most of it in their reference.
 TESTS = "sgl_jax.test.test_gdn_attention", "sgl_jax.test.test_kda_attention"
 ON_OURS = """
@@ -70,10 +74,55 @@ def judge(reference, answers):
     return f"{len(answers)} prompts, {hits} hits, {tokens} tokens, {ties} ties, {wrong} wrong", wrong
 
 
+def check(kind, run, say):
+    """Serves a model in all ways. Returns the names of those whose answers are wrong or other ones."""
+    model = MODELS[kind].write(BUILD / MODELS[kind].__name__)
+    reference, failed, found = Reference(load_model(str(model), dtype="float32")), [], {}
+
+    def serve(backend, setting, *more, **variables):
+        """Runs an engine. Returns its answers by phase, and counts of drafts as a text."""
+        options = [*more] if backend != "drafts" else [*more, "--rehearsed", BUILD / f"{kind}_ours_{setting}.json"]
+        answers = BUILD / f"{'_'.join((kind, backend, setting, *more)).replace('-', '')}.json"
+        run(answers.stem, HERE / "sglang_jax_server.py", model, answers, backend, setting, *options, **variables)
+        served = json.loads(answers.read_text())
+        counts, devices = served["drafts"], DEVICES if "--devices" in more else 1
+        # Nothing is retracted or aborted unless it is asked for, and without a radix cache there are no boundaries.
+        wanted = [name for name in counts if "--abort" in more or not name.startswith(("retracted", "aborted"))]
+        wanted = [name for name in wanted if setting != "batched" or "boundary" not in name]
+        failed.extend(name for name in wanted if backend == "drafts" and counts[name] == 0)
+        failed.extend(name for name, right in (("devices", devices), ("remembered", 0)) if served[name] != right)
+        return served["answers"], ", ".join(f"{count} {name}" for name, count in counts.items())
+
+    for setting in ("cached", "batched", "both"):
+        native, ours, drafts = (serve(backend, setting) for backend in ("native", "ours", "drafts"))
+        found[setting] = ours[0]
+        for phase, answers in ours[0].items():
+            text, wrong = judge(reference, answers)
+            others = [
+                name for name, (served, _) in (("native", native), ("drafts", drafts)) if served[phase] != answers
+            ]
+            same = f"other ones with {' and '.join(others)}" if others else "the same with native and with drafts"
+            say(f"{setting}, {phase}: {text}; tokens and hits are {same}")
+            failed += [phase] * (wrong > 0 or bool(others))
+        say(f"{setting}, drafts: {drafts[1]}")
+    for backend, setting in (("ours", "cached"), ("ours", "both"), ("drafts", "both")):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+        divided, _ = serve(backend, setting, "--devices", str(DEVICES), XLA_FLAGS=flags)
+        same = divided == found[setting]
+        say(f"{setting}, {backend} on {DEVICES} devices: tokens and hits are {'the same' if same else 'other ones'}")
+        failed += ["devices"] * (not same)
+    retracted, counts = serve("drafts", "both", "--abort", SGLANG_TEST_RETRACT="1")
+    tokens = lambda served: [[answer["tokens"] for answer in phase] for phase in served.values()]
+    same = tokens(retracted) == tokens(found["both"])
+    say(f"both, requests retracted in every third step: {counts}; tokens are {'the same' if same else 'other ones'}")
+    return failed + ["retracted"] * (not same)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sglang_jax", type=Path, help="a clone of sglang-jax")
     parser.add_argument("--python", help="the Python of an environment that has sglang-jax's packages")
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS, help="the models to serve")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="sglang-jax's tests to run on our backends")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -97,38 +146,9 @@ def main():
         if done != 0:
             raise SystemExit(f"{name} failed:\n{(BUILD / f'{name}.log').read_text()[-3000:]}")
 
-    model = tiny_qwen3_5.write(BUILD / "tiny_qwen3_5")
-
-    def serve(name, backend, setting, **variables):
-        """Runs an engine. Returns its answers by phase, and counts of drafts as a text."""
-        rehearsed = ("--rehearsed", BUILD / f"ours_{setting}.json") if backend == "drafts" else ()
-        answers = BUILD / f"{name}_{setting}.json"
-        run(answers.stem, HERE / "sglang_jax_server.py", model, answers, backend, setting, *rehearsed, **variables)
-        served = json.loads(answers.read_text())
-        counts = served["drafts"]
-        # Nothing is retracted unless it is asked for, and without a radix cache of states there are no boundaries.
-        wanted = [name for name in counts if name != "retracted" and (setting != "batched" or "boundary" not in name)]
-        wanted += ["retracted"] if variables else []
-        failed.extend(name for name in wanted if backend == "drafts" and counts[name] == 0)
-        return served["answers"], ", ".join(f"{count} {name}" for name, count in counts.items())
-
-    reference, failed = Reference(load_model(str(model), dtype="float32")), []
-    for setting in ("cached", "batched", "both"):
-        native, ours, drafts = (serve(backend, backend, setting) for backend in ("native", "ours", "drafts"))
-        for phase, answers in ours[0].items():
-            text, wrong = judge(reference, answers)
-            others = [
-                name for name, (served, _) in (("native", native), ("drafts", drafts)) if served[phase] != answers
-            ]
-            same = f"other ones with {' and '.join(others)}" if others else "the same with native and with drafts"
-            say(f"{setting}, {phase}: {text}; tokens and hits are {same}")
-            failed += [phase] * (wrong > 0 or bool(others))
-        say(f"{setting}, drafts: {drafts[1]}")
-    retracted, counts = serve("retracted", "drafts", "both", SGLANG_TEST_RETRACT="1")
-    tokens = lambda served: [[answer["tokens"] for answer in phase] for phase in served.values()]
-    same = tokens(retracted) == tokens(ours[0])
-    say(f"both, requests retracted in every third step: {counts}; tokens are {'the same' if same else 'other ones'}")
-    failed += ["retracted"] * (not same)
+    failed = []
+    for name in options.models:
+        failed += check(name, run, lambda text, name=name: say(f"{name}, {text}"))
     for test in options.tests:
         run(test, "-c", ON_OURS, test)
         count = (BUILD / f"{test}.log").read_text().rpartition("Ran ")[2].partition(" tests")[0]

@@ -1,20 +1,24 @@
 """Serves prompts by sglang-jax's engine and writes what it answered: run by `make integrations`, in sglang-jax's Python.
 
-    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--record FOLDER]
+    python sglang_jax_server.py MODEL ANSWERS {native,ours,drafts} {cached,batched,both} [--rehearsed FILE] [--devices N]
+        [--abort] [--record FOLDER]
 
 "native" is sglang-jax's own backend and "ours" this library's. "drafts" is ours with speculative decoding: its drafts are
 the answers in FILE, with mistakes. "cached" serves one prompt after the other with the radix cache. "batched" serves several
 at once, without it and with pages of one token. "both" serves several at once with the radix cache. It corrects sglang-jax's
 attention on a CPU, which reads the wrong keys of all rows but the first if pages are larger. Steps do not overlap, because
-on a CPU some tokens then depend on timing, with its own backend too. With `--record`, calls that the model made of its own
-backend are written as well.
+on a CPU some tokens then depend on timing, with its own backend too. `--devices` divides all heads among devices. `--abort`
+aborts requests that are retracted or have no memory, after all others were answered. With `--record`, calls that the model
+made of its own backend are written as well.
 """
 
 import argparse
 import json
 import os
+import time
 
-os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32")
+# sglang-jax's kernel for prompts of Kimi delta attention is for TPUs, and runs on a CPU if Pallas interprets it.
+os.environ.update(JAX_PLATFORMS="cpu", SGLANG_JAX_CONV_STATE_DTYPE="float32", PALLAS_INTERPRET="1")
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +27,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.entrypoints.engine import Engine
 from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.managers.scheduler import Scheduler
 
 from mamba_align_jax.integrations import sglang_jax, sglang_jax_speculation
 
@@ -50,14 +56,17 @@ class Rehearsed:
 
     def __init__(self, answers):
         self.texts = [answer["prompt"] + answer["tokens"] for phase in answers.values() for answer in phase]
+        self.remembered = set()
 
     def draft(self, request, tokens, max_drafts):
+        self.remembered.add(request)
+        tokens = [*tokens]
         text = next((text for text in self.texts if text[: len(tokens)] == tokens), tokens)
         drafts, place = text[len(tokens) :][:max_drafts], sum(tokens) % (max_drafts + 2)
         return [(token + (i == place)) % 255 for i, token in enumerate(drafts)]
 
     def forget(self, request):
-        """Keeps nothing of a request."""
+        self.remembered.discard(request)
 
 
 def watch_acceptance():
@@ -84,6 +93,56 @@ def watch_acceptance():
 
     sglang_jax_speculation.NGramWorker._accept, ScheduleBatch.retract_decode = watched, watched_retract
     return counts
+
+
+def abort_retracted(engine, drafter):
+    """Serves prompts whose requests are aborted: the last one of a batch for want of memory, the others once retracted.
+
+    Returns the numbers of both that had drafts before.
+    """
+    queue, retract = Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode
+    aborted, drafted, starved = [], [], []
+    had_drafts = lambda request: [name for name in drafter.remembered if name[0] == request.rid]
+
+    def watched_queue(self, requests, is_retracted=False):
+        queue(self, requests, is_retracted)
+        for request in filter(had_drafts, requests if is_retracted else ()):
+            aborted.append(request.rid)
+            drafted.extend(had_drafts(request))
+            self.abort_request(AbortReq(rid=request.rid))
+
+    def watched_retract(self, server_args):
+        if sum(bool(had_drafts(request)) for request in self.reqs_info[0].reqs) < 2:
+            return retract(self, server_args)
+        self.token_to_kv_pool_allocator.available_size = lambda dp_rank=0: -1
+        retracted, ratio, without_memory = retract(self, server_args)
+        del self.token_to_kv_pool_allocator.available_size
+        for request in without_memory:
+            aborted.append(request.rid)
+            starved.extend(had_drafts(request))
+        return retracted, ratio, without_memory
+
+    rng, sampling = np.random.default_rng(2), dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    prompts = [rng.integers(1, 255, length).tolist() for length in (20, 5, 33, 60, 8, 41)]
+    Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode = watched_queue, watched_retract
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    Scheduler._extend_requests_to_queue, ScheduleBatch.retract_decode = queue, retract
+    reasons = [output["meta_info"]["finish_reason"]["type"] for output in outputs]
+    assert reasons.count("abort") == len(aborted)
+    # The batch of the last step holds its requests, and drafters are told of what is gone before they draft.
+    engine.generate(input_ids=prompts[:1], sampling_params=sampling)
+    return len(drafted), len(starved)
+
+
+def wait_until_forgotten(drafter):
+    """Returns how many requests the drafter remembers, once it remembers none or after ten seconds.
+
+    sglang-jax answers before it has processed the rest of the step.
+    """
+    end = time.monotonic() + 10
+    while drafter.remembered and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(drafter.remembered)
 
 
 def without_padding(page_size):
@@ -142,9 +201,8 @@ def several_follow_ups(new, answers, phase):
         yield [last["prompt"] + last["tokens"] + new(3) for last in answers[phase][-len(lengths) :]]
 
 
-def serve(model, setting, several, speculation):
+def serve(engine, setting, several):
     """Answers all prompts greedily. Returns the answers by phase: prompt, tokens, and the number of cached tokens."""
-    engine = Engine(model_path=model, **OPTIONS, **SETTINGS[setting], **SIZES, **speculation)
     answers = {}
     for phase, batches in phases(setting, several, answers):
         answers[phase] = []
@@ -155,8 +213,16 @@ def serve(model, setting, several, speculation):
             for prompt, output in zip(batch, engine.generate(input_ids=batch, sampling_params=sampling), strict=True):
                 cached = output["meta_info"]["cached_tokens"]
                 answers[phase].append(dict(prompt=prompt, tokens=output["output_ids"], cached=cached))
-    engine.shutdown()
     return answers
+
+
+def shares(engine):
+    """Counts the devices among which the heads of the states are divided."""
+    pools = engine.scheduler_info["scheduler"].tp_worker.model_runner.memory_pools
+    states = pools.recurrent_state_pool.recurrent_buffers[0]
+    _, heads, *_ = states.sharding.shard_shape(states.shape)
+    assert heads * len(states.sharding.device_set) == states.shape[1]
+    return states.shape[1] // heads
 
 
 def main():
@@ -167,8 +233,10 @@ def main():
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--rehearsed", help="answers of a run without speculation")
     parser.add_argument("--record")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--abort", action="store_true")
     options = parser.parse_args()
-    speculation = {}
+    more = dict(tp_size=options.devices)
     if options.backend != "native":
         sglang_jax.install()
     else:  # sglang-jax's attention lacks a method of its hybrid pool on a CPU, whatever the backend.
@@ -179,18 +247,29 @@ def main():
         import sglang_jax_recorder
 
         sglang_jax_recorder.watch()
+    drafter = None
     if options.backend == "drafts":
         with open(options.rehearsed) as file:
-            sglang_jax_speculation.install(drafter=Rehearsed(json.load(file)["answers"]))
-        speculation = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
+            drafter = Rehearsed(json.load(file)["answers"])
+        sglang_jax_speculation.install(drafter=drafter)
+        more |= dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=DRAFTS + 1)
     counts = watch_acceptance()
     if options.setting == "both":
         without_padding(SETTINGS["both"]["page_size"])
-    answers = serve(options.model, options.setting, options.setting == "batched" or options.record, speculation)
+    engine = Engine(model_path=options.model, **OPTIONS, **SETTINGS[options.setting], **SIZES, **more)
+    answers = serve(engine, options.setting, options.setting == "batched" or options.record)
+    aborted, starved = abort_retracted(engine, drafter) if options.abort else (0, 0)
+    counts |= {"aborted": aborted, "aborted for want of memory": starved}
+    result = dict(answers=answers, drafts=counts, devices=shares(engine))
+    # Requests of which the drafter keeps something, though all are over.
+    result["remembered"] = wait_until_forgotten(drafter) if drafter else 0
+    engine.shutdown()
     with open(options.answers, "w") as file:
-        json.dump(dict(answers=answers, drafts=counts), file)
+        json.dump(result, file)
     if options.record:
         sglang_jax_recorder.write(options.record)
+    # sglang-jax's scheduler is a thread that never ends, and Python may abort where it tears such a thread down.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.integrations import sglang_jax, sglang_jax_speculation
+from mamba_align_jax.integrations.request_drafts import RequestDrafts
 from mamba_align_jax.integrations.sglang_jax import VerifySlots, VerifyStep
 from mamba_align_jax.integrations.sglang_jax_speculation import NGramWorker
 
@@ -209,7 +210,7 @@ def test_each_slot_has_the_state_of_the_tokens_that_its_owner_says(data):
                 del running[place]
             else:
                 drafts = [next(fresh) for _ in range(data.draw(st.integers(0, num_tokens - 1)))]
-                row = sglang_jax_speculation._row(request, Fixed(*drafts), num_tokens, interval)
+                row = sglang_jax_speculation._row(request, RequestDrafts(Fixed(*drafts)), num_tokens, interval)
                 before = (*request.origin_input_ids, *request.output_ids[:-1])
                 written = pool.slots([row], 2)
                 (own,) = pool.get_linear_recurrent_indices(np.array([place]))
@@ -242,13 +243,15 @@ def test_each_slot_has_the_state_of_the_tokens_that_its_owner_says(data):
 
 def test_a_step_has_the_drafts_that_a_request_can_use(stack):
     request = lambda wanted: Request("r", [1] * 29, [2], wanted)
-    row = lambda wanted, interval=32: sglang_jax_speculation._row(request(wanted), Fixed(7, 8, 9, 10, 11), 4, interval)
+    drafts = RequestDrafts(Fixed(7, 8, 9, 10, 11))
+    row = lambda wanted, interval=32: sglang_jax_speculation._row(request(wanted), drafts, 4, interval)
     assert row(100)[1:] == (29, [2, 7, 8, 9], 32)
     assert row(3).tokens == [2, 7]
     assert row(2).tokens == [2]
     assert row(100, None).boundary is None
     # The boundary at the end of the computed tokens is kept already.
-    assert sglang_jax_speculation._row(Request("r", [1] * 32, [2]), Fixed(), 4, 32).boundary == 64
+    at_boundary = Request("r", [1] * 32, [2])
+    assert sglang_jax_speculation._row(at_boundary, RequestDrafts(Fixed()), 4, 32).boundary == 64
 
 
 def test_a_batch_is_verified_as_prompts_and_goes_on_from_what_was_accepted(stack):
@@ -305,7 +308,7 @@ def test_a_batch_is_verified_as_prompts_and_goes_on_from_what_was_accepted(stack
     # The first and the third are finished, and may cache all tokens whose keys and states they have.
     assert [requests[0].cached, requests[2].cached] == [33, 6]
     assert requests[1].kv_committed_len == 15
-    assert drafter.forgotten == ["a", "c"]
+    assert [rid for rid, _ in drafter.forgotten] == ["a", "c"]
 
 
 def test_a_prompt_step_takes_what_the_model_samples(stack):
@@ -335,4 +338,4 @@ def test_layers_are_told_of_the_slots_of_a_verify_step(stack):
 def test_the_default_drafter_looks_up_the_prompt(stack):
     sglang_jax_speculation.install()
     method = stack.schedule_batch.ScheduleBatch.__dict__["get_spec_model_worker_batch"]
-    assert isinstance(method.args[1], PromptLookupDrafter)
+    assert isinstance(method.args[1]._drafter, PromptLookupDrafter)

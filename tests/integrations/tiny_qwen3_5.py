@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 VOCABULARY, HIDDEN, INNER, HEAD_DIM, HEADS = 256, 64, 96, 128, 2
-KEY_HEADS, VALUE_HEADS, STATE_DIM, WIDTH = 1, 2, 16, 4
+KEY_HEADS, VALUE_HEADS, STATE_DIM, WIDTH = 2, 4, 16, 4
 LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 TEXT = dict(
     model_type="qwen3_5_text", vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER,
