@@ -75,7 +75,7 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         num_stages = 2
         if itemsize == 4 and row_bytes > 1536:
             queries = 16
-        elif itemsize == 2 and row_bytes >= 1024 and is_prompt:
+        elif itemsize == 2 and row_bytes > 512 and is_prompt:
             queries, block = queries // 2, 32
     return Config(queries, block, split, shares, num_warps, num_stages)
 
