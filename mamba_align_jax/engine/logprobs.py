@@ -52,10 +52,10 @@ def score(logits: jax.Array, tokens: jax.Array) -> Scores:
 
 
 def _largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest logits of each row, the largest first, and their tokens: of equal logits the first ones.
+    """Returns the largest logits of each row and their tokens. The largest comes first, and of equal ones the first token.
 
-    On a GPU XLA sorts a whole vocabulary for more than 16 of its largest logits. Here blocks are sorted first, and then the
-    largest logits of all blocks, which takes a tenth of the passes over the logits.
+    On a GPU XLA sorts a whole vocabulary for more than 16 of its largest logits. This function sorts blocks first, and then
+    the largest logits of all blocks.
 
     Args:
         logits: float32 [n, vocab].

@@ -94,7 +94,7 @@ def _last_to_reach(weights: jax.Array, amounts: jax.Array, enough: jax.Array) ->
 
     Floats that are not negative are ordered as their bits are. So the number is found from its highest bits to its lowest
     ones. Each pass over the weights finds a few bits: it adds the amounts of the tokens that reach each number that these
-    bits can be. For a large vocabulary, sorting takes several times as many passes.
+    bits can be.
 
     Args:
         weights: From 0 to 1. float32 [rows, vocab].

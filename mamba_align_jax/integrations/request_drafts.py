@@ -35,7 +35,7 @@ class RequestDrafts:
     """Asks a drafter for drafts of sglang-jax's requests, and has it forget each request that is gone.
 
     sglang-jax has many ways to drop a request: one that is retracted may be aborted while it waits, or for want of memory.
-    So a request's end is also known by its object, which nobody holds any more.
+    A request has also ended when nothing refers to its object any more.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -1,10 +1,9 @@
 """A tiny random Kimi Linear as Hugging Face publishes it, with attention heads of 128 dims, which sglang-jax wants."""
 
-import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from tiny_model import write_tensors
 
 VOCABULARY, HIDDEN, INNER, HEADS, WIDTH = 256, 64, 96, 2, 4
 # sglang-jax's Kimi delta attention takes the size of its values from attention's.
@@ -77,8 +76,4 @@ def write(path: Path) -> Path:
             return 0.1 * noise
         return noise if "embed_tokens" in name else 1.2 * noise * shape[-1] ** -0.5
 
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {name: draw(name, shape).astype(np.float32) for name, shape in shapes().items()}
-    save_file(tensors, path / "model.safetensors")
-    return path
+    return write_tensors(path, CONFIG, shapes(), draw)

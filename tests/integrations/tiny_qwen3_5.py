@@ -1,10 +1,9 @@
 """A tiny random Qwen3.5 as Hugging Face publishes it, with attention heads of 128 dims, which sglang-jax wants."""
 
-import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from tiny_model import write_tensors
 
 VOCABULARY, HIDDEN, INNER, HEAD_DIM, HEADS = 256, 64, 96, 128, 2
 KEY_HEADS, VALUE_HEADS, STATE_DIM, WIDTH = 2, 4, 16, 4
@@ -69,8 +68,4 @@ def write(path: Path) -> Path:
             return noise - 2
         return noise if "embed_tokens" in name else 1.2 * noise * shape[-1] ** -0.5
 
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {name: draw(name, shape).astype(np.float32) for name, shape in shapes().items()}
-    save_file(tensors, path / "model.safetensors")
-    return path
+    return write_tensors(path, CONFIG, shapes(), draw)
