@@ -23,6 +23,7 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule_prefill as gated_de
 from pallas_kernels.gated_delta_rule import gated_delta_rule_recurrent as gated_delta_rule_recurrent
 from pallas_kernels.gated_delta_rule import gated_delta_rule_update as gated_delta_rule_update
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred as gated_delta_rule_deferred
+from pallas_kernels.least_kept import least_kept as least_kept
 from pallas_kernels.linear import linear as linear
 from pallas_kernels.linear import linear_sums as linear_sums
 from pallas_kernels.mixture_of_experts import Activation as Activation

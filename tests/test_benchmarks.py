@@ -20,6 +20,7 @@ from oracles import ops as oracles
 from benchmarks import (
     attention,
     bookkeeping,
+    drawing,
     experts,
     kernel_benchmark,
     kernels,
@@ -41,6 +42,7 @@ from mamba_align_jax import models
 from mamba_align_jax.layers.linear import Linear
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
+from pallas_kernels.least_kept.cases import CASES as DRAWING_CASES
 from pallas_kernels.mixture_of_experts.cases import Case as ExpertsCase
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
@@ -539,6 +541,21 @@ def test_rotary_benchmark_compares_every_candidate_with_float64(case):
     for row in rows:
         assert "failed" not in row
         assert 0 < row["rms_error"] < (1e-6 if case.dtype == "float32" else 1e-3)
+
+
+def test_drawing_benchmark_compares_every_candidate_with_sorting():
+    candidates = dict(xla=dict(implementation="xla"), triton=dict(implementation="triton", interpret=True))
+    rows = drawing.measure(DRAWING_CASES[-1], candidates, time_it=False)
+    assert [row["candidate"] for row in rows] == list(candidates)
+    for row in rows:
+        assert "failed" not in row
+        assert row["difference"] == 0
+    weights = jnp.asarray([[1.0, 0.5, 0.25]])
+    assert drawing.kept_difference(weights, jnp.asarray([0.25]), 0, 0.5) == 2  # it keeps three tokens instead of one
+
+
+def test_drawing_benchmark_tries_configurations_of_every_large_case():
+    assert min(len(drawing.tuned(case)) for case in DRAWING_CASES[:-1]) > 1
 
 
 def test_rotary_benchmark_tries_configurations_of_every_case():

@@ -20,6 +20,7 @@ from pallas_kernels import (
     gated_delta_rule_prefill,
     gated_delta_rule_recurrent,
     gated_delta_rule_update,
+    least_kept,
     linear,
     linear_sums,
     mixture_of_experts,
@@ -37,6 +38,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.gated_delta_rule.deferred import cases as deferred_cases
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+from pallas_kernels.least_kept import cases as least_kept_cases
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
@@ -250,6 +252,16 @@ def lower_add_rms_norm(device, case, implementation="triton"):
     return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
 
 
+def lower_least_kept(device, case, implementation="triton"):
+    arguments = (
+        array(jnp.float32, case.rows, case.tokens),
+        array(jnp.int32, case.rows),
+        array(jnp.float32, case.rows),
+    )
+    run = lambda *arguments: least_kept(*arguments, implementation=implementation)
+    return lower(device, run, *arguments, donated=())
+
+
 def lower_paged_attention(device, case, layers=8, blocks=512, implementation="triton"):
     tokens, n = sum(case.lengths), len(case.lengths)
     pool = array(case.dtype, layers, blocks, case.page_size, case.kv_heads, case.key_dim)
@@ -352,6 +364,7 @@ DENSE = {
         mixture_of_experts_cases.QWEN_CASES[0],
     ),
     "add_rms_norm": (lower_add_rms_norm, rms_norm_cases.CASES, rms_norm_cases.CASES[0]),
+    "least_kept": (lower_least_kept, least_kept_cases.CASES, least_kept_cases.CASES[0]),
 }
 EVERY = OPS | DENSE
 

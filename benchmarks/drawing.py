@@ -1,0 +1,137 @@
+"""Times least_kept, by which tokens are drawn: `python -m benchmarks.drawing --json FILE --commit COMMIT`.
+
+Every candidate is compared with sorting first. `us` is the sum of the durations of a call's kernels, and `kernels` is their
+number. `span_us` is the time from one call to the next. The weights are as warm as the step leaves them: they were written
+just before. `--tune` times several configurations.
+"""
+
+import argparse
+import functools
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import kernel_times
+from mamba_align_jax.load.rows import Row, append, facts
+from pallas_kernels import least_kept
+from pallas_kernels.least_kept.cases import CASES, Case
+from pallas_kernels.least_kept.config import Config
+
+TURNS = 16
+TOP_K, TOP_P = 20, 0.8  # how Qwen's models are meant to be sampled
+LIMIT = 1e-3  # of the difference between the numbers of tokens that are kept
+
+
+def prepare(case: Case) -> jax.Array:
+    """Draws the logits. float32 [rows, tokens]."""
+    return 3 * jax.random.normal(jax.random.key(0), (case.rows, case.tokens), jnp.float32)
+
+
+def weights_of(logits: jax.Array) -> jax.Array:
+    """Probabilities, times a factor that makes the largest one of each row 1."""
+    return jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+
+
+def kept_difference(weights: jax.Array, least: jax.Array, top_k: int, top_p: float) -> float:
+    """The largest difference, over the rows, between the numbers of kept tokens and those that sorting keeps, relatively."""
+    worst = 0.0
+    for row, own in zip(np.asarray(weights, np.float64), np.asarray(least, np.float64), strict=True):
+        left = np.sort(row)[::-1][: top_k or len(row)]
+        before = np.cumsum(left) - left
+        wanted = (row >= left[before < top_p * left.sum()][-1]).sum()
+        worst = max(worst, abs((row >= own).sum() - wanted) / wanted)
+    return float(worst)
+
+
+def turn(logits: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Calls the op once. Returns the weights and the least one that is kept."""
+    rows, weights = logits.shape[0], weights_of(logits)
+    least = least_kept(weights, jnp.full((rows,), TOP_K, jnp.int32), jnp.full((rows,), TOP_P, jnp.float32), **options)
+    return weights, least
+
+
+def tuned(case: Case) -> dict[str, dict[str, Any]]:
+    """The configurations that `--tune` tries, by name."""
+    found = {}
+    for bits in (3, 5):
+        for chunk in (1024, 2048, 4096, 8192, 16384):
+            programs = case.rows * -(-case.tokens // chunk)
+            for lanes, warps in ((128, 4), (256, 4), (512, 4), (256, 8), (512, 8), (1024, 8)):
+                in_registers = lanes * 2**bits <= 32 * 32 * warps
+                if lanes <= chunk and in_registers and 100 <= programs <= 4096:
+                    config = Config(bits, chunk, lanes, warps)
+                    found[f"b{bits}_c{chunk}_l{lanes}_w{warps}"] = dict(implementation="triton", config=config)
+    return found
+
+
+def measure(case: Case, candidates: Mapping[str, dict[str, Any]], *, time_it: bool) -> list[Row]:
+    """One row per candidate, the fastest first."""
+    logits = prepare(case)
+    with ThreadPoolExecutor(12) as pool:
+        compile_ = lambda options: jax.jit(functools.partial(turn, **options)).lower(logits).compile()
+        built = {name: pool.submit(compile_, options) for name, options in candidates.items()}
+        # Compiling may run kernels, which would be counted.
+        wait(built.values())
+    rows = []
+    for name, future in built.items():
+        row: Row = {"case": case.name, "candidate": name}
+        rows.append(row)
+        try:
+            run = future.result()
+            weights, least = run(logits)
+            row["difference"] = kept_difference(weights, least, TOP_K, TOP_P)
+            if not row["difference"] <= LIMIT:
+                row["failed"] = f"the difference is above {LIMIT}"
+                continue
+            if not time_it:
+                continue
+
+            def launch(turns: int, run: Any = run) -> None:
+                results = [run(logits) for _ in range(turns)]
+                jax.block_until_ready(results)
+
+            launches = kernel_times(lambda: launch(TURNS))
+            row["kernels"] = len(launches) / TURNS
+            row["us"] = round(sum(us for _, us in launches) / TURNS, 2)
+            seconds = []
+            for turns in (TURNS, 3 * TURNS):
+                begin = time.perf_counter()
+                launch(turns)
+                seconds.append(time.perf_counter() - begin)
+            row["span_us"] = round(1e6 * (seconds[1] - seconds[0]) / (2 * TURNS), 2)
+        except Exception as error:  # of any kind: a configuration may not compile
+            row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return sorted(rows, key=lambda row: row.get("us", math.inf))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
+    parser.add_argument("--tune", action="store_true", help="time several configurations")
+    parser.add_argument("--budget", type=float, default=120, help="seconds after which no case is started")
+    parser.add_argument("--json", help="append one JSON row per measurement to this file")
+    parser.add_argument("--commit", default="unknown")
+    options = parser.parse_args()
+    header, begin = facts(options.commit), time.perf_counter()
+    for case in CASES:
+        if not re.search(options.case, case.name):
+            continue
+        if time.perf_counter() - begin > options.budget:
+            print(f"{case.name}: no time left", flush=True)
+            continue
+        candidates: dict[str, Any] = {"xla": dict(implementation="xla"), "triton": dict(implementation="triton")}
+        for row in measure(case, candidates | (tuned(case) if options.tune else {}), time_it=True):
+            append(options.json, row | header)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

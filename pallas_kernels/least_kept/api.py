@@ -1,0 +1,74 @@
+"""The public function of least_kept: its contract, checks and dispatch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels._check import checked, require
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.least_kept import pallas_triton, xla
+from pallas_kernels.least_kept.config import Config
+
+
+@checked
+def least_kept(
+    weights: Float32[Array, "rows tokens"],
+    top_k: Int32[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    *,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float32[Array, " rows"]:
+    """Returns the least weight of the tokens that `top_k` and `top_p` keep in each row.
+
+    `top_k` keeps a token if fewer than `top_k` tokens have more weight. Of the tokens that are left, `top_p` keeps one if
+    those with more weight have less than `top_p` of their total. So tokens of equal weight are kept or dropped together,
+    and the most likely token is always kept. The definitions are vLLM's, but for equal weights.
+
+    Weights are ordered as the bits of their floats are. The least weight is found from its highest bits to its lowest ones,
+    in passes over all weights: a pass adds up what reaches each of the numbers that the next bits can be. There is no sort.
+
+    Numerics: sums are float32. Their order follows the sizes of the arrays, and may decide whether a token at the very limit
+    of `top_p` is kept. A row's result does not depend on the values of other rows, to the bit.
+
+    Args:
+        weights: Probabilities, times a factor per row that makes the largest one 1. From 0 to 1.
+        top_k: How many tokens are kept; 0 for all.
+        top_p: The share of the total that is kept, more than 0; 1 for all.
+        implementation: "xla" or "triton". None selects Triton when the program is lowered for CUDA and XLA elsewhere.
+        config: Launch configuration of the Triton kernel. None selects the default.
+        interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
+
+    Returns:
+        The least weight; 0 where all tokens are kept, or all but some of weights below 2^-126.
+
+    Raises:
+        ValueError: if a shape or dtype breaks the contract.
+    """
+    require(weights.shape[1] >= 1, "least_kept: weights must have at least one token, got none")
+    if weights.shape[0] == 0:
+        return jnp.zeros((0,), jnp.float32)
+    return _least_kept((weights, top_k, top_p), implementation, config, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "config", "interpret"))
+def _least_kept(operands, implementation, config, interpret):
+    triton = functools.partial(pallas_triton.last_to_reach, config=config, interpret=interpret)
+    return dispatch(
+        "least_kept",
+        implementation,
+        operands,
+        xla=functools.partial(_search, xla.last_to_reach),
+        triton=functools.partial(_search, triton),
+    )
+
+
+def _search(last_to_reach, weights, top_k, top_p):
+    """Finds the least weight that `top_k` keeps, and then the least one that `top_p` keeps of what is left."""
+    by_rank = last_to_reach(weights, jnp.where(top_k > 0, top_k, weights.shape[1] + 1).astype(jnp.float32), counts=True)
+    left = jnp.where(weights >= by_rank[:, None], weights, 0)
+    by_mass = last_to_reach(left, jnp.where(top_p < 1, top_p * jnp.sum(left, axis=1), jnp.inf), counts=False)
+    return jnp.maximum(by_rank, by_mass)

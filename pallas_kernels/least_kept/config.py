@@ -1,0 +1,43 @@
+"""Launch configuration of least_kept's kernel."""
+
+from dataclasses import dataclass
+
+# A few programs for each of an H200's 132 cores.
+_PROGRAMS = 396
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched. Sizes are powers of two.
+
+    Attributes:
+        bits: Bits of the weight that a pass finds; divides 30. A program keeps 2^bits sums for each of its lanes.
+        chunk: Tokens of a program.
+        lanes: Tokens that are compared at a time; divides `chunk`.
+        num_warps: Warps of a program.
+
+    Raises:
+        ValueError: if `bits` does not divide 30, or `lanes` does not divide `chunk`.
+    """
+
+    bits: int
+    chunk: int
+    lanes: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        if self.bits < 1 or 30 % self.bits:
+            raise ValueError(f"least_kept: config.bits must divide 30, got {self.bits}")
+        if self.lanes < 1 or self.chunk % self.lanes:
+            raise ValueError(f"least_kept: config.lanes must divide config.chunk = {self.chunk}, got {self.lanes}")
+
+
+def default_config(num_rows: int, num_tokens: int) -> Config:
+    """Returns the configuration for weights [rows, tokens].
+
+    The passes of few rows wait for each other's launches, so they find more bits each. Many rows are bound by arithmetic,
+    which doubles with every bit more.
+    """
+    wanted = max(num_rows * num_tokens // _PROGRAMS, 1)
+    chunk = min(16384, max(1024, 1 << (wanted - 1).bit_length()))
+    return Config(bits=5 if num_rows <= 8 else 3, chunk=chunk, lanes=128 if num_rows <= 8 else 512, num_warps=4)
