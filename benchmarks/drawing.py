@@ -44,7 +44,8 @@ def kept_difference(weights: jax.Array, least: jax.Array, top_k: int, top_p: flo
     """The largest difference, over the rows, between the numbers of kept tokens and those that sorting keeps, relatively."""
     worst = 0.0
     for row, own in zip(np.asarray(weights, np.float64), np.asarray(least, np.float64), strict=True):
-        left = np.sort(row)[::-1][: top_k or len(row)]
+        left = np.sort(row)[::-1]
+        left = left[left >= left[(top_k or len(row)) - 1]]  # tokens of equal weight are kept together
         before = np.cumsum(left) - left
         wanted = (row >= left[before < top_p * left.sum()][-1]).sum()
         worst = max(worst, abs((row >= own).sum() - wanted) / wanted)
