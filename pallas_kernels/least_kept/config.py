@@ -34,9 +34,9 @@ class Config:
 def default_config(num_rows: int, num_tokens: int) -> Config:
     """Returns the configuration for weights [rows, tokens].
 
-    For one row and for 16 rows of 248,320 tokens it is the fastest of `benchmarks.drawing --tune` on an H200 with JAX 0.11.2.
-    The passes of few rows wait for each other's launches, so they find more bits each. Many rows are bound by arithmetic,
-    which doubles with every bit more.
+    For 1 and 16 rows of 248,320 tokens it is among the fastest of `benchmarks.drawing --tune` on an H200 with JAX 0.11.2;
+    more rows are not tuned. The passes of few rows wait for each other's launches, so they find more bits each. Many rows
+    are bound by arithmetic, which doubles with every bit more.
     """
     wanted = max(num_rows * num_tokens // _PROGRAMS, 1)
     chunk = min(8192, max(1024, 1 << (wanted - 1).bit_length()))
