@@ -156,13 +156,12 @@ def test_every_line_of_the_short_calls_may_be_interrupted():
     engine = Engine(SPELLER, EngineConfig(**SIZES), tokenizer=Letters())
     calls = Calls(engine, np.random.default_rng(0))
     for name in ("add", "abort", "step", "update"):
-        # The number of lines depends on the request, so each turn comes three times.
-        for turn in itertools.count(0, 1 / 3 if depth.is_full() else 9):
+        for turn in itertools.count(0, 1 if depth.is_full() else 9):
             calls.add()
             calls.step()
             while name in ("step", "update") and engine.scheduler.running[0].num_left > 1:
                 calls.step()
-            with Interrupt(int(turn)) as interrupt:
+            with Interrupt(turn) as interrupt:
                 getattr(calls, name)()
             calls.drain()
             calls.check()

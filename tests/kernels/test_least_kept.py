@@ -13,7 +13,7 @@ from pallas_kernels.least_kept.config import Config, default_config
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=depth.examples(60, 600), deadline=None)
+@settings(max_examples=depth.examples(40, 200), deadline=None)
 @given(data=st.data())
 def test_what_is_kept_follows_the_definitions(data, implementation):
     """Sums of these weights are exact, so that ties at either limit are decided as the definitions say."""
