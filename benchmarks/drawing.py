@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import kernel_times
+from benchmarks.timing import kernel_times, span_per_turn
 from mamba_align_jax.load.rows import Row, append, facts
 from pallas_kernels import least_kept
 from pallas_kernels.least_kept.cases import CASES, Case
@@ -36,7 +36,7 @@ def prepare(case: Case) -> jax.Array:
 
 
 def weights_of(logits: jax.Array) -> jax.Array:
-    """Probabilities, times a factor that makes the largest one of each row 1."""
+    """Returns the probabilities of each row, divided by the largest of them."""
     return jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
 
 
@@ -102,12 +102,7 @@ def measure(case: Case, candidates: Mapping[str, dict[str, Any]], *, time_it: bo
             launches = kernel_times(lambda: launch(TURNS))
             row["kernels"] = len(launches) / TURNS
             row["us"] = round(sum(us for _, us in launches) / TURNS, 2)
-            seconds = []
-            for turns in (TURNS, 3 * TURNS):
-                begin = time.perf_counter()
-                launch(turns)
-                seconds.append(time.perf_counter() - begin)
-            row["span_us"] = round(1e6 * (seconds[1] - seconds[0]) / (2 * TURNS), 2)
+            row["span_us"] = round(span_per_turn(lambda rounds: launch(rounds * TURNS), 1, TURNS), 2)
         except Exception as error:  # of any kind: a configuration may not compile
             row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return sorted(rows, key=lambda row: row.get("us", math.inf))

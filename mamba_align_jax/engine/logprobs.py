@@ -52,7 +52,9 @@ def score(logits: jax.Array, tokens: jax.Array) -> Scores:
 
 
 def _largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest logits of each row and their tokens. The largest comes first, and of equal ones the first token.
+    """Returns the largest logits of each row and their tokens, in falling order.
+
+    If logits are equal, the one of the token with the smaller number comes first.
 
     On a GPU XLA sorts a whole vocabulary for more than 16 of its largest logits. This function sorts blocks first, and then
     the largest logits of all blocks.

@@ -1,6 +1,9 @@
 """least_kept: what `top_k` and `top_p` keep against the definitions and against sorting."""
 
+import functools
+
 import depth
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from pallas_kernels.least_kept.config import Config, default_config
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=depth.examples(40, 200), deadline=None)
+@settings(max_examples=depth.examples(60, 600), deadline=None)
 @given(data=st.data())
 def test_what_is_kept_follows_the_definitions(data, implementation):
     """Sums of these weights are exact, so that ties at either limit are decided as the definitions say."""
@@ -90,6 +93,17 @@ def test_default_configurations_fill_a_gpu_and_are_valid():
             config = default_config(rows, tokens)
             chunks = rows * -(-tokens // config.chunk)
             assert chunks >= 132 or config.chunk == 1024, (rows, tokens, config)
+
+
+def test_xla_code_neither_sorts_nor_loops():
+    arguments = (
+        jax.ShapeDtypeStruct((4, 1000), jnp.float32),
+        *(jax.ShapeDtypeStruct((4,), dtype) for dtype in ("int32", "float32")),
+    )
+    program = str(jax.make_jaxpr(functools.partial(least_kept, implementation="xla"))(*arguments))
+    assert "reduce" in program
+    for name in ("sort", "top_k", "while", "scan", "cond"):
+        assert f" {name}[" not in program
 
 
 def test_a_call_without_rows_returns_none():
