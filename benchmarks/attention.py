@@ -5,14 +5,10 @@ sum of the durations of a call's kernels. Beside it are the times of the "xla" i
 of every row, which the models did before. `--tune` times several configurations instead, and prints the fastest last.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
-import re
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -21,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.timing import kernel_times
-from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.rows import Row
 from pallas_kernels import paged_attention, token_rows
 from pallas_kernels.paged_attention.cases import DECODE_CASES, PROMPT_CASES, Case
 from pallas_kernels.paged_attention.config import Config
@@ -293,25 +290,13 @@ def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tune", action="store_true", help="time several configurations instead of the other paths")
-    parser.add_argument("--budget", type=float, default=280, help="seconds after which no case is started")
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
-    parser.add_argument("--commit", default="unknown")
-    options = parser.parse_args()
-    header, begin = facts(options.commit), time.perf_counter()
-    print(header, flush=True)
-    for case in (*DECODE_CASES, *PROMPT_CASES):
-        if not re.search(options.case, case.name):
-            continue
-        if time.perf_counter() - begin > options.budget:
-            print(f"{case.name}: no time left", flush=True)
-            continue
+    options = options_parser(__doc__, budget=280, tune=f"{TUNE} instead of the other paths").parse_args()
+
+    def run(case: Case) -> list[Row]:
         rows = measure(case, candidates_of(case, options.tune), time_it=True)
-        for row in sorted(rows, key=lambda row: row.get("us", math.inf), reverse=options.tune):
-            print(json.dumps(row), flush=True)
-            append(options.json, row | header)
+        return sorted(rows, key=lambda row: row.get("us", math.inf), reverse=options.tune)
+
+    run_cases(options, (*DECODE_CASES, *PROMPT_CASES), run)
 
 
 if __name__ == "__main__":

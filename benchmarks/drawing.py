@@ -5,12 +5,8 @@ number. `span_us` is the time from one call to the next. The weights are as warm
 just before. `--tune` times several configurations.
 """
 
-import argparse
 import functools
-import json
 import math
-import re
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -19,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.timing import kernel_times, span_per_turn
-from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.rows import Row
 from pallas_kernels import least_kept
 from pallas_kernels.least_kept.cases import CASES, Case
 from pallas_kernels.least_kept.config import Config
@@ -109,24 +106,12 @@ def measure(case: Case, candidates: Mapping[str, dict[str, Any]], *, time_it: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tune", action="store_true", help="time several configurations")
-    parser.add_argument("--budget", type=float, default=120, help="seconds after which no case is started")
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
-    parser.add_argument("--commit", default="unknown")
-    options = parser.parse_args()
-    header, begin = facts(options.commit), time.perf_counter()
-    for case in CASES:
-        if not re.search(options.case, case.name):
-            continue
-        if time.perf_counter() - begin > options.budget:
-            print(f"{case.name}: no time left", flush=True)
-            continue
-        candidates: dict[str, Any] = {"xla": dict(implementation="xla"), "triton": dict(implementation="triton")}
-        for row in measure(case, candidates | (tuned(case) if options.tune else {}), time_it=True):
-            append(options.json, row | header)
-            print(json.dumps(row), flush=True)
+    options = options_parser(__doc__, budget=120).parse_args()
+
+    def run(case: Case) -> list[Row]:
+        return measure(case, implementations(tuned(case) if options.tune else None), time_it=True)
+
+    run_cases(options, CASES, run)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ sort, and of `choose_experts`. `--tune` times several configurations instead, wi
 fastest last.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
-import re
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -23,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cases import TUNE, options_parser, run_cases
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.rows import Row
 from pallas_kernels import choose_experts, mixture_of_experts
 from pallas_kernels.mixture_of_experts.cases import QWEN_CASES, Case
 from pallas_kernels.mixture_of_experts.config import Config, Product
@@ -243,26 +240,14 @@ def measure(case: Case, candidates: dict[str, Run], time_it: bool, copy_rate: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tune", action="store_true", help="time several configurations instead of the other paths")
-    parser.add_argument("--budget", type=float, default=280, help="seconds after which no case is started")
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
-    parser.add_argument("--commit", default="unknown")
-    options = parser.parse_args()
-    header, begin, rate = facts(options.commit), time.perf_counter(), copy_bandwidth()
-    print(header, f"copy rate {rate / 1e6:.2f} TB/s", flush=True)
-    for case in QWEN_CASES:
-        if not re.search(options.case, case.name):
-            continue
-        if time.perf_counter() - begin > options.budget:
-            print(f"{case.name}: no time left", flush=True)
-            continue
+    options = options_parser(__doc__, budget=280, tune=f"{TUNE} instead of the other paths").parse_args()
+    rate = copy_bandwidth()
+
+    def run(case: Case) -> list[Row]:
         rows = measure(case, candidates_of(case, options.tune), time_it=True, copy_rate=rate)
-        for row in sorted(rows, key=lambda row: row.get("us", math.inf), reverse=options.tune):
-            print(json.dumps(row), flush=True)
-            append(options.json, row | header)
-        print(f"{case.name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        return sorted(rows, key=lambda row: row.get("us", math.inf), reverse=options.tune)
+
+    run_cases(options, QWEN_CASES, run)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _STATIC = ("graph", "spec", "drafter", "num_decode_rows", "layout")
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("device_state",))
 def instant_step(
-    params: Any, inputs: Packed, device_state: DeviceState, sampler: None, **static: Any
+    params: Any, inputs: Packed, device_state: DeviceState, sampler: None, mailboxes: None, **static: Any
 ) -> tuple[Packed, DeviceState, None]:
     """Takes and returns what `run_step` does, but runs no model: every row that samples gets token 1."""
     spec = static["spec"]

@@ -5,13 +5,9 @@ Every product is compared with float64 first, on a sample of its outputs. `us` i
 its own, so that no weight is in the L2. Beside the kernel stands the product of XLA. `--tune` times several configurations.
 """
 
-import argparse
 import functools
 import itertools
-import json
 import math
-import re
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -19,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cases import options_parser, run_cases
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.rows import Row
 from pallas_kernels import linear, linear_sums
 from pallas_kernels.linear.cases import CASES, Case
 from pallas_kernels.linear.config import Config
@@ -127,27 +124,10 @@ def measure(case: Case, tune: bool, rate: float) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tune", action="store_true", help="time several configurations")
-    parser.add_argument("--budget", type=float, default=280, help="seconds after which no case is started")
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
-    parser.add_argument("--commit", default="unknown")
-    options = parser.parse_args()
-    header, begin = facts(options.commit), time.perf_counter()
+    options = options_parser(__doc__, budget=280).parse_args()
     rate = copy_bandwidth()
-    print(header, f"copy {rate / 1e6:.2f} TB/s", flush=True)
-    for case in CASES:
-        if case.dtype != "bfloat16" or not re.search(options.case, case.name):
-            continue
-        if time.perf_counter() - begin > options.budget:
-            print(f"{case.name}: no time left", flush=True)
-            continue
-        rows = measure(case, options.tune, rate)
-        for place, row in enumerate(rows):
-            append(options.json, row | {"copy_bandwidth_tb_s": rate / 1e6} | header)
-            if place < SHOWN or row["candidate"] in ("xla", "triton"):
-                print(json.dumps(row), flush=True)
+    cases = [case for case in CASES if case.dtype == "bfloat16"]
+    run_cases(options, cases, lambda case: measure(case, options.tune, rate), copy_rate=rate, shown=SHOWN)
 
 
 if __name__ == "__main__":

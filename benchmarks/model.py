@@ -36,6 +36,7 @@ from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine import runner
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
@@ -224,7 +225,7 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     counts: list[int] = []
     call = Experts.sums
 
-    def counting(self: Experts, x: jax.Array, chosen: jax.Array, *rest: Any) -> jax.Array:
+    def counting(self: Experts, x: jax.Array, chosen: jax.Array, *rest: Any) -> Outputs:
         of_expert = chosen.reshape(-1) == jnp.arange(config.num_experts, dtype=jnp.int32)[:, None]
         jax.debug.callback(lambda count: counts.append(int(count)), jnp.sum(jnp.any(of_expert, axis=1)))
         return call(self, x, chosen, *rest)
@@ -233,8 +234,8 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     given = inspect.signature(original).parameters.values()
     # A new function, because JAX keeps what it has traced by the function.
     step = jax.jit(
-        lambda params, inputs, device_state, sampler, **static: original(
-            params, inputs, device_state, sampler, **static
+        lambda params, inputs, device_state, sampler, mailboxes, **static: original(
+            params, inputs, device_state, sampler, mailboxes, **static
         ),
         static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
         donate_argnames="device_state",
@@ -281,11 +282,20 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
         row["tokens_per_row"] = 1 + accepted / (steps * case.rows)
     if experts is not None:
         row["experts_per_layer"] = experts
-    return row | _kernels(launches, 8)
+    return row | _kernels(launches, 8 * devices_of(engine))
+
+
+def devices_of(engine: Engine) -> int:
+    """The number of devices over which an engine's model is split."""
+    layout = engine.runner.layout
+    return 1 if layout is None else layout.mesh.size
 
 
 def _kernels(launches: Sequence[tuple[str, float]], steps: int) -> Row:
-    """Busy time and launches of a step, and its longest kernels: (name, launches, microseconds), all per step."""
+    """Busy time and launches of a step, and its longest kernels: (name, launches, microseconds), all per step.
+
+    `steps` counts the steps of every device.
+    """
     if not launches:
         return {}
     each: dict[str, list[float]] = {}
@@ -310,7 +320,7 @@ def measure_prompt(engine: Engine, config: Config, case: Case, repetitions: int)
     run(seed=0)  # compiles
     times = [run(seed=1 + repetition) for repetition in range(repetitions)]
     launches = kernel_times(lambda: run(seed=1 + repetitions)) if jax.default_backend() == "gpu" else []
-    return {"ttft_ms": statistics.median(times), "ttft_ms_runs": times} | _kernels(launches, 1)
+    return {"ttft_ms": statistics.median(times), "ttft_ms_runs": times} | _kernels(launches, devices_of(engine))
 
 
 def make_engine(model: Any, config: EngineConfig, devices: int) -> Engine:

@@ -215,7 +215,8 @@ def model_table(rows: list[Row]) -> str:
         us = 1e3 * row["ttft_ms"] if "ttft_ms" in row else row["step_us"]
         busy, kernels = (f"{row[name]:.0f}" if name in row else "-" for name in ("busy_us", "kernels"))
         floor, ratio = f"{row['floor_us'] / 1e3:.2f} ms", f"{us / row['floor_us']:.2f}"
-        return row["case"], f"{us / 1e3:.2f} ms", floor, ratio, busy, kernels
+        case = row["case"] + (f", {row['devices']} devices" if row.get("devices", 1) > 1 else "")
+        return case, f"{us / 1e3:.2f} ms", floor, ratio, busy, kernels
 
     return markdown(("case", "time", "floor", "ratio", "kernels run, us", "kernels"), map(line, rows))
 
@@ -235,6 +236,12 @@ def linear_table(rows: list[Row]) -> str:
     kept += [row | {"candidate": "fastest setting"} for row in fastest.values()]
     show = lambda row: f"{row['us']:.1f} us, {row['of_copy']:.2f}"
     return pivot(kept, ("case",), lambda row: row["candidate"], show)
+
+
+def all_reduce_table(rows: list[Row]) -> str:
+    """Tabulates sums over devices: the kernel, and XLA's all-reduce with the norm as a kernel of its own."""
+    kept = [row for row in rows if "us" in row]
+    return pivot(kept, ("case", "devices"), lambda row: row["candidate"], lambda row: f"{row['us']:.1f} us")
 
 
 def deferred_table(rows: list[Row]) -> str:
@@ -293,6 +300,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "models": ("floor_us", model_table),
     "attention": ("same_bits", attention_table),
     "linear": ("of_copy", linear_table),
+    "all_reduce": ("same_on_all", all_reduce_table),
     "deferred": ("copy_free_us", deferred_table),
     "memory": ("requests_that_fit", memory_table),
     "routing": ("routing", routing_table),

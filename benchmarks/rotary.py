@@ -6,12 +6,8 @@ turn calls the op once for each of some layers. Beside the kernel stand XLA's ow
 configurations.
 """
 
-import argparse
 import functools
-import json
 import math
-import re
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -20,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cases import implementations, options_parser, run_cases
 from benchmarks.timing import copy_bandwidth, kernel_times
-from mamba_align_jax.load.rows import Row, append, facts
+from mamba_align_jax.load.rows import Row
 from pallas_kernels import rotate_and_store
 from pallas_kernels.rotary.cases import CASES, Case
 from pallas_kernels.rotary.config import Config
@@ -157,28 +154,13 @@ def measure(case: Case, candidates: Mapping[str, dict[str, Any]], rate: float | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
-    parser.add_argument("--tune", action="store_true", help="time several configurations")
-    parser.add_argument("--budget", type=float, default=120, help="seconds after which no case is started")
-    parser.add_argument("--json", help="append one JSON row per measurement to this file")
-    parser.add_argument("--commit", default="unknown")
-    options = parser.parse_args()
-    header, begin = facts(options.commit), time.perf_counter()
+    options = options_parser(__doc__, budget=120).parse_args()
     rate = copy_bandwidth()
-    print(header, f"copy {rate / 1e6:.2f} TB/s", flush=True)
-    for case in CASES:
-        if not re.search(options.case, case.name):
-            continue
-        if time.perf_counter() - begin > options.budget:
-            print(f"{case.name}: no time left", flush=True)
-            continue
-        candidates: dict[str, Any] = {"xla": dict(implementation="xla"), "triton": dict(implementation="triton")}
-        rows = measure(case, candidates | (tuned(case) if options.tune else {}), rate)
-        for number, row in enumerate(rows):
-            append(options.json, row | {"copy_bandwidth_tb_s": rate / 1e6} | header)
-            if number < SHOWN or row["candidate"] in ("xla", "triton"):
-                print(json.dumps(row), flush=True)
+
+    def run(case: Case) -> list[Row]:
+        return measure(case, implementations(tuned(case) if options.tune else None), rate)
+
+    run_cases(options, CASES, run, copy_rate=rate, shown=SHOWN)
 
 
 if __name__ == "__main__":

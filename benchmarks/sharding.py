@@ -32,7 +32,7 @@ from mamba_align_jax.models.qwen3_5 import FULL
 from mamba_align_jax.sharding import AXIS
 
 # The small float32 model. Two devices each hold a copy of its one head of keys and values.
-_SMALL = replace(
+SMALL = replace(
     MODELS["qwen3.5-4b"],
     vocab_size=4096,
     hidden_size=512,
@@ -139,7 +139,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
         jax.block_until_ready(runner.device_state)
         begin = time.perf_counter()
         for _ in range(steps):
-            _, runner.device_state = program(runner.params, inputs, runner.device_state)
+            _, runner.device_state = program(runner.params, inputs, runner.device_state, None, runner.mailboxes)
         jax.block_until_ready(runner.device_state)
         spans.append((time.perf_counter() - begin) / steps)
     row = {
@@ -158,7 +158,7 @@ def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) 
 
     Every prompt is sent twice, so that the second answer starts from the prefix cache. The engines' pools are freed.
     """
-    prompts, tokens = _prompts(options.rows // 2, 2 * _CHUNK, _SMALL.vocab_size), options.tokens
+    prompts, tokens = _prompts(options.rows // 2, 2 * _CHUNK, SMALL.vocab_size), options.tokens
     found, params = [], SamplingParams(max_tokens=tokens, ignore_eos=True)
     for devices, engine in zip(options.devices, engines, strict=True):
         print(f"{devices} devices: tokens of the small model", flush=True)
@@ -175,7 +175,7 @@ def same_tokens(model: Any, engines: list[Engine], options: argparse.Namespace) 
         ]
         verdicts = [reference.judge(prompts[n % len(prompts)], mine) for mine, n in differ]
         results.append({
-            "case": f"tokens float32 {_SMALL.num_hidden_layers} layers K3", "devices": number,
+            "case": f"tokens float32 {SMALL.num_hidden_layers} layers K3", "devices": number,
             "sequences": len(generated), "tokens_each": tokens, "accepted_drafts": accepted,
             "sequences_that_differ": len(differ), "of_these_wrong": sum(not verdict.right for verdict in verdicts),
         })  # fmt: skip
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     timed = [Engine(model, config, mesh=_mesh(devices)) for devices in options.devices]
     small, engines = None, []
     if options.tokens:
-        small = random_model(_SMALL)
+        small = random_model(SMALL)
         # With as many rows as prompts there is one size of decode steps.
         config = _config(options.rows // 2, 2 * _CHUNK + options.tokens + 8, 3, "prompt_lookup")
         engines = [Engine(small, config, mesh=_mesh(devices)) for devices in options.devices]

@@ -3,6 +3,10 @@
 The ops keep no state of their own. They know blocks, rows and tokens, but no requests and no models.
 """
 
+from pallas_kernels.all_reduce import Mailboxes as Mailboxes
+from pallas_kernels.all_reduce import all_reduce as all_reduce
+from pallas_kernels.all_reduce import all_reduce_rms_norm as all_reduce_rms_norm
+from pallas_kernels.all_reduce.mailboxes import can_write_each_other as can_write_each_other
 from pallas_kernels.blocks import NULL_BLOCK as NULL_BLOCK
 from pallas_kernels.blocks import StateLayout as StateLayout
 from pallas_kernels.blocks import WindowLayout as WindowLayout

@@ -71,11 +71,21 @@ def row_sum(tile: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(tile, axis=0), axis=1)
 
 
-def _assembly(asm: str, *args: jax.Array) -> jax.Array:
-    """Applies PTX to float32 arrays of one shape, element by element: $0 is the result, $1, $2, .. are the arguments."""
+def assembly(asm: str, constraints: str, *args: jax.Array, pack: int = 1) -> jax.Array:
+    """Applies PTX to arrays of one shape, `pack` elements of a thread at a time, and returns an array like the first one.
+
+    Operands are numbered from the result's on: $0 to $(pack - 1) are elements of the result, and the next `pack` those of
+    the first argument. The compiler may run the PTX twice or, if the result is not used, not at all.
+    """
     shape = jax.ShapeDtypeStruct(args[0].shape, args[0].dtype)
-    constraints = ",".join(["=f"] + ["f"] * len(args))
-    return plt.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=1, result_shape_dtypes=[shape])[0]
+    return plt.elementwise_inline_asm(asm, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape])[
+        0
+    ]
+
+
+def _assembly(asm: str, *args: jax.Array) -> jax.Array:
+    """Applies PTX to float32 arrays, element by element."""
+    return assembly(asm, ",".join(["=f"] + ["f"] * len(args)), *args)
 
 
 def _instruction(name: str, x: jax.Array) -> jax.Array:

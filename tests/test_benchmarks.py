@@ -18,6 +18,7 @@ from flax import nnx
 from oracles import ops as oracles
 
 from benchmarks import (
+    all_reduce,
     attention,
     bookkeeping,
     drawing,
@@ -36,6 +37,7 @@ from benchmarks import (
     timing,
     tune,
 )
+from benchmarks.cases import options_parser, run_cases
 from benchmarks.kernels import OPS
 from benchmarks.report import machines, read_rows, table, tables
 from mamba_align_jax import models
@@ -710,3 +712,39 @@ def test_rows_of_models_are_complete(tmp_path):
     assert row["ratio"] == 1e3 * row["ttft_ms"] / row["floor_us"] > 1
     assert [*read_rows(tmp_path / "rows.jsonl")] == [json.loads(json.dumps(row))]
     assert "prompt 512" in tables([row])["models"]
+
+
+def test_cases_that_are_named_are_measured_within_the_budget(tmp_path, capsys):
+    cases, file, measured = [SimpleNamespace(name=name) for name in ("a 1", "a 16", "b 1")], tmp_path / "rows.jsonl", []
+
+    def measure(case):
+        measured.append(case.name)
+        return [{"case": case.name, "candidate": name, "us": us} for us, name in enumerate(("fast", "slow", "xla"))]
+
+    def run(*arguments, **more):
+        options = options_parser("", budget=100).parse_args([*arguments, "--json", str(file), "--commit", "abc"])
+        run_cases(options, cases, measure, **more)
+        return capsys.readouterr().out
+
+    said = run("--case", "^a", copy_rate=4.2e6, shown=1)
+    assert measured == ["a 1", "a 16"]
+    rows = read_rows(file)
+    assert [(row["case"], row["candidate"]) for row in rows][:3] == [("a 1", "fast"), ("a 1", "slow"), ("a 1", "xla")]
+    assert {(row["copy_bandwidth_tb_s"], row["commit"]) for row in rows} == {(4.2, "abc")}
+    assert "fast" in said
+    assert "xla" in said
+    assert "slow" not in said
+    assert "slow" in run("--case", "b")
+    assert "b 1: no time left" in run("--case", "b", "--budget", "-1")
+    assert measured == ["a 1", "a 16", "b 1"]
+
+
+def test_sums_over_devices_are_compared_with_xla(monkeypatch):
+    monkeypatch.setattr(all_reduce, "ROUNDS", 1)
+    monkeypatch.setattr(all_reduce, "CALLS", 2)
+    case = next(case for case in all_reduce.CASES if case.name == "all_reduce_rms_norm odd 5")
+    (row,) = all_reduce.measure(case, 1, {"xla": dict(implementation="xla")})
+    assert (row["candidate"], row["error"], row["same_on_all"]) == ("xla", 0.0, True)
+    names = all_reduce.tuned(case)
+    assert all(config["config"].num_warps * 32 * config["config"].pack <= 1024 for config in names.values())
+    assert "w8_p4" in names

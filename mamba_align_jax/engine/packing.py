@@ -44,6 +44,8 @@ class Packer:
         """
         self._spec, self._page_size, self._keeps_history = spec, page_size, keeps_history
         self._mask_words = mask_words(vocab_size)
+        # The rows of the last step, and their batch.
+        self._last_batch: tuple[list[tuple[int, int, int]], StepBatch] | None = None
 
     def pack(self, bucket: Bucket, places: Sequence[Row | None], early: Sequence[Row] = ()) -> Inputs:
         """Packs the row of each place, None being padding, without the pages of `early_rows`, which are stored already."""
@@ -112,15 +114,23 @@ class Packer:
         return np.array(following, np.int32)
 
     def _batch(self, places: Sequence[Row | None]) -> StepBatch:
-        lengths = [0 if row is None else row.num_tokens for row in places]
-        return StepBatch.from_host(
+        rows = [
+            (-1, 0, -1) if row is None else (row.slot, row.num_tokens, -1 if row.is_prefilling else len(row.drafts))
+            for row in places
+        ]
+        # Checking the rows takes longer than comparing them, and most decode steps have the rows of the step before.
+        if self._last_batch is not None and self._last_batch[0] == rows:
+            return self._last_batch[1]
+        batch = StepBatch.from_host(
             self._spec,
-            len(places),
-            [-1 if row is None else row.slot for row in places],
-            [0, *itertools.accumulate(lengths)],
-            [-1 if row is None or row.is_prefilling else len(row.drafts) for row in places],
+            len(rows),
+            [slot for slot, _, _ in rows],
+            [0, *itertools.accumulate(length for _, length, _ in rows)],
+            [drafts for _, _, drafts in rows],
             put=_keep_on_host,
         )
+        self._last_batch = rows, batch
+        return batch
 
     def _table_updates(self, bucket: Bucket, places: Sequence[Row | None], rows: Sequence[Row]) -> TableUpdates:
         groups = len(self._spec.groups)

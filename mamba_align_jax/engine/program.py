@@ -26,9 +26,12 @@ from mamba_align_jax.engine.page_tables import PageUpdates, set_pages
 from mamba_align_jax.engine.pending import Pending, decode_places, propose, record_prompts, record_sampled, resolve
 from mamba_align_jax.engine.sampling import count_sampled
 from mamba_align_jax.kv import KVPages, KVSpec
+from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.metadata.interior import interior_boundaries
 from mamba_align_jax.metadata.step_inputs import step_inputs
+from mamba_align_jax.models.tensor_parallel import exchange_by
 from mamba_align_jax.sharding import Layout, ring_partition
+from pallas_kernels import Mailboxes
 from pallas_kernels.rows import token_rows
 
 
@@ -94,6 +97,7 @@ class DeviceState:
         tables: State blocks of each slot.
         page_tables: KV pages of each slot, in the order of their positions. int32 [slots, pages].
         pending: Tokens that the device knows before the host does.
+        turn: The next turn of an exchange between the devices: see `pallas_kernels.all_reduce`. int32 []
     """
 
     pool: StatePool
@@ -102,6 +106,7 @@ class DeviceState:
     tables: BlockTables
     page_tables: jax.Array
     pending: Pending
+    turn: jax.Array
 
     @classmethod
     def create(
@@ -135,6 +140,7 @@ class DeviceState:
                 tables=BlockTables.create(spec),
                 page_tables=jnp.zeros((spec.max_num_seqs, -(-spec.max_model_len // page_size)), jnp.int32),
                 pending=Pending.create(spec.max_num_seqs, spec.window, history),
+                turn=jnp.ones((), jnp.int32),
             )
 
         if layout is None:
@@ -180,6 +186,7 @@ def device_specs(layout: Layout, spec: AlignConfig) -> DeviceState:
         tables=every,
         page_tables=every,
         pending=every,
+        turn=every,
     )
 
 
@@ -199,6 +206,7 @@ def run_step(
     inputs: Packed,
     device_state: DeviceState,
     sampler: SamplerState | None = None,
+    mailboxes: Mailboxes | None = None,
     *,
     graph: Graph,
     spec: AlignConfig,
@@ -214,6 +222,7 @@ def run_step(
         device_state: What the last step left. `device_state` is donated.
         sampler: What is known of the requests whose logits are changed; None in a program that changes none. `sampler`
             is donated.
+        mailboxes: What the devices of `layout` send each other sums through; None leaves sums to XLA.
         graph: The model without its parameters. Static, as are the arguments that follow.
         spec: How states are kept.
         drafter: Proposes drafts for the next step; None if no drafter runs on the device.
@@ -226,8 +235,9 @@ def run_step(
     run = functools.partial(_run_step, graph=graph, spec=spec, drafter=drafter, num_decode_rows=num_decode_rows)
     if layout is not None:
         every, specs = PartitionSpec(), device_specs(layout, spec)
-        run = layout.run(run, (list(layout.params), every, specs, every), (every, specs, every))
-    return run(params, inputs, device_state, sampler)
+        boxes = every if mailboxes is None else mailboxes.partition()
+        run = layout.run(run, (list(layout.params), every, specs, every, boxes), (every, specs, every))
+    return run(params, inputs, device_state, sampler, mailboxes)
 
 
 def _run_step(
@@ -235,6 +245,7 @@ def _run_step(
     packed: Packed,
     device_state: DeviceState,
     sampler: SamplerState | None,
+    mailboxes: Mailboxes | None,
     *,
     graph: Graph,
     spec: AlignConfig,
@@ -243,6 +254,9 @@ def _run_step(
 ) -> tuple[Packed, DeviceState, SamplerState | None]:
     """The step on one device: see `run_step`."""
     model, inputs = graph.model(params), packed.unpack()
+    exchange = None if mailboxes is None else Exchange(mailboxes, device_state.turn)
+    if exchange is not None:
+        exchange_by(model, exchange)
     batch, pool, kv = inputs.batch, device_state.pool, device_state.kv
     tables = update_block_tables(device_state.tables, inputs.updates)
     page_tables = set_pages(device_state.page_tables, inputs.pages)
@@ -302,7 +316,15 @@ def _run_step(
         scores=scores,
         prompt=None if sampling.following is None else score_prompt(model, hidden, sampling.following),
     )
-    after = DeviceState(pool=pool, kv=kv, state=state, tables=tables, page_tables=page_tables, pending=pending)
+    after = DeviceState(
+        pool=pool,
+        kv=kv,
+        state=state,
+        tables=tables,
+        page_tables=page_tables,
+        pending=pending,
+        turn=device_state.turn if exchange is None else exchange.turn,
+    )
     return pack(result), after, sampler
 
 

@@ -13,6 +13,7 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.engine.device_inputs import DeviceInputs, new_mailboxes
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.levels import Level, changes_logits
@@ -116,8 +117,9 @@ class StepRunner:
         self._graph, self.params = Graph.split(model)
         self._vocab_size, self._ends = model.config.vocab_size, end_tokens(model.config)
         self._kv_spec = pages_spec(model, drafter)
+        self._hidden_size = getattr(model.config, "hidden_size", 0)
         self._sizes, self._page_size = sizes, kv_page_size
-        self.drafter, self.layout = drafter, layout
+        self.drafter, self.layout, self._inputs = drafter, layout, DeviceInputs(layout)
         self._start()
 
     def is_intact(self) -> bool:
@@ -160,6 +162,7 @@ class StepRunner:
             history=history,
             layout=self.layout,
         )
+        self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
         self.sampler: SamplerState | None = None
         self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
         self._checker = StepChecker(spec, sizes.state_blocks)
@@ -221,9 +224,10 @@ class StepRunner:
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
-        inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
+        inputs = self._inputs.send(pack(self.packer.pack(bucket, [None] * bucket.num_rows)))
         sampler = self.make_sampler() if bucket.level >= Level.FULL else None
-        return run_step.trace(self.params, inputs, self.device_state, sampler, **self._static(bucket))
+        arrays = self.params, inputs, self.device_state, sampler, self.mailboxes
+        return run_step.trace(*arrays, **self._static(bucket))
 
     def compile(self, buckets: Sequence[Bucket]) -> Generator[None, None, None]:
         """Compiles the programs of `buckets`, and yields once after each.
@@ -300,7 +304,8 @@ class StepRunner:
         """Command: starts the step of a bucket's program over packed `Inputs`, and returns its packed result."""
         sampler = self.sampler if bucket.level >= Level.FULL else None
         static = self._static(bucket)
-        result, self.device_state, after = run_step(self.params, inputs, self.device_state, sampler, **static)
+        arrays = self.params, self._inputs.send(inputs), self.device_state, sampler, self.mailboxes
+        result, self.device_state, after = run_step(*arrays, **static)
         self.sampler = self.sampler if sampler is None else after
         return result
 
@@ -335,7 +340,7 @@ class StepRunner:
 
     def read(self, dispatched: Dispatched) -> ReadStep:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
-        result: StepResult = jax.device_get(dispatched.result).unpack()
+        result: StepResult = replace(dispatched.result, words=jax.device_get(dispatched.result.words)).unpack()
         columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
         rows = [
             (row, RowResult(sampled[: count if row.samples else 0], num_drafts))

@@ -15,6 +15,7 @@ from jax.lax import Precision
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import old_mixer_call
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.rotation import make_rotation
 from mamba_align_jax.layers.rotation import rotary_angles as rotary_angles
@@ -235,7 +236,7 @@ class Attention(nnx.Module):
         q = ops.rotate(q[..., : self.head_dim], *angles, q_weight, epsilon=epsilon, offset=offset)
         return q, ops.rotate(k, *angles, k_weight, epsilon=epsilon, offset=offset), v, gate
 
-    def output(self, attended: jax.Array, gate: jax.Array | None) -> jax.Array:
+    def output(self, attended: jax.Array, gate: jax.Array | None) -> Outputs:
         """Multiplies attended values [tokens, heads, head_dim] by their gates and projects them.
 
         Returns:
@@ -250,7 +251,7 @@ class Attention(nnx.Module):
         return ()
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages

@@ -11,6 +11,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
@@ -88,7 +89,7 @@ class GatedDeltaNet(nnx.Module):
         return DeltaRuleRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         qkv, z, b, a = self.in_proj_qkvzba.with_wide_first(x, is_wide=not at.has_decode_rows)
         out, *pools_ = convolved_delta_rule(

@@ -11,6 +11,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
 from mamba_align_jax.layers.split import Cut
@@ -95,7 +96,7 @@ class KimiDeltaAttention(nnx.Module):
         return DeltaRuleRing(self.heads, self.head_dim, self.heads, self.head_dim, dtype, per_channel=True)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
 
         def heads(y: jax.Array) -> jax.Array:

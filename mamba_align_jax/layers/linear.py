@@ -9,6 +9,8 @@ from flax import nnx
 from jax.lax import Precision
 
 import pallas_kernels as ops
+from mamba_align_jax.layers.exchange import Outputs, Partial
+from pallas_kernels.linear.config import MAX_TOKENS
 from pallas_kernels.rows import cut_columns
 
 
@@ -58,7 +60,7 @@ class Linear(nnx.Module):
         if self.axis is None:
             outs = self._product(rows, parts=self.parts)
         else:
-            outs = cut_columns(self.sums(rows)[0].astype(rows.dtype), self.parts)
+            outs = cut_columns(self._whole(rows).astype(rows.dtype), self.parts)
         outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
         return outs[0] if self._is_whole else outs
 
@@ -81,21 +83,32 @@ class Linear(nnx.Module):
         (out,) = self._product(self._rows(x), is_gated=True)
         return out
 
-    def sums(self, x: jax.Array) -> jax.Array:
+    def sums(self, x: jax.Array) -> Outputs:
         """Computes the product of [tokens, in] as sums [shares, tokens, out], whose total over the shares it is.
 
-        The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs
-        are split over devices, there is one share, the same bits on all of them.
+        The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs are split over
+        devices, each device has a part of the product, in float32.
         """
-        rows, weight = self._rows(x), self.weight[...]
-        if self.axis is None and self.bias is None:
-            return ops.linear_sums(rows, weight, implementation=self.implementation)
-        (total,) = ops.linear(rows, weight, out_dtype="float32", implementation=self.implementation)
-        if self.axis is not None:
-            total = jax.lax.psum(total, self.axis)
+        rows = self._rows(x)
         if self.bias is not None:
-            total = total + self.bias[...].astype(jnp.float32)
-        return total[None]
+            return self._whole(rows)[None]
+        return self.shares(rows) if self.axis is None else self._part(rows, self.axis)
+
+    def shares(self, x: jax.Array) -> jax.Array:
+        """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`."""
+        return ops.linear_sums(self._rows(x), self.weight[...], implementation=self.implementation)
+
+    def _part(self, rows: jax.Array, axis: str) -> Partial:
+        return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.shares(rows), axis)
+
+    def _whole(self, rows: jax.Array) -> jax.Array:
+        """Computes the product and adds the bias, float32 [tokens, out], the same bits on all devices."""
+        whole = self._float32(rows) if self.axis is None else self._part(rows, self.axis).total()
+        return whole if self.bias is None else whole + self.bias[...].astype(jnp.float32)
+
+    def _float32(self, rows: jax.Array) -> jax.Array:
+        (product,) = ops.linear(rows, self.weight[...], out_dtype="float32", implementation=self.implementation)
+        return product
 
     def _rows(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, x.shape[-1]).astype(self.weight.dtype)

@@ -13,6 +13,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import Mamba1Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -86,7 +87,7 @@ class Mamba1Mixer(nnx.Module):
         return Mamba1Ring(channels, state_dim, dtype)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, recurrent, *ring = pools
         x, z = self.in_proj(x)

@@ -12,6 +12,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import Mamba2Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm
 from mamba_align_jax.layers.split import Cut, SplitGroupNorm
@@ -95,7 +96,7 @@ class Mamba2Mixer(nnx.Module):
         return Mamba2Ring(self.heads, self.head_dim, self.groups, self.state_dim, dtype)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, recurrent, *ring = pools
         z, xBC, dt = self.in_proj(x)

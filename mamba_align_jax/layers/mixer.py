@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 
 from mamba_align_jax.align.config import ConvState, RecurrentState
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.metadata.layer_step import LayerStep
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Mixer(Protocol):
         """
         ...
 
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens.
 
         Args:
@@ -52,8 +53,8 @@ class Mixer(Protocol):
             *pools: One array per state, with all layers and blocks: [layers, blocks, *state]. They are donated.
 
         Returns:
-            The outputs [tokens, hidden], or sums [shares, tokens, hidden] whose total over the shares they are (see
-            `Linear.sums`), finite for padding tokens too, followed by the updated pools.
+            The outputs [tokens, hidden], sums [shares, tokens, hidden] whose total over the shares they are, or a part of
+            such sums (see `Linear.sums`), finite for padding tokens too, followed by the updated pools.
         """
         ...
 

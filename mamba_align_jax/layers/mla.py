@@ -12,6 +12,7 @@ from flax import nnx
 
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.attention import paged_attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear, precision
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.rotation import rotary_angles
@@ -118,7 +119,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return ()
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`.
 
         The pools are the pages of latents, and the pages of values, which are returned as they are.

@@ -6,6 +6,7 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 import jax
 from flax import nnx
 
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import Part
@@ -26,7 +27,7 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Outputs:
         """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`."""
         return self.down_proj.sums(self.gate_up_proj.gated(x))
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import renamed_names
+from mamba_align_jax.layers.exchange import Outputs, Partial
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
@@ -87,10 +88,10 @@ class Experts(nnx.Module):
         chosen: jax.Array,
         weights: jax.Array,
         implementation: Implementation | None = None,
-    ) -> jax.Array:
+    ) -> Outputs:
         """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
-        If the experts are split over devices, there is one share, the same bits on all of them.
+        If the experts are split over devices, each device has a part of the sum, in float32.
 
         Args:
             x: Inputs. [tokens, hidden]
@@ -107,7 +108,7 @@ class Experts(nnx.Module):
         out = mixture_of_experts(
             *arguments, activation=self.activation, out_dtype="float32", implementation=implementation
         )
-        return jax.lax.psum(out, self.axis)[None]
+        return Partial(out[None], self.axis)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -115,7 +116,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens.
 
         Args:
@@ -165,10 +166,10 @@ class SharedExpertMoE(MixtureOfExperts):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         chosen, weights = choose_experts(
-            self.gate.sums(x),
+            self.gate.shares(x),
             self.top_k,
             logits_dtype=str(self.gate.weight.dtype),
             renormalise=self.renormalise,
@@ -251,7 +252,7 @@ class SharedExpertsMoE(MixtureOfExperts):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         return self.experts.sums(x, *self.gate(x, valid, implementation), implementation)
 

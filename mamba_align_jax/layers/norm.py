@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
 from pallas_kernels import add_rms_norm
 
 
@@ -38,21 +39,33 @@ class RMSNorm(nnx.Module):
         return (rms(x, self.epsilon) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
     def after(
-        self, x: jax.Array, addend: jax.Array, *, scale: float = 1.0, dtype: Any = None
+        self,
+        x: jax.Array,
+        addend: Outputs,
+        *,
+        scale: float = 1.0,
+        dtype: Any = None,
+        exchange: Exchange | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Adds and normalises in one pass: see `pallas_kernels.add_rms_norm`.
 
         Args:
             x: [tokens, channels]
-            addend: What is added, in shares. [shares, tokens, channels]
+            addend: What is added: [tokens, channels], or shares of it [shares, tokens, channels], or a part of those.
             scale: Factor of the addend.
             dtype: Dtype of the normed values; None is that of `x`.
+            exchange: Adds up the parts of all devices; None leaves that to XLA.
 
         Returns:
             The sum in the dtype of `x`, and the normed sum, each [tokens, channels].
         """
         options = dict(epsilon=self.epsilon, offset=self.offset, scale=scale, out_dtype=dtype)
-        return add_rms_norm(x, addend, self.weight[...], **options)
+        if isinstance(addend, Partial):
+            if exchange is not None:
+                return exchange.add_rms_norm(x, addend, self.weight[...], **options)
+            addend = addend.total()
+        shares = addend if addend.ndim == 3 else addend[None]
+        return add_rms_norm(x, shares, self.weight[...], **options)
 
 
 class GatedRMSNorm(nnx.Module):

@@ -3,28 +3,29 @@
 An addition waits for the norm that follows it, so that one kernel does both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial, sum_of_shares
 from mamba_align_jax.layers.norm import RMSNorm
 
 
-def total(outputs: jax.Array, dtype: Any) -> jax.Array:
+def total(outputs: Outputs, dtype: Any) -> jax.Array:
     """Returns outputs of a layer as one array [tokens, hidden] of `dtype`.
 
     Args:
-        outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are: see `Linear.sums`.
+        outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are, or a part of them: see
+            `Linear.sums`.
         dtype: The dtype.
     """
+    if isinstance(outputs, Partial):
+        return outputs.total().astype(dtype)
     if outputs.ndim == 2:
         return outputs.astype(dtype)
-    summed = outputs[0].astype(jnp.float32)
-    for share in range(1, outputs.shape[0]):
-        summed = summed + outputs[share].astype(jnp.float32)
-    return summed.astype(dtype)
+    return sum_of_shares(outputs).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,27 @@ class Residual:
         value: The stream without what waits. [tokens, hidden]
         waiting: Outputs that are still to be added: see `total`; None if nothing waits.
         scale: Factor of what waits.
+        exchange: Adds up the parts of all devices; None leaves that to XLA.
     """
 
     value: jax.Array
-    waiting: jax.Array | None = None
+    waiting: Outputs | None = None
     scale: float = 1.0
+    exchange: Exchange | None = None
 
-    def add(self, outputs: jax.Array, scale: float = 1.0) -> "Residual":
-        """Adds `scale` times outputs, which are [tokens, hidden] or sums [shares, tokens, hidden]."""
-        return Residual(self.settled(), outputs, scale)
+    def add(self, outputs: Outputs, scale: float = 1.0) -> "Residual":
+        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], or a part of such sums."""
+        return replace(self, value=self.settled(), waiting=outputs, scale=scale)
 
     def settled(self) -> jax.Array:
         """Returns the stream, [tokens, hidden], with everything added."""
         if self.waiting is None:
             return self.value
-        return (self.value.astype(jnp.float32) + self.scale * total(self.waiting, jnp.float32)).astype(self.value.dtype)
+        if isinstance(self.waiting, Partial) and self.exchange is not None:
+            summed = self.exchange.total(self.waiting)
+        else:
+            summed = total(self.waiting, jnp.float32)
+        return (self.value.astype(jnp.float32) + self.scale * summed).astype(self.value.dtype)
 
     def normed(self, norm: RMSNorm, dtype: Any = None) -> tuple[jax.Array, "Residual"]:
         """Normalises the stream.
@@ -63,6 +70,6 @@ class Residual:
         """
         if self.waiting is None:
             return norm(self.value).astype(dtype or self.value.dtype), self
-        addend = self.waiting if self.waiting.ndim == 3 else self.waiting[None]
-        value, normed = norm.after(self.value, addend, scale=self.scale, dtype=dtype)
-        return normed, Residual(value)
+        options = dict(scale=self.scale, dtype=dtype, exchange=self.exchange)
+        value, normed = norm.after(self.value, self.waiting, **options)
+        return normed, Residual(value, exchange=self.exchange)

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.split import Cut
@@ -95,7 +96,7 @@ class AdaptedMLP(nnx.Module):
         self.down = Linear(hidden_size, rank, dtype, rngs)
         self.up = Linear(rank, (intermediate_size, intermediate_size), dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Outputs:
         """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`."""
         gate, up = (a + b for a, b in zip(self.shared.gate_up_proj(x), self.up(self.down(x)), strict=True))
         return self.shared.down_proj.sums(jax.nn.gelu(gate, approximate=False) * up)

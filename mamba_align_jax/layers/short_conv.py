@@ -8,6 +8,7 @@ from flax import nnx
 
 from mamba_align_jax.align.config import ConvState
 from mamba_align_jax.layers.causal_conv import CausalConv1d
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.metadata.layer_step import LayerStep
@@ -43,7 +44,7 @@ class ShortConv(nnx.Module):
         del state_dtype
         return (self.conv.state(conv_dtype),)
 
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pool holds windows."""
         (windows,) = pools
         B, C, inputs = self.in_proj(x)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mamba_align_jax.layers.exchange import Exchange, Partial
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import GatedGroupNorm, RMSNorm
 from mamba_align_jax.sharding import AXIS, Part, columns, devices
@@ -22,12 +23,14 @@ class SplitEmbed(nnx.Module):
         """Takes the parameter of `embed`, which is already placed."""
         self.embedding = embed.embedding
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Embeds int32 [tokens] as [tokens, hidden]."""
+    def __call__(self, tokens: jax.Array, exchange: Exchange | None = None) -> jax.Array:
+        """Embeds int32 [tokens] as [tokens, hidden]. Without `exchange`, XLA adds up what the devices have."""
         embedding = self.embedding[...]
         place = tokens - jax.lax.axis_index(AXIS).astype(tokens.dtype) * embedding.shape[0]
         own = (place >= 0) & (place < embedding.shape[0])
-        return jax.lax.psum(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0), AXIS)
+        part = Partial(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0)[None], AXIS)
+        # One device has a token's embedding and the others have zeros, so no sum is rounded.
+        return (part.total() if exchange is None else exchange.total(part)).astype(embedding.dtype)
 
 
 class SplitRMSNorm(nnx.Module):

@@ -12,6 +12,7 @@ from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages, KVSpec
+from mamba_align_jax.layers.exchange import Exchange, Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
 from mamba_align_jax.layers.moe import MixtureOfExperts
@@ -22,6 +23,8 @@ from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Implementation, linear
+
+_MAX_EXACT = 2**24  # Float32 holds every whole number up to it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Carry:
     embedded: jax.Array | None = None
     passed: tuple[str, ...] = ()
 
-    def mix(self, mixer: Mixer, x: jax.Array, step: StepInputs) -> tuple[jax.Array, "Carry"]:
+    def mix(self, mixer: Mixer, x: jax.Array, step: StepInputs) -> tuple[Outputs, "Carry"]:
         """Runs the next mixer of its kind on packed tokens [tokens, hidden].
 
         Returns:
@@ -61,7 +64,7 @@ class Carry:
         out, *states = mixer(x, at, *self.pool.states[group], *self.pool.ring(group))
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
 
-    def feed_forward(self, layer: Any, x: jax.Array, step: StepInputs) -> jax.Array:
+    def feed_forward(self, layer: Any, x: jax.Array, step: StepInputs) -> Outputs:
         """Runs a feed-forward layer on packed tokens [tokens, hidden]. Padding tokens choose no experts."""
         if isinstance(layer, MixtureOfExperts):
             return layer(x, step.valid, self.implementation)
@@ -135,6 +138,8 @@ class CausalLM(nnx.Module):
         self.mtp = mtp
         # The mesh axis over which embeddings and head are split; None if they are not split.
         self.vocab_axis: str | None = None
+        # Adds up what the devices of a split model have; None leaves that to XLA. `exchange_by` sets it.
+        self.exchange: Exchange | None = None
 
     @property
     def dtype(self) -> str:
@@ -213,10 +218,10 @@ class CausalLM(nnx.Module):
         Returns:
             Hidden states [tokens, hidden] for `logits`, and the updated pools.
         """
-        x = (self.embed_tokens(tokens) * self.embedding_scale).astype(self.residual_dtype)
+        x = self._embed(tokens).astype(self.residual_dtype)
         kinds = tuple(kind for kind in self.mixers() if kind != ATTENTION)
         carry = Carry(pool=pool, kv=kv, kinds=kinds, implementation=implementation, embedded=x)
-        stream = Residual(x)
+        stream = Residual(x, exchange=self.exchange)
         for layer in self.layers:
             stream, carry = layer(stream, step, carry)
         normed, _ = stream.normed(self.norm, self.dtype)
@@ -244,9 +249,12 @@ class CausalLM(nnx.Module):
             raise ValueError("draft: the model must have an MTP head, got a model without mtp.* tensors")
         passed = (ATTENTION,) * self.kv_spec().num_layers
         carry = Carry(pool=StatePool(states=()), kv=kv, kinds=(), passed=passed)
-        embedded = self.embed_tokens(next_tokens) * self.embedding_scale
-        out, carry = self.mtp(embedded, hidden, step, carry)
+        out, carry = self.mtp(self._embed(next_tokens), hidden, step, carry, self.exchange)
         return out, carry.kv
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        more = (self.exchange,) if self.vocab_axis is not None else ()
+        return self.embed_tokens(tokens, *more) * self.embedding_scale
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Computes logits, float32 [n, vocab], from hidden states [n, hidden].
@@ -268,7 +276,11 @@ class CausalLM(nnx.Module):
             return token
         largest = jnp.take_along_axis(own, token[:, None], axis=1)[:, 0]
         token = token + jax.lax.axis_index(self.vocab_axis).astype(jnp.int32) * own.shape[1]
-        largest, token = (jax.lax.all_gather(x, self.vocab_axis) for x in (largest, token))
+        if self.exchange is not None and self.config.vocab_size <= _MAX_EXACT:
+            both = self.exchange.gather(jnp.stack([largest, token.astype(jnp.float32)], axis=1))
+            largest, token = both[..., 0], both[..., 1].astype(jnp.int32)
+        else:
+            largest, token = (jax.lax.all_gather(x, self.vocab_axis) for x in (largest, token))
         device = jnp.argmax(largest, axis=0)
         return jnp.take_along_axis(token, device[None], axis=0)[0]
 

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
@@ -77,7 +78,7 @@ class FeedForward(GatedMLP):
         super().__init__(config.hidden_size, config.intermediate_size, config.dtype, rngs)
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Outputs:
         """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden], without the factor b: see `Linear.sums`."""
         gate, up = self.gate_up_proj(x)
         return self.down_proj.sums(jax.nn.silu(gate * self.gate_multiplier) * up)

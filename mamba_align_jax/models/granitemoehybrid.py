@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
@@ -83,10 +84,10 @@ class MoE(MixtureOfExperts):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         routing = choose_experts(
-            self.router.sums(x),
+            self.router.shares(x),
             self.top_k,
             logits_dtype=str(self.router.weight.dtype),
             valid=valid,

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba1 import Mamba1Mixer
 from mamba_align_jax.layers.mixer import Mixer
@@ -88,10 +89,10 @@ class MoE(MixtureOfExperts):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         routing = choose_experts(
-            self.router.sums(x),
+            self.router.shares(x),
             self.top_k,
             renormalise=False,
             logits_dtype=str(self.router.weight.dtype),

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
@@ -101,7 +102,7 @@ class MoE(MixtureOfExperts):
 
     def __call__(
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
-    ) -> jax.Array:
+    ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         chosen, weights = self.gate(x, valid, implementation)
         if self.renormalise:

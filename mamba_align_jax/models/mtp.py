@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
@@ -49,7 +50,9 @@ class MTPHead(nnx.Module):
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         return self.fc(jnp.concatenate(both, axis=-1))
 
-    def __call__(self, embedded: jax.Array, hidden: jax.Array, step: StepInputs, carry: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, embedded: jax.Array, hidden: jax.Array, step: StepInputs, carry: Any, exchange: Exchange | None = None
+    ) -> tuple[jax.Array, Any]:
         """Runs a step's packed tokens.
 
         Args:
@@ -58,10 +61,12 @@ class MTPHead(nnx.Module):
             step: The step's inputs.
             carry: The `Carry` after the model's last attention layer. The head's keys are in the next layer of the
                 pages.
+            exchange: Adds up what the devices of a split model have; None leaves that to XLA.
 
         Returns:
             Hidden states [tokens, hidden] for the model's `logits`, and the carry after the head.
         """
-        stream, carry = self.layers[0](Residual(self.join(embedded, hidden)), step, carry)
+        stream = Residual(self.join(embedded, hidden), exchange=exchange)
+        stream, carry = self.layers[0](stream, step, carry)
         normed, _ = stream.normed(self.norm)
         return normed, carry

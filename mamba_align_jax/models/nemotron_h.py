@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts, SigmoidGate
@@ -85,7 +86,7 @@ class MLP(nnx.Module):
         self.up_proj = Linear(hidden_size, size, dtype, rngs, bias=bias)
         self.down_proj = Linear(size, hidden_size, dtype, rngs, bias=bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Outputs:
         """Takes [tokens, hidden] to float32 sums [shares, tokens, hidden]: see `Linear.sums`."""
         return self.down_proj.sums(relu2(self.up_proj(x)))
 

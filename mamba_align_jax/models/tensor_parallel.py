@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mamba_align_jax.kv import KVPages
+from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.layers.linear import ConvTaps
 from mamba_align_jax.layers.mixer import ATTENTION
 from mamba_align_jax.layers.mla import MultiHeadLatentAttention
@@ -77,6 +78,13 @@ def shard_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, Layout]:
         windows=tuple(_window_parts(mixers[0], cut) for kind, mixers in model.mixers().items() if kind != ATTENTION),
         kv_heads=() if latent else (Part(heads, 1, repeats(heads, cut.size)),),
     )
+
+
+def exchange_by(model: nnx.Module, exchange: Exchange) -> None:
+    """Lets a split model add up what its devices have by `exchange` instead of XLA's all-reduces. `model` is changed."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, CausalLM):
+            module.exchange = exchange
 
 
 def _window_parts(mixer: Any, cut: Cut) -> tuple[Part, ...]:

@@ -34,11 +34,12 @@ class Config:
 def default_config(num_rows: int, num_tokens: int) -> Config:
     """Returns the configuration for weights [rows, tokens].
 
-    For 1 and 16 rows of 248,320 tokens it is among the fastest of `benchmarks.drawing --tune` on an H200 with JAX 0.11.2;
-    more rows are not tuned. The passes of few rows wait for each other's launches, so they find more bits each. Many rows
-    are bound by arithmetic, which doubles with every bit more.
+    For 1, 16 and 64 rows of 248,320 tokens it is among the fastest of `benchmarks.drawing --tune` on an H200, JAX 0.11.2.
+    The passes of few rows wait for each other's launches, so they find more bits each. Many rows are bound by arithmetic,
+    which doubles with every bit more.
     """
     wanted = max(num_rows * num_tokens // _PROGRAMS, 1)
     chunk = min(8192, max(1024, 1 << (wanted - 1).bit_length()))
-    bits, lanes = (5, 256) if num_rows <= 8 else (3, 1024)
-    return Config(bits, chunk, lanes, num_warps=8)
+    if num_rows <= 8:
+        return Config(5, chunk, lanes=256, num_warps=8)
+    return Config(3, chunk, lanes=1024, num_warps=8) if num_rows <= 32 else Config(3, chunk, lanes=512, num_warps=4)

@@ -28,19 +28,21 @@ class Case:
     out_dtype: str | None = None
 
 
-def products(tokens: int) -> tuple[Case, ...]:
-    """Returns the products of a step of Qwen3.5-4B."""
+def products(tokens: int, devices: int = 1) -> tuple[Case, ...]:
+    """Returns the products of a step of Qwen3.5-4B, or what one of some devices has of them."""
+    name = f"{tokens}" if devices == 1 else f"{tokens} of {devices}"
     return (
-        Case(f"delta net in {tokens}", tokens, 2560, 12352),
-        Case(f"attention in {tokens}", tokens, 2560, 10240),
-        Case(f"mixer out {tokens}", tokens, 4096, 2560, is_summed=True),
-        Case(f"gate up {tokens}", tokens, 2560, 18432, is_gated=True),
-        Case(f"down {tokens}", tokens, 9216, 2560, is_summed=True),
-        Case(f"logits {tokens}", tokens, 2560, 248320, out_dtype="float32"),
+        Case(f"delta net in {name}", tokens, 2560, 12352 // devices),
+        Case(f"attention in {name}", tokens, 2560, 10240 // devices),
+        Case(f"mixer out {name}", tokens, 4096 // devices, 2560, is_summed=True),
+        Case(f"gate up {name}", tokens, 2560, 18432 // devices, is_gated=True),
+        Case(f"down {name}", tokens, 9216 // devices, 2560, is_summed=True),
+        Case(f"logits {name}", tokens, 2560, 248320 // devices, out_dtype="float32"),
     )
 
 
 CASES = (
     *(case for tokens in (1, 16, 32, 64) for case in products(tokens)),
+    *(case for devices in (2, 4) for case in products(16, devices)),
     Case("odd 5", 5, 1000, 333, dtype="float32"),
 )

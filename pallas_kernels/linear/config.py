@@ -50,7 +50,10 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
         outputs, inputs = 64 if tokens == 16 else 128, 128 // itemsize
         num_warps, num_stages = (8, 6) if tokens == 32 else (4, 5)
         # A share of a split model, or a small model, has fewer outputs than all cores need.
-        while outputs > 16 and num_outputs // 2 // outputs < _PROGRAMS // (2 if tokens == 16 else 4):
+        width = num_outputs // 2
+        if tokens == 16 and width < 64 * _PROGRAMS // 2:
+            outputs, inputs, num_stages = 32, (256 if width >= 32 * _PROGRAMS // 2 else 512) // itemsize, 4
+        while tokens > 16 < outputs and width // outputs < _PROGRAMS // 4:
             outputs //= 2
     elif num_outputs <= 32 * _PROGRAMS // 2:
         # Too few tiles of outputs for all cores: several programs divide the inputs of each.

@@ -77,5 +77,5 @@ def _add_rms_norm(operands, options, implementation, config, interpret):
         operands,
         xla=functools.partial(xla.add_rms_norm, **dict(options)),
         triton=functools.partial(pallas_triton.add_rms_norm, config=config, interpret=interpret, **dict(options)),
-        unsupported=pallas_triton.unsupported(operands[0]),
+        unsupported=pallas_triton.unsupported(operands[0].shape[1]),
     )

@@ -11,25 +11,48 @@ from pallas_kernels.rms_norm.config import Config, default_config
 _MAX_CHANNELS = 32768  # whose values a program still keeps in registers
 
 
-def unsupported(x: jax.Array) -> str | None:
-    """Returns why the kernel cannot run these arguments, or None if it can."""
-    return f"x must have at most {_MAX_CHANNELS} channels, got {x.shape[1]}" if x.shape[1] > _MAX_CHANNELS else None
+def unsupported(num_channels: int) -> str | None:
+    """Returns why the kernel cannot run tokens of so many channels, or None if it can."""
+    if num_channels <= _MAX_CHANNELS:
+        return None
+    return f"x must have at most {_MAX_CHANNELS} channels, got {num_channels}"
 
 
-def _kernel(refs, *, epsilon: float, offset: float, scale: float):
-    shares, _, num_channels = refs.addend.shape
-    token = pt.program_id(0)
-    channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
+def sum_of_shares(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array) -> jax.Array:
+    """Adds up the shares of `refs.addend` of a token; returns float32 [channels]."""
+    load = lambda share: pt.load(refs.addend.at[share, token, channel], mask=exists, other=0.0).astype(jnp.float32)
+    total = load(0)
+    for share in range(1, refs.addend.shape[0]):
+        total = total + load(share)
+    return total
+
+
+def store_normed(
+    refs: pt.Refs,
+    token: jax.Array,
+    channel: jax.Array,
+    exists: jax.Array,
+    addend: jax.Array,
+    *,
+    epsilon: float,
+    offset: float,
+    scale: float,
+) -> None:
+    """Adds `addend`, float32 [channels], to a token of `refs.x`, and stores the total and its norm."""
     load = lambda at: pt.load(at, mask=exists, other=0.0).astype(jnp.float32)
-    total = load(refs.addend.at[0, token, channel])
-    for share in range(1, shares):
-        total = total + load(refs.addend.at[share, token, channel])
     weight = offset + load(refs.weight.at[channel])
-    total = (load(refs.x.at[token, channel]) + scale * total).astype(refs.x.dtype)
+    total = (load(refs.x.at[token, channel]) + scale * addend).astype(refs.x.dtype)
     pt.store(refs.total.at[token, channel], total, mask=exists)
     y = total.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.sum(y * y) / num_channels + epsilon) * weight
+    y = y * jax.lax.rsqrt(jnp.sum(y * y) / refs.x.shape[1] + epsilon) * weight
     pt.store(refs.normed.at[token, channel], y.astype(refs.normed.dtype), mask=exists)
+
+
+def _kernel(refs: pt.Refs, *, epsilon: float, offset: float, scale: float) -> None:
+    token, num_channels = pt.program_id(0), refs.x.shape[1]
+    channel, exists = pt.lanes(0, pt.power_of_two(num_channels), num_channels)
+    total = sum_of_shares(refs, token, channel, exists)
+    store_normed(refs, token, channel, exists, total, epsilon=epsilon, offset=offset, scale=scale)
 
 
 def add_rms_norm(

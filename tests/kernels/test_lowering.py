@@ -12,7 +12,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 from benchmarks import deferred_delta_rule, deferred_mamba1, deferred_mamba2, pipeline
 from pallas_kernels import (
+    Mailboxes,
     add_rms_norm,
+    all_reduce,
+    all_reduce_rms_norm,
     causal_conv1d_prefill,
     causal_conv1d_update,
     choose_experts,
@@ -33,6 +36,7 @@ from pallas_kernels import (
     ssd,
     state_copy,
 )
+from pallas_kernels.all_reduce import cases as all_reduce_cases
 from pallas_kernels.causal_conv1d import cases as causal_conv1d_cases
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
@@ -252,6 +256,30 @@ def lower_add_rms_norm(device, case, implementation="triton"):
     return lower(device, run, x, addend, array(jnp.float32, case.channels), donated=())
 
 
+def lower_all_reduce(device, case, implementation="triton"):
+    x, addend = (
+        array(case.dtype, case.tokens, case.channels),
+        array(case.addend_dtype, case.shares, case.tokens, case.channels),
+    )
+    memory = array(jnp.int32, 1, case.devices * 2 * 2 * 2**20)
+    addresses = array(jnp.int32, 1, case.devices + 1, 2)
+    # The axis of `on`.
+    boxes = Mailboxes(memory=memory, addresses=addresses, capacity=2**20, axis="_")
+
+    def run(x, addend, weight, boxes, turn):
+        if case.is_normed:
+            return all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, implementation=implementation)
+        return all_reduce(addend, boxes, turn, implementation=implementation)
+
+    def on_devices(*arguments):
+        mesh = jax.sharding.get_abstract_mesh()
+        every = jax.sharding.PartitionSpec()
+        return jax.shard_map(run, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)(*arguments)
+
+    weight = array(jnp.float32, case.channels)
+    return lower(device, on_devices, x, addend, weight, boxes, array(jnp.int32), donated=())
+
+
 def lower_least_kept(device, case, implementation="triton"):
     arguments = (
         array(jnp.float32, case.rows, case.tokens),
@@ -364,6 +392,7 @@ DENSE = {
         mixture_of_experts_cases.QWEN_CASES[0],
     ),
     "add_rms_norm": (lower_add_rms_norm, rms_norm_cases.CASES, rms_norm_cases.CASES[0]),
+    "all_reduce": (lower_all_reduce, all_reduce_cases.CASES, all_reduce_cases.CASES[0]),
     "least_kept": (lower_least_kept, least_kept_cases.CASES, least_kept_cases.CASES[0]),
 }
 EVERY = OPS | DENSE

@@ -93,7 +93,11 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 @pytest.mark.deep
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_errors_do_not_grow_with_the_number_of_tokens(rng, implementation):
-    """After 1200 tokens the state is as near to float64 as after 400, with decays of some ten to a hundred tokens."""
+    """After 1200 tokens the state is as near to float64 as after 400, with decays of some ten to a hundred tokens.
+
+    A compiled kernel's exponentials are right to 2 units in the last place, other ones to less than 1. The errors of the
+    exponentials and products of a hundred tokens add up like a random walk.
+    """
     kind, number, width = Kind(dtype="bfloat16"), 1216, 3
     sequences = kind.sequences(rng, [number])
     sequences.A = -jnp.broadcast_to(jnp.geomspace(0.01, 0.1, 16, dtype=jnp.float32), sequences.A.shape)
@@ -111,7 +115,7 @@ def test_errors_do_not_grow_with_the_number_of_tokens(rng, implementation):
         position += int(rng.integers(1, width + 1))
     early, late = (max(errors[n] for n in errors if low < n <= high) for low, high in ((300, 500), (1000, number)))
     assert late <= 2 * early, (early, late)
-    assert late <= 1e-6
+    assert late <= (2.5 * 100**0.5 * 2**-23 if implementation == "triton" else 1e-6), (early, late)
 
 
 @pytest.mark.usefixtures("optimized_programs")

@@ -30,6 +30,7 @@ from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.program import run_step
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.exchange import Exchange, Partial
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.linear import Linear
@@ -40,9 +41,9 @@ from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.models import load_model, mamba, nemotron_h
-from mamba_align_jax.models.tensor_parallel import shard_model, share
+from mamba_align_jax.models.tensor_parallel import exchange_by, shard_model, share
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_partition, pool_sharding
-from pallas_kernels import causal_conv1d_update, gated_delta_rule_update
+from pallas_kernels import Mailboxes, causal_conv1d_update, gated_delta_rule_update
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
@@ -310,10 +311,35 @@ def test_most_likely_token_of_a_split_vocabulary_is_the_first_of_several(model, 
     run = layout.run(lambda params, hidden: nnx.merge(graph, params).most_likely(hidden), specs, EVERY)
     found, wanted = np.asarray(jax.jit(run)(params, hidden)), np.argmax(tied.logits(hidden), axis=1)
     np.testing.assert_array_equal(found, wanted)
+
+    def by_exchange(params, hidden, boxes):
+        whole = nnx.merge(graph, params)
+        exchange_by(whole, Exchange(boxes, jnp.int32(1)))
+        return whole.most_likely(hidden)
+
+    boxes = Mailboxes.create(mesh, AXIS, 10_000)
+    run = layout.run(by_exchange, (*specs, boxes.partition()), EVERY)
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(params, hidden, boxes)), wanted)
     np.testing.assert_array_equal(tied.most_likely(hidden), wanted)
     assert found[7] == 0
     assert 21 in found
     assert 37 not in found
+
+
+def test_exchange_adds_up_and_gathers_what_four_devices_have(mesh):
+    rng, boxes = np.random.default_rng(0), Mailboxes.create(mesh, AXIS, 1000)
+    sums = rng.normal(size=(4, 2, 5, 8)).astype(np.float32)
+
+    def run(boxes, own):
+        exchange = Exchange(boxes, jnp.int32(1))
+        return exchange.total(Partial(own[0], AXIS)), exchange.gather(own[0, 0]), Partial(own[0], AXIS).total()
+
+    specs = boxes.partition(), P(AXIS)
+    split = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=EVERY, check_vma=False)
+    total, gathered, by_xla = jax.jit(split)(boxes, sums)
+    np.testing.assert_allclose(total, sums.sum((0, 1)), atol=1e-5)
+    np.testing.assert_allclose(by_xla, sums.sum((0, 1)), atol=1e-5)
+    np.testing.assert_array_equal(gathered, sums[:, 0])
 
 
 def test_parts_of_a_product_with_split_inputs_are_cut(mesh):

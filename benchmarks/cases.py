@@ -1,0 +1,67 @@
+"""What the benchmarks of single ops share: their options, and the loop over an op's named cases."""
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mamba_align_jax.load.rows import Row, append, facts
+
+TUNE = "time several configurations"
+ALWAYS_SHOWN = ("xla", "triton")
+
+
+def options_parser(description: str | None, *, budget: float, tune: str = TUNE) -> argparse.ArgumentParser:
+    """Makes a parser of the options that these benchmarks have.
+
+    Args:
+        description: The benchmark's docstring.
+        budget: The default of `--budget`, in seconds.
+        tune: What `--tune` does.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="", help="regular expression of case names; default: all")
+    parser.add_argument("--tune", action="store_true", help=tune)
+    parser.add_argument("--budget", type=float, default=budget, help="seconds after which no case is started")
+    parser.add_argument("--json", help="append one JSON row per measurement to this file")
+    parser.add_argument("--commit", default="unknown")
+    return parser
+
+
+def implementations(tuned: dict[str, dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Names the options of the implementations that are always timed, followed by those of `tuned`."""
+    return {name: dict(implementation=name) for name in ALWAYS_SHOWN} | (tuned or {})
+
+
+def run_cases(
+    options: argparse.Namespace,
+    cases: Iterable[Any],
+    measure: Callable[[Any], list[Row]],
+    *,
+    copy_rate: float | None = None,
+    shown: int | None = None,
+) -> None:
+    """Measures the cases that the options name, and writes and prints their rows, each case as soon as it is measured.
+
+    Args:
+        options: What the parser of `options_parser` returned.
+        cases: The cases, which have names.
+        measure: Measures a case and returns its rows.
+        copy_rate: Bytes per microsecond that a copy moves, which every row then has in TB/s; None if rows don't need it.
+        shown: The number of rows of a case that are printed besides those of `ALWAYS_SHOWN`; None prints all.
+    """
+    header, begin = facts(options.commit), time.perf_counter()
+    print(header, "" if copy_rate is None else f"copy {copy_rate / 1e6:.2f} TB/s", flush=True)
+    more: Row = {} if copy_rate is None else {"copy_bandwidth_tb_s": copy_rate / 1e6}
+    for case in cases:
+        if not re.search(options.case, case.name):
+            continue
+        if time.perf_counter() - begin > options.budget:
+            print(f"{case.name}: no time left", flush=True)
+            continue
+        for place, row in enumerate(measure(case)):
+            append(options.json, row | more | header)
+            if shown is None or place < shown or row.get("candidate") in ALWAYS_SHOWN:
+                print(json.dumps(row), flush=True)

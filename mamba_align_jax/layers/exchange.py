@@ -1,0 +1,78 @@
+"""How the devices of a split model add up what each of them has computed.
+
+A step of few tokens spends more time on starting XLA's all-reduces than on their bytes. `Exchange` does them inside the
+kernels that read the sums.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
+
+
+def sum_of_shares(sums: jax.Array) -> jax.Array:
+    """Adds up [shares, tokens, hidden] in the order of the shares, as the kernels do; returns float32 [tokens, hidden]."""
+    summed = sums[0].astype(jnp.float32)
+    for share in range(1, sums.shape[0]):
+        summed = summed + sums[share].astype(jnp.float32)
+    return summed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Partial:
+    """Outputs of a layer, of which each device has a part: their total over shares and devices is meant.
+
+    Attributes:
+        sums: This device's part. [shares, tokens, hidden]
+        axis: The mesh axis of the devices.
+    """
+
+    sums: jax.Array
+    axis: str = field(metadata=dict(static=True))
+
+    def total(self) -> jax.Array:
+        """Adds everything up by XLA's all-reduce; returns float32 [tokens, hidden]."""
+        return jax.lax.psum(sum_of_shares(self.sums), self.axis)
+
+
+# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, or a part of such sums.
+Outputs: TypeAlias = jax.Array | Partial
+
+
+class Exchange:
+    """Adds up the parts of all devices by kernels that write into each other's memory, within one program.
+
+    It counts the turns, so it must not be used outside the trace in which it was made.
+
+    Attributes:
+        turn: The next turn. int32 []
+    """
+
+    def __init__(self, mailboxes: Mailboxes, turn: jax.Array) -> None:
+        """Begins with `turn`, which is 1 or what another program's exchange has left."""
+        self._mailboxes, self.turn = mailboxes, turn
+
+    def total(self, part: Partial) -> jax.Array:
+        """Adds up a part; returns float32 [tokens, hidden]."""
+        summed, self.turn = all_reduce(part.sums, self._mailboxes, self.turn)
+        return summed
+
+    def add_rms_norm(
+        self, x: jax.Array, part: Partial, weight: jax.Array, **options: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds up a part, adds it to `x` and normalises: see `all_reduce_rms_norm`."""
+        value, normed, self.turn = all_reduce_rms_norm(x, part.sums, weight, self._mailboxes, self.turn, **options)
+        return value, normed
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns what each device has, float32 [devices, tokens, channels], of float32 [tokens, channels]."""
+        axis, (tokens, channels) = self._mailboxes.axis, x.shape
+        devices = jax.lax.axis_size(axis)
+        is_own = jnp.arange(devices, dtype=jnp.int32)[:, None] == jax.lax.axis_index(axis)
+        # Each place has one number and zeros, whose sum is that number.
+        own = jnp.where(is_own, x[:, None], 0.0).reshape(1, tokens, devices * channels)
+        return self.total(Partial(own, axis)).reshape(tokens, devices, channels).transpose(1, 0, 2)
