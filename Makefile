@@ -48,7 +48,8 @@ integrations: $(VENV)/ready
 	$(if $(SGLANG_JAX),$(BIN)/python tests/integrations/run.py $(SGLANG_JAX) $(INTEGRATIONS_ARGS))
 	$(if $(TPU_INFERENCE),$(BIN)/python tests/integrations/run_tpu_inference.py $(TPU_INFERENCE))
 
-# Every kernel compiled for GPUs that this machine does not have. JAX's plugin for CUDA is in an environment of its own.
+# Every kernel and whole steps, compiled for GPUs that this machine does not have. JAX's plugin for CUDA is in an environment
+# of its own.
 ahead:
 	$(PYTHON) -m venv build/ahead
 	build/ahead/bin/python -m pip install --quiet --editable ".[dev]" "jax[cuda13]==0.11.2"

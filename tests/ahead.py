@@ -1,9 +1,11 @@
-"""Compiles every Triton kernel for GPUs that this machine does not have: `make ahead`.
+"""Compiles every Triton kernel, and whole steps, for GPUs that this machine does not have: `make ahead`.
 
 Lowering ends before a kernel's own compiler runs, which alone knows how much shared memory and how many registers a kernel
 takes. XLA compiles without a GPU if it is given a description of one, and JAX's CUDA plugin. It runs nothing. Each case of
 `tests/kernels/test_lowering.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
-own check refuses runs as XLA's code there, and is listed. The exit status is 1 if a case does not compile.
+own check refuses runs as XLA's code there, and is listed. Then the steps of `ahead_steps.py` are compiled. A step must not
+copy a pool, and one of decode rows must have no loop, conditional or sort. The number of its launches is listed. The exit
+status is 1 if a case or a step does not compile, or if a step is not as it must be.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import ahead_steps
 import jax
 import jax._src.xla_bridge as xla_bridge
 from jax.experimental import topologies
@@ -70,18 +73,24 @@ def cases(ops):
             yield run, case
 
 
-def compile_all(name, ops):
-    """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile."""
-    sharding, failed = where(name), 0
+def placing(name):
+    """Returns a function that says of an array that it lies on a GPU, and makes kernels ask for that GPU's memory."""
+    sharding = where(name)
     device.shared_bytes = lambda: DEVICES[name].shared_bytes
+    test_lowering.CORES[name] = DEVICES[name].cores
+    return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def compile_cases(name, ops):
+    """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile."""
+    place, failed = placing(name), 0
 
     def compile_(kind, function, *arguments, donated=(0,)):
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         with test_lowering.on(kind):
             traced = jax.jit(function, donate_argnums=donated).trace(*jax.tree.map(place, arguments))
             return traced.lower(lowering_platforms=("cuda",)).compile()
 
-    test_lowering.CORES[name], test_lowering.lower = DEVICES[name].cores, compile_
+    test_lowering.lower = compile_
     for run, case in cases(ops):
         try:
             run(name, case)
@@ -93,19 +102,40 @@ def compile_all(name, ops):
     return failed
 
 
+def compile_steps(name):
+    """Compiles whole steps for one device. Returns the number of those that do not compile or are not as they must be."""
+    place, failed = placing(name), 0
+    for step in ahead_steps.STEPS:
+        try:
+            with test_lowering.on(name):
+                traced, donated = ahead_steps.trace(step, place)
+                compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+            faults, launches = ahead_steps.faults(step, compiled, donated)
+            text = "; ".join(f.upper() for f in faults) or f"{launches} launches"
+        except jax.errors.JaxRuntimeError as error:
+            faults, text = [error], f"DOES NOT COMPILE: {str(error).splitlines()[0]}"
+        failed += bool(faults)
+        print(f"{name}: step {step.name}: {text}", flush=True)
+    return failed
+
+
 def main():
     """Compiles what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("devices", nargs="*", default=[*DEVICES], help="names of devices; default: all")
-    parser.add_argument("--op", action="append", help="compile the cases of this op only")
+    parser.add_argument("--op", action="append", help="compile the cases of this op only, and no step")
+    parser.add_argument("--steps", action="store_true", help="compile the steps only")
     options = parser.parse_args()
     jax.devices()  # loads the plugins
     # JAX turns "gpu" into "cuda" only where there is one: https://github.com/jax-ml/jax/issues/23971
     original = xla_bridge.canonicalize_platform
     xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else original(name)
-    failed = {name: compile_all(name, options.op) for name in options.devices}
-    total = len([*cases(options.op)])
-    print("; ".join(f"{name}: {count} of {total} do not compile" for name, count in failed.items()))
+    failed = dict.fromkeys(options.devices, 0)
+    for name in options.devices:
+        failed[name] += 0 if options.steps else compile_cases(name, options.op)
+        failed[name] += 0 if options.op else compile_steps(name)
+    total = (0 if options.steps else len([*cases(options.op)])) + (0 if options.op else len(ahead_steps.STEPS))
+    print("; ".join(f"{name}: {count} of {total} failed" for name, count in failed.items()))
     sys.exit(any(failed.values()))
 
 
