@@ -162,8 +162,9 @@ class StepRunner:
             history=history,
             layout=self.layout,
         )
-        self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
         self.sampler: SamplerState | None = None
+        # Old mailboxes stay until the new ones are there: a step that has failed may still write into them.
+        self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
         self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
         self._checker = StepChecker(spec, sizes.state_blocks)
         # False while the device's state, or the checker's account of it, may be half changed.
@@ -361,13 +362,8 @@ class StepRunner:
 
     def _static(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the static arguments of a bucket's program."""
-        return dict(
-            graph=self._graph,
-            spec=self.spec,
-            drafter=self.drafter,
-            num_decode_rows=bucket.decode_rows,
-            layout=self.layout,
-        )
+        model = dict(graph=self._graph, drafter=self.drafter, layout=self.layout)
+        return dict(spec=self.spec, num_decode_rows=bucket.decode_rows, **model)
 
 
 def _with_logprobs(

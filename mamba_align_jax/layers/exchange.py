@@ -24,10 +24,10 @@ def sum_of_shares(sums: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Partial:
-    """Outputs of a layer, of which each device has a part: their total over shares and devices is meant.
+    """Outputs of a layer of which each device has a summand: their total over shares and devices is meant.
 
     Attributes:
-        sums: This device's part. [shares, tokens, hidden]
+        sums: This device's summand. [shares, tokens, hidden]
         axis: The mesh axis of the devices.
     """
 
@@ -39,12 +39,12 @@ class Partial:
         return jax.lax.psum(sum_of_shares(self.sums), self.axis)
 
 
-# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, or a part of such sums.
+# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, or a summand.
 Outputs: TypeAlias = jax.Array | Partial
 
 
 class Exchange:
-    """Adds up the parts of all devices by kernels that write into each other's memory, within one program.
+    """Adds up the summands of all devices by kernels that write into each other's memory, within one program.
 
     It counts the turns, so it must not be used outside the trace in which it was made.
 
@@ -56,16 +56,16 @@ class Exchange:
         """Begins with `turn`, which is 1 or what another program's exchange has left."""
         self._mailboxes, self.turn = mailboxes, turn
 
-    def total(self, part: Partial) -> jax.Array:
-        """Adds up a part; returns float32 [tokens, hidden]."""
-        summed, self.turn = all_reduce(part.sums, self._mailboxes, self.turn)
+    def total(self, summand: Partial) -> jax.Array:
+        """Adds up what all devices have; returns float32 [tokens, hidden]."""
+        summed, self.turn = all_reduce(summand.sums, self._mailboxes, self.turn)
         return summed
 
     def add_rms_norm(
-        self, x: jax.Array, part: Partial, weight: jax.Array, **options: Any
+        self, x: jax.Array, summand: Partial, weight: jax.Array, **options: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds up a part, adds it to `x` and normalises: see `all_reduce_rms_norm`."""
-        value, normed, self.turn = all_reduce_rms_norm(x, part.sums, weight, self._mailboxes, self.turn, **options)
+        """Adds up what all devices have, adds it to `x` and normalises: see `all_reduce_rms_norm`."""
+        value, normed, self.turn = all_reduce_rms_norm(x, summand.sums, weight, self._mailboxes, self.turn, **options)
         return value, normed
 
     def gather(self, x: jax.Array) -> jax.Array:

@@ -87,23 +87,24 @@ class Linear(nnx.Module):
         """Computes the product of [tokens, in] as sums [shares, tokens, out], whose total over the shares it is.
 
         The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs are split over
-        devices, each device has a part of the product, in float32.
+        devices, each device has a summand of the product, in float32. A product with a bias is added up at once, so that
+        the bias is added once.
         """
         rows = self._rows(x)
         if self.bias is not None:
             return self._whole(rows)[None]
-        return self.shares(rows) if self.axis is None else self._part(rows, self.axis)
+        return self.shares(rows) if self.axis is None else self._summand(rows, self.axis)
 
     def shares(self, x: jax.Array) -> jax.Array:
         """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`."""
         return ops.linear_sums(self._rows(x), self.weight[...], implementation=self.implementation)
 
-    def _part(self, rows: jax.Array, axis: str) -> Partial:
+    def _summand(self, rows: jax.Array, axis: str) -> Partial:
         return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.shares(rows), axis)
 
     def _whole(self, rows: jax.Array) -> jax.Array:
         """Computes the product and adds the bias, float32 [tokens, out], the same bits on all devices."""
-        whole = self._float32(rows) if self.axis is None else self._part(rows, self.axis).total()
+        whole = self._float32(rows) if self.axis is None else self._summand(rows, self.axis).total()
         return whole if self.bias is None else whole + self.bias[...].astype(jnp.float32)
 
     def _float32(self, rows: jax.Array) -> jax.Array:

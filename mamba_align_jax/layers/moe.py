@@ -91,7 +91,7 @@ class Experts(nnx.Module):
     ) -> Outputs:
         """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
-        If the experts are split over devices, each device has a part of the sum, in float32.
+        If the experts are split over devices, each device has a summand, in float32.
 
         Args:
             x: Inputs. [tokens, hidden]

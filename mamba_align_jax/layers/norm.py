@@ -51,10 +51,10 @@ class RMSNorm(nnx.Module):
 
         Args:
             x: [tokens, channels]
-            addend: What is added: [tokens, channels], or shares of it [shares, tokens, channels], or a part of those.
+            addend: What is added: [tokens, channels], or shares of it [shares, tokens, channels], or a summand.
             scale: Factor of the addend.
             dtype: Dtype of the normed values; None is that of `x`.
-            exchange: Adds up the parts of all devices; None leaves that to XLA.
+            exchange: Adds up the summands of all devices; None leaves that to XLA.
 
         Returns:
             The sum in the dtype of `x`, and the normed sum, each [tokens, channels].

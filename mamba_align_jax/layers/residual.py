@@ -17,8 +17,8 @@ def total(outputs: Outputs, dtype: Any) -> jax.Array:
     """Returns outputs of a layer as one array [tokens, hidden] of `dtype`.
 
     Args:
-        outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are, or a part of them: see
-            `Linear.sums`.
+        outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are, or a summand of them:
+            see `Linear.sums`.
         dtype: The dtype.
     """
     if isinstance(outputs, Partial):
@@ -36,7 +36,7 @@ class Residual:
         value: The stream without what waits. [tokens, hidden]
         waiting: Outputs that are still to be added: see `total`; None if nothing waits.
         scale: Factor of what waits.
-        exchange: Adds up the parts of all devices; None leaves that to XLA.
+        exchange: Adds up the summands of all devices; None leaves that to XLA.
     """
 
     value: jax.Array
@@ -45,17 +45,24 @@ class Residual:
     exchange: Exchange | None = None
 
     def add(self, outputs: Outputs, scale: float = 1.0) -> "Residual":
-        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], or a part of such sums."""
-        return replace(self, value=self.settled(), waiting=outputs, scale=scale)
+        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], or a summand."""
+        return self.after(self.settled(), outputs, scale)
+
+    def after(self, value: jax.Array, outputs: Outputs, scale: float = 1.0) -> "Residual":
+        """Returns the stream of which a layer has computed the value itself, with outputs that are to be added to it."""
+        return replace(self, value=value, waiting=outputs, scale=scale)
+
+    def total(self, outputs: Outputs, dtype: Any) -> jax.Array:
+        """Returns outputs of a layer as one array [tokens, hidden] of `dtype`."""
+        if isinstance(outputs, Partial) and self.exchange is not None:
+            return self.exchange.total(outputs).astype(dtype)
+        return total(outputs, dtype)
 
     def settled(self) -> jax.Array:
         """Returns the stream, [tokens, hidden], with everything added."""
         if self.waiting is None:
             return self.value
-        if isinstance(self.waiting, Partial) and self.exchange is not None:
-            summed = self.exchange.total(self.waiting)
-        else:
-            summed = total(self.waiting, jnp.float32)
+        summed = self.total(self.waiting, jnp.float32)
         return (self.value.astype(jnp.float32) + self.scale * summed).astype(self.value.dtype)
 
     def normed(self, norm: RMSNorm, dtype: Any = None) -> tuple[jax.Array, "Residual"]:

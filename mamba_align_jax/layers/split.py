@@ -28,9 +28,9 @@ class SplitEmbed(nnx.Module):
         embedding = self.embedding[...]
         place = tokens - jax.lax.axis_index(AXIS).astype(tokens.dtype) * embedding.shape[0]
         own = (place >= 0) & (place < embedding.shape[0])
-        part = Partial(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0)[None], AXIS)
+        summand = Partial(jnp.where(own[:, None], embedding[jnp.where(own, place, 0)], 0)[None], AXIS)
         # One device has a token's embedding and the others have zeros, so no sum is rounded.
-        return (part.total() if exchange is None else exchange.total(part)).astype(embedding.dtype)
+        return (summand.total() if exchange is None else exchange.total(summand)).astype(embedding.dtype)
 
 
 class SplitRMSNorm(nnx.Module):

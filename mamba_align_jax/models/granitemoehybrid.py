@@ -15,7 +15,7 @@ from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import Experts, MixtureOfExperts
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual, total
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
@@ -151,7 +151,7 @@ class Layer(nnx.Module):
         out = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:
             of_experts = carry.feed_forward(self.block_sparse_moe, normed, step)
-            out = total(out, jnp.float32) + total(of_experts, jnp.float32)
+            out = x.total(out, jnp.float32) + x.total(of_experts, jnp.float32)
         return x.add(out, self.residual_multiplier), carry
 
 

@@ -11,7 +11,7 @@ from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual, total
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
@@ -119,9 +119,9 @@ class Layer(nnx.Module):
             return x.add(self.mlp(normed)), carry
         value = x.settled()
         out, carry = carry.mix(self.self_attn, value, step)
-        value = value + self.post_attention_layernorm(total(out, value.dtype))
-        out = total(self.mlp(value), value.dtype)
-        return Residual(value).add(self.post_feedforward_layernorm(out)), carry
+        value = value + self.post_attention_layernorm(x.total(out, value.dtype))
+        out = x.total(self.mlp(value), value.dtype)
+        return x.after(value, self.post_feedforward_layernorm(out)), carry
 
 
 class Model(CausalLM):

@@ -17,7 +17,7 @@ from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mamba2 import Mamba2Mixer
 from mamba_align_jax.layers.mixer import Mixer
 from mamba_align_jax.layers.norm import RMSNorm
-from mamba_align_jax.layers.residual import Residual, total
+from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, SharedBlock
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
@@ -136,10 +136,10 @@ class Layer(nnx.Module):
         assert carry.embedded is not None, "a step starts with embeddings"
         both = self.block_norm(jnp.concatenate([value, carry.embedded], axis=1))
         out, carry = carry.mix(self.self_attn, both, step)
-        heard = self.feed_forward(self.pre_ff_layernorm(total(out, value.dtype)))
-        heard = self.linear(total(heard, value.dtype))
+        heard = self.feed_forward(self.pre_ff_layernorm(x.total(out, value.dtype)))
+        heard = self.linear(x.total(heard, value.dtype))
         out, carry = carry.mix(self.mamba, self.input_layernorm(value + heard), step)
-        return Residual(value).add(out), carry
+        return x.after(value, out), carry
 
 
 class Model(CausalLM):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def sum_over_devices(num_devices: int, source_bytes: int, pack: int) -> tuple[str, str]:
     """Writes the assembly for `pack` numbers of a thread, all of which are sent before one is waited for.
 
-    The operands are the sum; the number, the turn, and its offset in a slot in bytes, which is negative where there is
+    The operands are the sum; the number, the turn, and its offset in a mailbox in bytes, which is negative where there is
     nothing to add; and for each row of `Mailboxes.addresses` the lower and the upper half of an address. The sum begins with
     the first device, so that all devices get the same bits. Running it twice does what running it once does.
 

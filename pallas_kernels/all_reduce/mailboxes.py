@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SLOTS = 2  # A device may be one turn ahead of another one, so consecutive turns need places of their own.
+SIDES = 2  # A device may be one turn ahead of another one, so consecutive turns need places of their own.
 WORD_BYTES = 8  # a float32 and the turn in which it was sent
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
@@ -53,15 +53,15 @@ def can_write_each_other(devices: Sequence[jax.Device]) -> bool:
 class Mailboxes:
     """A mailbox for each device of a mesh axis.
 
-    A mailbox has two slots for every device. In a turn, each device sends its numbers to all mailboxes, its own included,
-    and then reads its own mailbox. Kernels write into mailboxes by address, and XLA does not know of it. Hence the arrays
-    must live as long as programs that use them run, must never be donated, and must be zero before turn 1.
+    A mailbox has two sides for every device, used in turn. In a turn, each device sends its numbers to all mailboxes, its
+    own included, and then reads its own mailbox. Kernels write into mailboxes by address, and XLA does not know of it. Hence
+    the arrays must live as long as programs that use them run, must never be donated, and must be zero before turn 1.
 
     Attributes:
         memory: The mailboxes. int32 [devices, words]
         addresses: For each device, where in the mailbox of each other device it writes, and last where its own mailbox
             begins: the lower and the upper half of an address. int32 [devices, devices + 1, 2]
-        capacity: The numbers that a slot holds.
+        capacity: The numbers that a side holds.
         axis: The mesh axis.
     """
 
@@ -72,27 +72,31 @@ class Mailboxes:
 
     @classmethod
     def create(cls, mesh: Mesh, axis: str, capacity: int) -> "Mailboxes":
-        """Allocates empty mailboxes.
+        """Allocates empty mailboxes, and waits for all devices.
+
+        A device must not send before the other mailboxes are zero, and not while kernels still run there that use the
+        memory from before. No order of programs on one device says anything of another device's.
 
         Args:
             mesh: A mesh of one axis, all of whose devices belong to this process: see `can_write_each_other`.
             axis: The axis.
-            capacity: The numbers that a slot holds.
+            capacity: The numbers that a side holds.
 
         Raises:
             ValueError: the mesh has other axes, or `capacity` is not positive or does not fit 32-bit offsets.
         """
         if mesh.axis_names != (axis,):
             raise ValueError(f"Mailboxes: mesh must have the axis {axis!r} alone, got {mesh.axis_names}")
-        if not 0 < SLOTS * capacity * WORD_BYTES < 2**31:
-            limit = (2**31 - 1) // (SLOTS * WORD_BYTES)
+        if not 0 < SIDES * capacity * WORD_BYTES < 2**31:
+            limit = (2**31 - 1) // (SIDES * WORD_BYTES)
             raise ValueError(f"Mailboxes: capacity must be 1 to {limit}, got {capacity}")
         devices, of_device = mesh.size, NamedSharding(mesh, P(axis))
-        words = devices * SLOTS * capacity * WORD_BYTES // 4
-        memory = jax.jit(lambda: jnp.zeros((devices, words), jnp.int32), out_shardings=of_device)()
+        words = devices * SIDES * capacity * WORD_BYTES // 4
+        empty = jax.jit(lambda: jnp.zeros((devices, words), jnp.int32), out_shardings=of_device)
+        memory = jax.block_until_ready(empty())
         shards = sorted(memory.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         begins = [shard.data.unsafe_buffer_pointer() for shard in shards]
-        own = np.arange(devices)[:, None] * SLOTS * capacity * WORD_BYTES
+        own = np.arange(devices)[:, None] * SIDES * capacity * WORD_BYTES
         targets = np.asarray(begins, np.uint64) + own.astype(np.uint64)
         halves = np.concatenate([targets, np.asarray(begins, np.uint64)[:, None]], axis=1)[..., None].view(np.int32)
         return cls(memory=memory, addresses=jax.device_put(halves, of_device), capacity=capacity, axis=axis)

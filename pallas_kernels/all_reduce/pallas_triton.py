@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels.all_reduce._ptx import sum_over_devices
 from pallas_kernels.all_reduce.config import Config, default_config
-from pallas_kernels.all_reduce.mailboxes import SLOTS, WORD_BYTES, Mailboxes
+from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES, Mailboxes
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
 
 
@@ -41,12 +41,12 @@ def _sum(refs: pt.Refs, token: jax.Array, channel: jax.Array, exists: jax.Array,
     # Elements of a thread lie side by side in a tile, and those that a warp sends at a time in a mailbox.
     row = _row_words(num_channels, pack)
     place = token * row + channel % pack * (row // pack) + channel // pack
-    slot_bytes = refs.memory.shape[1] * 4 // ((num_rows - 1) * SLOTS)
+    side_bytes = refs.memory.shape[1] * 4 // ((num_rows - 1) * SIDES)
     # Turns are odd, so that no word of an empty mailbox has one.
-    offset = jnp.where(exists, ((turn >> 1) & (SLOTS - 1)) * slot_bytes + place * WORD_BYTES, -1)
+    offset = jnp.where(exists, ((turn >> 1) & (SIDES - 1)) * side_bytes + place * WORD_BYTES, -1)
     wide = lambda scalar: jnp.broadcast_to(scalar, total.shape)
     halves = [wide(pt.load(refs.addresses.at[0, number, half])) for number in range(num_rows) for half in (0, 1)]
-    text, constraints = sum_over_devices(num_rows - 1, SLOTS * slot_bytes, pack)
+    text, constraints = sum_over_devices(num_rows - 1, SIDES * side_bytes, pack)
     return pt.assembly(text, constraints, total, wide(turn), offset, *halves, pack=pack)
 
 
