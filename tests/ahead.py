@@ -4,8 +4,8 @@ Lowering ends before a kernel's own compiler runs, which alone knows how much sh
 takes. XLA compiles without a GPU if it is given a description of one, and JAX's CUDA plugin. It runs nothing. Each case of
 `tests/kernels/test_lowering.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
 own check refuses runs as XLA's code there, and is listed. Then the steps of `ahead_steps.py` are compiled. A step must not
-copy a pool, and one of decode rows must have no loop, conditional or sort. The number of its launches is listed. The exit
-status is 1 if a case or a step does not compile, or if a step is not as it must be.
+copy a pool and must have no loop and no conditional, and one of decode rows no sort. The number of its launches is listed.
+The exit status is 1 if a case or a step does not compile, or if a step is not as it must be.
 """
 
 import argparse
