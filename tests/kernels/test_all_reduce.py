@@ -1,4 +1,4 @@
-"""all_reduce: sums over devices against float64, and the assembly by which devices exchange them, run by a small machine."""
+"""all_reduce: sums over devices against float64, and the assembly by which devices exchange them, run by an interpreter."""
 
 import functools
 import re
@@ -239,7 +239,7 @@ def thread(text, operands, memory):
         elif name == "add.rn.f32":
             registers[target] = bits(np.float32(number(value(sources[0]))) + np.float32(number(value(sources[1]))))
         else:
-            raise AssertionError(f"the machine does not know {line}")
+            raise AssertionError(f"the interpreter does not know {line}")
     operands.update({name: registers[name] for name in operands})
 
 
