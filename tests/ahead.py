@@ -9,6 +9,7 @@ The exit status is 1 if a case or a step does not compile, or if a step is not a
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import NamedTuple
@@ -59,11 +60,12 @@ device_description_str: "{name}"
 """
 
 
-def where(name):
-    """Returns how arrays lie on a GPU that is described only."""
+def described(name, count):
+    """Returns GPUs that are described only. From then on kernels ask for their shared memory and cores."""
     configuration = _CONFIGURATION.format(name=name, device=DEVICES[name])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=configuration, topology="1x1x1")
-    return SingleDeviceSharding(topology.devices[0])
+    device.shared_bytes = lambda: DEVICES[name].shared_bytes
+    test_lowering.CORES[name] = DEVICES[name].cores
+    return topologies.get_topology_desc(platform="cuda", target_config=configuration, topology=f"1x1x{count}").devices
 
 
 def cases(ops):
@@ -73,17 +75,10 @@ def cases(ops):
             yield run, case
 
 
-def placing(name):
-    """Returns a function that says of an array that it lies on a GPU, and makes kernels ask for that GPU's memory."""
-    sharding = where(name)
-    device.shared_bytes = lambda: DEVICES[name].shared_bytes
-    test_lowering.CORES[name] = DEVICES[name].cores
-    return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
 def compile_cases(name, ops):
     """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile."""
-    place, failed = placing(name), 0
+    (gpu,), failed = described(name, 1), 0
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(gpu))
 
     def compile_(kind, function, *arguments, donated=(0,)):
         with test_lowering.on(kind):
@@ -104,11 +99,12 @@ def compile_cases(name, ops):
 
 def compile_steps(name):
     """Compiles whole steps for one device. Returns the number of those that do not compile or are not as they must be."""
-    place, failed = placing(name), 0
+    failed = 0
     for step in ahead_steps.STEPS:
         try:
-            with test_lowering.on(name):
-                traced, donated = ahead_steps.trace(step, place)
+            devices = described(name, step.devices)
+            with test_lowering.on(name) if step.devices == 1 else contextlib.nullcontext():
+                traced, donated = ahead_steps.trace(step, devices)
                 compiled = traced.lower(lowering_platforms=("cuda",)).compile()
             faults, launches = ahead_steps.faults(step, compiled, donated)
             text = "; ".join(f.upper() for f in faults) or f"{launches} launches"
@@ -126,6 +122,7 @@ def main():
     parser.add_argument("--op", action="append", help="compile the cases of this op only, and no step")
     parser.add_argument("--steps", action="store_true", help="compile the steps only")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(step.devices for step in ahead_steps.STEPS))
     jax.devices()  # loads the plugins
     # JAX turns "gpu" into "cuda" only where there is one: https://github.com/jax-ml/jax/issues/23971
     original = xla_bridge.canonicalize_platform

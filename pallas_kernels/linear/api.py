@@ -95,7 +95,7 @@ def linear_sums(
         return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
     shares = 1
     if implementation is not None or x.shape[0] <= MAX_TOKENS:
-        shares = (config or default_config(x, weight)).shares
+        shares = (config or default_config(x, weight, is_summed=True)).shares
     return _run("linear_sums", (x, weight), (("shares", shares),), implementation, config, interpret)
 
 

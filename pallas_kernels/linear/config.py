@@ -32,7 +32,7 @@ class Config:
     num_stages: int
 
 
-def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> Config:
+def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False, is_summed: bool = False) -> Config:
     """Returns the configuration for a product.
 
     For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
@@ -42,6 +42,7 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
         x: Inputs [tokens, inputs], of which only shape and dtype are used.
         weight: Weights [outputs, inputs], likewise.
         is_gated: Whether a tile takes rows of both halves of the weights.
+        is_summed: Whether what reads the product adds up its shares. If not, that is a launch of its own.
     """
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], x.dtype.itemsize
     tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
@@ -55,6 +56,9 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -
             outputs, inputs, num_stages = 32, (256 if width >= 32 * _PROGRAMS // 2 else 512) // itemsize, 4
         while tokens > 16 < outputs and width // outputs < _PROGRAMS // 4:
             outputs //= 2
+    elif tokens == 16 and not is_summed and 32 * _PROGRAMS // 4 <= num_outputs <= 32 * _PROGRAMS // 2:
+        # Tiles for half of the cores or more: a part of a split model's projections.
+        outputs, inputs, num_stages = 32, 256 // itemsize, 6
     elif num_outputs <= 32 * _PROGRAMS // 2:
         # Too few tiles of outputs for all cores: several programs divide the inputs of each.
         # More than four shares gain less than adding them costs.

@@ -121,6 +121,6 @@ def linear_sums(
     x: jax.Array, weight: jax.Array, *, shares: int, config: Config | None = None, interpret: bool = False
 ) -> jax.Array:
     """See api.py. `shares` is that of the configuration."""
-    config = config or default_config(x, weight)
+    config = config or default_config(x, weight, is_summed=True)
     assert config.shares == shares, (config, shares)
     return _sums(x, weight, config, is_gated=False, interpret=interpret)

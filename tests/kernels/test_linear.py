@@ -86,7 +86,7 @@ def test_products_of_many_tokens_run_as_xla_code_by_default():
     """Shapes do not depend on the platform, so that a program can be lowered for any."""
     weight = jnp.zeros((64, 2048), jnp.bfloat16)
     for tokens, shares in (
-        (MAX_TOKENS, default_config(jnp.zeros((MAX_TOKENS, 2048), jnp.bfloat16), weight).shares),
+        (MAX_TOKENS, default_config(jnp.zeros((MAX_TOKENS, 2048), jnp.bfloat16), weight, is_summed=True).shares),
         (65, 1),
     ):
         x = jnp.zeros((tokens, 2048), jnp.bfloat16)
