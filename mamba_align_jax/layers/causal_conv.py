@@ -3,7 +3,8 @@
 Source: Gu, Dao, "Mamba" (2023), section 3.4.
 """
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 
@@ -40,18 +41,24 @@ class CausalConv1d(ConvTaps):
         Returns:
             The outputs [tokens, channels], which are 0 for padding tokens, and the updated pool.
         """
-        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
-
-        def run(op, rows: LayerRows, x, pool, **kept):
-            where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
-            options = dict(activation=self.activation, layout=self.window_layout, implementation=at.implementation)
-            return op(x, pool, at.layer, weight, bias, *where, **kept, **options)
-
-        def decode(rows: LayerRows, x, pool):
-            return run(causal_conv1d_update, rows, x, pool, **rows.boundaries)
-
-        def prefill(rows: LayerRows, x, pool):
-            return run(causal_conv1d_prefill, rows, x, pool, **rows.checkpoints)
-
+        decode, prefill = (functools.partial(run, at) for run in (self.decode, self.prefill))
         out, pool = at.apply(decode, prefill, (x,), (pool,))
         return out, pool
+
+    def decode(
+        self, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Runs the tokens of decode and verify rows: see `causal_conv1d_update`."""
+        return self._run(causal_conv1d_update, at, rows, x, pool, parts=parts, **rows.boundaries)
+
+    def prefill(
+        self, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, *, parts: tuple[int, ...] | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Runs the tokens of prefill rows: see `causal_conv1d_prefill`."""
+        return self._run(causal_conv1d_prefill, at, rows, x, pool, parts=parts, **rows.checkpoints)
+
+    def _run(self, op: Any, at: LayerStep, rows: LayerRows, x: jax.Array, pool: jax.Array, **options: Any) -> Any:
+        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
+        options |= dict(activation=self.activation, layout=self.window_layout, implementation=at.implementation)
+        return op(x, pool, at.layer, weight, bias, *where, **options)

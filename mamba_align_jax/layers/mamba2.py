@@ -105,30 +105,34 @@ class Mamba2Mixer(nnx.Module):
             of_z, *of_xBC, of_dt = self.multipliers
             factors = np.repeat(of_xBC, (inner, of_groups, of_groups))
             z, xBC, dt = z * of_z, xBC * jnp.asarray(factors, xBC.dtype), dt * of_dt
-        xBC, conv = self.conv1d(xBC, at, conv)
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
         same = dict(D=self.D[...], dt_bias=self.dt_bias[...], implementation=at.implementation)
 
-        def parts(xBC: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-            """Returns x, dt, A, B and C of packed tokens."""
-            inputs, B, C = jnp.split(xBC, [inner, inner + of_groups], axis=1)
-            split = lambda y, heads: y.reshape(y.shape[0], heads, -1)
-            return split(inputs, self.heads), dt, A, split(B, self.groups), split(C, self.groups)
+        parts = inner, of_groups, of_groups
+        heads = lambda y, number: y.reshape(y.shape[0], number, -1)
+        operands = lambda x, B, C, dt: (heads(x, self.heads), dt, A, heads(B, self.groups), heads(C, self.groups))
 
-        def decode(rows: LayerRows, xBC, dt, recurrent, *ring):
+        def decode(rows: LayerRows, xBC, dt, conv, recurrent, *ring):
             if rows.fold is not None:
+                xBC, conv = self.conv1d.decode(at, rows, xBC, conv)
                 at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
-                operands = xBC, dt, A, recurrent, *ring, at.layer, rows.query_start_loc, *at_row
-                return selective_state_deferred(*operands, max_query_tokens=rows.write.shape[-1], **same)
+                where = at.layer, rows.query_start_loc, *at_row
+                options = dict(max_query_tokens=rows.write.shape[-1], **same)
+                out, *states = selective_state_deferred(xBC, dt, A, recurrent, *ring, *where, **options)
+                return out, conv, *states
+            xBC, conv = self.conv1d.decode(at, rows, xBC, conv, parts=parts)
             where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            return *selective_state_update(*parts(xBC, dt), recurrent, *where, **same), *ring
+            out, recurrent = selective_state_update(*operands(*xBC, dt), recurrent, *where, **same)
+            return out, conv, recurrent, *ring
 
-        def prefill(rows: LayerRows, xBC, dt, recurrent, *ring):
+        def prefill(rows: LayerRows, xBC, dt, conv, recurrent, *ring):
             assert at.chunks is not None, "a step with prefill rows has chunks"
+            xBC, conv = self.conv1d.prefill(at, rows, xBC, conv, parts=parts)
             where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-            return *ssd(*parts(xBC, dt), recurrent, *where, **rows.checkpoints, **same), *ring
+            out, recurrent = ssd(*operands(*xBC, dt), recurrent, *where, **rows.checkpoints, **same)
+            return out, conv, recurrent, *ring
 
-        out, recurrent, *ring = at.apply(decode, prefill, (xBC, dt), (recurrent, *ring))
+        out, conv, recurrent, *ring = at.apply(decode, prefill, (xBC, dt), (conv, recurrent, *ring))
         out = out.reshape(z.shape)
         out = (out * jax.nn.silu(z)) if self.norm is None else self.norm(out, z)
         return self.out_proj.sums(out), conv, recurrent, *ring

@@ -49,11 +49,12 @@ def causal_conv1d_update(
     boundary_block: Int32[Array, " rows"] | None = None,
     *,
     activation: Activation = "silu",
+    parts: tuple[int, ...] | None = None,
     layout: WindowLayout = "SD",
     implementation: Implementation | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "tokens channels"], Pool | PoolDS]:
+) -> tuple[Any, Pool | PoolDS]:
     """Convolves the tokens of decode and verify rows causally, and keeps windows for every number of accepted tokens.
 
     y[t] = act(bias + sum_j weight[j] * u[t - (width-1) + j]), where u is the row's window followed by its tokens. The
@@ -88,6 +89,7 @@ def causal_conv1d_update(
         boundary_block: The block that receives that window. NULL_BLOCK means no boundary, whatever `boundary_row` is. It
             may be the row's own read block, and must not be its write block.
         activation: The activation function, "silu" or None.
+        parts: Sizes of the outputs, into which the channels are cut. None returns one array, which is no tuple.
         layout: The layout of the windows: "SD" [window, channels] or "DS" [channels, window].
         implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
             the arguments, and XLA otherwise.
@@ -95,24 +97,29 @@ def causal_conv1d_update(
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
     Returns:
-        The outputs in x's dtype, which are 0 for tokens after the last row, and the updated pool.
+        The outputs in x's dtype, one array or a tuple of one for each of `parts`, which are 0 for tokens after the last
+        row; and the updated pool.
 
     Raises:
-        ValueError: if a shape or dtype breaks the contract, or if only one of the boundary arguments is given.
+        ValueError: if a shape or dtype breaks the contract, if `parts` are not all channels, or if only one of the
+            boundary arguments is given.
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     name = "causal_conv1d_update"
     _check(name, x, pool, weight, activation, layout)
     check_together(name, boundary_row=boundary_row, boundary_block=boundary_block)
-    no_tokens = x.shape[0] == 0
-    if read_block.shape[0] == 0 or (no_tokens and boundary_block is None):
-        return jnp.zeros_like(x), pool
-    # Kernels have no arrays of no tokens. A token after the last row changes nothing.
-    inputs = jnp.zeros((1, x.shape[1]), x.dtype) if no_tokens else x
-    operands = (inputs, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
-    operands += boundary_row, boundary_block
-    y, pool = _update(operands, activation, layout, implementation, config, interpret)
-    return (x if no_tokens else y), pool
+    sizes = sizes_of(name, parts, x.shape[1])
+    has_rows, has_tokens = read_block.shape[0] > 0, x.shape[0] > 0
+    outs = None
+    if has_rows and (has_tokens or boundary_block is not None):
+        # Kernels have no arrays of no tokens. A token after the last row changes nothing.
+        inputs = x if has_tokens else jnp.zeros((1, x.shape[1]), x.dtype)
+        operands = (inputs, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
+        operands += boundary_row, boundary_block
+        outs, pool = _update(operands, activation, sizes, layout, implementation, config, interpret)
+    if outs is None or not has_tokens:
+        outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
+    return (outs[0] if parts is None else outs), pool
 
 
 @renamed_keywords(read_row="window_row")
@@ -191,9 +198,9 @@ def causal_conv1d_prefill(
     return (outs[0] if parts is None else outs), pool
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "layout", "implementation", "config", "interpret"))
-def _update(operands, activation, layout, implementation, config, interpret):
-    options = dict(activation=activation, layout=layout)
+@functools.partial(jax.jit, static_argnames=("activation", "parts", "layout", "implementation", "config", "interpret"))
+def _update(operands, activation, parts, layout, implementation, config, interpret):
+    options = dict(activation=activation, parts=parts, layout=layout)
     return dispatch(
         "causal_conv1d_update",
         implementation,

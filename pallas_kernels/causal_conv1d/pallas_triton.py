@@ -53,8 +53,13 @@ def _output(
     return activate(y) if activate else y
 
 
-def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: WindowLayout) -> None:
-    """Runs one row and tile of channels. Reads all inputs of `call` below, updates `pool` and writes `y`."""
+def _update_kernel(
+    refs: Refs, *, tile: int, activation: str | None, parts: Sequence[int], layout: WindowLayout
+) -> None:
+    """Runs one row and tile of channels.
+
+    Reads all inputs of `call` below, updates `pool` and writes the outputs `part0`, `part1`, ..
+    """
     tokens, channels = refs.x.shape
     rows, width = refs.read_block.shape[0], refs.weight.shape[0]
     longest = refs.pool.shape[2 if layout == "SD" else 3] - (width - 2)
@@ -67,6 +72,11 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: Win
     boundary_row = boundary = None
     if refs.boundary_block is not None:
         boundary_row, boundary = refs.boundary_row[row], refs.boundary_block[row]
+
+    def store(token, y, mask):
+        for ref, place, inside_part in pt.parts(refs, parts, channel):
+            part_mask = mask if len(parts) == 1 else mask & inside_part
+            pt.store(ref.at[token, place], y.astype(ref.dtype), mask=part_mask)
 
     taps, bias = _parameters(refs, channel, inside)
     is_row, has_tokens = program < rows, end > start
@@ -96,12 +106,12 @@ def _update_kernel(refs: Refs, *, tile: int, activation: str | None, layout: Win
             pt.store(_place(refs, layout, layer, write, jnp.int32(j), channel), value, mask=keep)
         for t in range(longest):
             y = _output(inputs[t : t + width], taps, bias, silu if activation == "silu" else None)
-            pt.store(refs.y.at[start + t, channel], y.astype(refs.y.dtype), mask=inside & (start + t < end))
+            store(start + t, y, inside & (start + t < end))
 
     # The tokens after the last row belong to no row. The program with the token's number writes zeros.
     @pt.when((program < tokens) & (program >= total))
     def _():
-        pt.store(refs.y.at[program, channel], jnp.zeros((tile,), refs.y.dtype), mask=inside)
+        store(program, jnp.zeros((tile,), refs.x.dtype), inside)
 
 
 def causal_conv1d_update(
@@ -118,15 +128,16 @@ def causal_conv1d_update(
     boundary_block: jax.Array | None = None,
     *,
     activation: str | None,
+    parts: tuple[int, ...],
     layout: WindowLayout,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Launches the update kernel. See api.py."""
     rows = read_block.shape[0]
     config = config or default_config(layout)
     results = pt.call(
-        functools.partial(_update_kernel, tile=config.tile, activation=activation, layout=layout),
+        functools.partial(_update_kernel, tile=config.tile, activation=activation, parts=parts, layout=layout),
         name="causal_conv1d_update",
         grid=(-(-x.shape[1] // config.tile), max(x.shape[0], rows)),
         inputs=dict(
@@ -141,12 +152,13 @@ def causal_conv1d_update(
             boundary_row=boundary_row,
             boundary_block=boundary_block,
         ),
-        outputs=dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        outputs=pt.part_shapes(x.shape[0], parts, x.dtype),
         updates=dict(pool=pool),
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return results["y"], results["pool"]
+    pool = results.pop("pool")
+    return tuple(results.values()), pool
 
 
 def _prefill_kernel(

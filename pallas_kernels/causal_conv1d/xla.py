@@ -74,8 +74,9 @@ def causal_conv1d_update(
     boundary_block: jax.Array | None = None,
     *,
     activation: str | None,
+    parts: tuple[int, ...],
     layout: WindowLayout,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Convolves decode and verify rows. See api.py."""
     width, window = weight.shape[0], pool.shape[2 if layout == "SD" else 3]
     start, length = query_start_loc[:-1], jnp.diff(query_start_loc)
@@ -89,7 +90,7 @@ def causal_conv1d_update(
         boundary = _history(pool, layer, read_block, boundary_row, width, layout)
         boundary = jnp.pad(boundary, ((0, 0), (0, window - (width - 1)), (0, 0)))
         block, kept = jnp.concatenate([boundary_block, block]), jnp.concatenate([boundary, kept])
-    return y, _keep(pool, layer, block, kept, layout)
+    return cut_columns(y, parts), _keep(pool, layer, block, kept, layout)
 
 
 def causal_conv1d_prefill(

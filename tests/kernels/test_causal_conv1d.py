@@ -318,6 +318,29 @@ def test_prefill_ignores_other_channels_and_cuts_its_outputs(rng, implementation
     assert_untouched(after, after_parts, written=())
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_update_cuts_its_outputs(rng, layout, implementation):
+    """Padding tokens are 0 in every part. A row may also keep a boundary's window."""
+    lengths = [1, 3, 0, 2]
+    x, pool, weight, bias = make(rng, lengths, 4, jnp.bfloat16, K=2, bias=True)
+    pool = pool if layout == "SD" else pool.swapaxes(2, 3)
+    rows = pack(lengths), jnp.array([3, 0, 4, 5]), jnp.array([0, 1, 0, 2]), jnp.array([6, 7, 0, 8])
+    rows += jnp.array([0, 0, 1, 1]), jnp.array([0, 9, 10, 0])
+    run = lambda **options: causal_conv1d_update(
+        x, pool, LAYER, weight, bias, *rows, layout=layout, **options, **how(implementation)
+    )
+    y, after = run()
+    parts = 3, 1, CHANNELS - 4
+    outs, after_parts = run(parts=parts)
+    assert tuple(out.shape[1] for out in outs) == parts
+    np.testing.assert_array_equal(jnp.concatenate(outs, axis=1), y)
+    assert not np.asarray(y[sum(lengths) :]).any()
+    np.testing.assert_array_equal(np.asarray(after.astype(jnp.float32)), np.asarray(after_parts.astype(jnp.float32)))
+    (out,), _ = run(parts=(CHANNELS,))
+    np.testing.assert_array_equal(out, y)
+
+
 def test_empty_arrays_return_at_once(rng):
     x, pool, weight, _ = make(rng, [2], 4, jnp.float32)
     none = jnp.zeros((0,), jnp.int32)
@@ -325,6 +348,9 @@ def test_empty_arrays_return_at_once(rng):
         y, after = op(x, pool, 0, weight, None, pack([]), none, none, none)
         assert y.shape == x.shape
         assert not y.any()
+        assert after is pool
+        outs, after = op(x[:0], pool, 0, weight, None, pack([]), none, none, none, parts=(CHANNELS - 1, 1))
+        assert [out.shape for out in outs] == [(0, CHANNELS - 1), (0, 1)]
         assert after is pool
 
 
@@ -344,10 +370,10 @@ def test_errors_name_the_bad_argument(rng):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, layout="ds")
         with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'relu'"):
             op(x, pool, 0, weight, None, pack([2]), row, row, row, activation="relu")
-    for parts in ((8, 8), (CHANNELS, 0), (CHANNELS - 0.5, 0.5), (CHANNELS - 1, True), CHANNELS, "parts", ()):
-        wanted = f"parts must be positive whole numbers whose sum is {CHANNELS}, got {parts!r}"
-        with pytest.raises(ValueError, match=re.escape(wanted)):
-            causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, parts=parts)
+        for parts in ((8, 8), (CHANNELS, 0), (CHANNELS - 0.5, 0.5), (CHANNELS - 1, True), CHANNELS, "parts", ()):
+            wanted = f"parts must be positive whole numbers whose sum is {CHANNELS}, got {parts!r}"
+            with pytest.raises(ValueError, match=re.escape(wanted)):
+                op(x, pool, 0, weight, None, pack([2]), row, row, row, parts=parts)
     with pytest.raises(ValueError, match=f"x must have at least weight's {CHANNELS} channels, got 8"):
         causal_conv1d_prefill(x[:, :8], pool, 0, weight, None, pack([2]), row, row, row)
     with pytest.raises(ValueError, match="checkpoint_offset and checkpoint_block must be given together, got only"):
