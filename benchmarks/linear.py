@@ -81,12 +81,12 @@ def sampled_error(case: Case, x: jax.Array, weight: jax.Array, out: jax.Array) -
 
 def measure(case: Case, tune: bool, rate: float) -> list[Row]:
     """One row per candidate, the fastest first."""
-    size = 2 * case.inputs * case.outputs
+    size = jnp.dtype(case.weight_dtype).itemsize * case.inputs * case.outputs
     count = max(2, math.ceil(ROTATION_BYTES / size))
     keys = jax.random.split(jax.random.key(0), count + 1)
     x = jax.random.normal(keys[0], (case.tokens, case.inputs), case.dtype)
-    draw = jax.jit(lambda key: jax.random.normal(key, (case.outputs, case.inputs), case.dtype))
-    weights = [draw(key) * jnp.asarray(case.inputs**-0.5, case.dtype) for key in keys[1:]]
+    draw = jax.jit(lambda key: jax.random.normal(key, (case.outputs, case.inputs), case.weight_dtype))
+    weights = [draw(key) * jnp.asarray(case.inputs**-0.5, case.weight_dtype) for key in keys[1:]]
 
     def turn(x: jax.Array, weights: list[jax.Array], **options: Any) -> list[jax.Array]:
         outs = []

@@ -229,7 +229,7 @@ class SigmoidGate(nnx.Module):
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
         return choose_experts(
-            ops.linear_sums(x.astype(jnp.float32), self.weight[...]),
+            ops.linear_sums(x, self.weight[...]),
             self.top_k,
             scores="sigmoid",
             bias=self.e_score_correction_bias[...],

@@ -35,16 +35,17 @@ def linear(
     A token's result does not depend on other tokens, to the bit, as long as the number of tokens stays the same.
 
     Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
-    `MAX_TOKENS` tokens have x's dtype, "xla" rounds products to it before bias and gate. float32 products are three
-    products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
+    `MAX_TOKENS` tokens have the weights' dtype, "xla" rounds products to it before bias and gate. float32 products are
+    three products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
 
     Args:
         x: Inputs.
-        weight: Weights, as files of Hugging Face hold them. They have x's dtype.
+        weight: Weights, as files of Hugging Face hold them. They have x's dtype, or are float32 where x is narrower: x is
+            then converted on the way, without a copy.
         bias: Added to y.
         is_gated: Whether the result is silu(gate) * up.
         parts: Sizes of the results, whose columns lie side by side in y, or in silu(gate) * up. None is one result.
-        out_dtype: Dtype of the results; None is x's.
+        out_dtype: Dtype of the results; None is that of the weights.
         implementation: "xla" or "triton". None selects Triton for at most `MAX_TOKENS` tokens when the program is lowered
             for CUDA, and XLA otherwise.
         config: Launch configuration of the Triton kernel. None selects the default.
@@ -58,11 +59,11 @@ def linear(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     outputs = weight.shape[0]
-    require(x.dtype == weight.dtype, f"linear: weight must have x's dtype {x.dtype}, got {weight.dtype}")
+    _check_dtypes("linear", x, weight)
     require(not is_gated or outputs % 2 == 0, f"linear: gated weights must have an even number of rows, got {outputs}")
     width = outputs // 2 if is_gated else outputs
     parts = sizes_of("linear", parts, width)
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    dtype = jnp.dtype(out_dtype or weight.dtype)
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, size), dtype) for size in parts)
     options = dict(is_gated=is_gated, parts=parts, out_dtype=dtype)
@@ -85,18 +86,24 @@ def linear_sums(
     there are depends on shapes and `config` only, and how the product is divided among them on the implementation: "xla"
     puts all of it into the first share.
 
-    The sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to x's dtype, because writing and reading
-    float32 ones would take longer than the rest of the addition.
+    The sums are float32. "xla" rounds those of more than `MAX_TOKENS` tokens to the weights' dtype, because writing and
+    reading float32 ones would take longer than the rest of the addition.
 
     See `linear` for the arguments, numerics and errors.
     """
-    require(x.dtype == weight.dtype, f"linear_sums: weight must have x's dtype {x.dtype}, got {weight.dtype}")
+    _check_dtypes("linear_sums", x, weight)
     if x.shape[0] == 0:
         return jnp.zeros((1, 0, weight.shape[0]), jnp.float32)
     shares = 1
     if implementation is not None or x.shape[0] <= MAX_TOKENS:
         shares = (config or default_config(x, weight, is_summed=True)).shares
     return _run("linear_sums", (x, weight), (("shares", shares),), implementation, config, interpret)
+
+
+def _check_dtypes(name: str, x: jax.Array, weight: jax.Array) -> None:
+    wanted = f"x's dtype {x.dtype}" + ("" if x.dtype == jnp.float32 else " or float32")
+    is_right = weight.dtype in (x.dtype, jnp.float32)
+    require(is_right, f"{name}: weight must have {wanted}, got {weight.dtype}")
 
 
 @functools.partial(jax.jit, static_argnames=("op", "options", "implementation", "config", "interpret"))

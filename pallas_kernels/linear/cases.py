@@ -14,8 +14,9 @@ class Case:
         outputs: Rows of the weights.
         is_gated: Whether the result is silu(gate) * up.
         is_summed: Whether it is a call of `linear_sums`.
-        dtype: Dtype of inputs and weights.
-        out_dtype: Dtype of the result; None is `dtype`.
+        dtype: Dtype of inputs, and of weights unless they have their own.
+        out_dtype: Dtype of the result; None is that of the weights.
+        own_dtype: Dtype of the weights; None is `dtype`.
     """
 
     name: str
@@ -26,6 +27,12 @@ class Case:
     is_summed: bool = False
     dtype: str = "bfloat16"
     out_dtype: str | None = None
+    own_dtype: str | None = None
+
+    @property
+    def weight_dtype(self) -> str:
+        """Dtype of the weights."""
+        return self.own_dtype or self.dtype
 
 
 def products(tokens: int, devices: int = 1) -> tuple[Case, ...]:
@@ -45,4 +52,6 @@ CASES = (
     *(case for tokens in (1, 16, 32, 64) for case in products(tokens)),
     *(case for devices in (2, 4) for case in products(16, devices)),
     Case("odd 5", 5, 1000, 333, dtype="float32"),
+    # A router of Kimi Linear.
+    *(Case(f"router {tokens}", tokens, 2304, 256, is_summed=True, own_dtype="float32") for tokens in (16, 64)),
 )

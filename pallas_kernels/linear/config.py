@@ -39,12 +39,12 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False, i
     shared memory, fewer blocks of inputs are in flight.
 
     Args:
-        x: Inputs [tokens, inputs], of which only shape and dtype are used.
-        weight: Weights [outputs, inputs], likewise.
+        x: Inputs [tokens, inputs], of which only the shape is used.
+        weight: Weights [outputs, inputs], of which only shape and dtype are used.
         is_gated: Whether a tile takes rows of both halves of the weights.
         is_summed: Whether what reads the product adds up its shares. If not, that is a launch of its own.
     """
-    (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], x.dtype.itemsize
+    (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
     tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
     num_warps, num_stages, shares = 4, 4, 1
     if is_gated:

@@ -39,7 +39,7 @@ def _kernel(refs, *, config: Config, parts: Sequence[int], is_gated: bool, inter
             mask = row_exists[:, None] if exists is None else row_exists[:, None] & exists[None, :]
             return pt.load(ref.at[row[:, None], index[None, :]], mask=mask, other=0.0)
 
-        x = take(refs.x, token, token_exists)
+        x = take(refs.x, token, token_exists).astype(refs.weight.dtype)
         weights = [take(refs.weight, row, output_exists) for row in rows]
         return [
             total + dot(x, weight, contract=(1, 1), interpret=interpret)

@@ -19,12 +19,14 @@ def linear(
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, ...]:
     """See api.py."""
+    x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x) if jnp.dtype(out_dtype) == x.dtype else jnp.float32)
     return finish(total.astype(jnp.float32), bias, is_gated=is_gated, parts=parts, out_dtype=out_dtype)
 
 
 def linear_sums(x: jax.Array, weight: jax.Array, *, shares: int) -> jax.Array:
     """See api.py."""
+    x = x.astype(weight.dtype)
     total = _product(x, weight, _dtype(x))[None]
     return total if shares == 1 else jnp.pad(total, ((0, shares - 1), (0, 0), (0, 0)))
 

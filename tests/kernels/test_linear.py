@@ -58,6 +58,18 @@ def test_total_of_the_sums_is_the_product(rng, shape, dtype, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [3, MAX_TOKENS + 1])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrower_inputs_of_float32_weights_give_the_bits_of_float32_inputs(rng, dtype, tokens, implementation):
+    x, weight, bias = draw(rng, jnp.float32, tokens, 96, 64)
+    x = x.astype(dtype)
+    for op, operands in ((linear, (weight, bias)), (linear_sums, (weight,))):
+        found, wanted = (jax.tree.leaves(op(y, *operands, **how(implementation))) for y in (x, x.astype(jnp.float32)))
+        assert found[0].dtype == jnp.float32
+        np.testing.assert_array_equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_tokens_do_not_influence_each_other(rng, dtype, implementation):
     x, weight, bias = draw(rng, dtype, 20, 96, 64)
@@ -116,6 +128,8 @@ def test_errors_name_the_bad_argument():
         linear(x, weight.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="linear_sums: weight must have x's dtype float32, got bfloat16"):
         linear_sums(x, weight.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="linear: weight must have x's dtype bfloat16 or float32, got float16"):
+        linear(x.astype(jnp.bfloat16), weight.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"linear: bias must be Float\[ ?outputs\] or|linear: bias must be"):
         linear(x, weight, jnp.zeros(5))
     with pytest.raises(ValueError, match=r"linear: parts must be positive whole numbers whose sum is 6, got \(2, 3\)"):

@@ -242,7 +242,8 @@ def lower_selective_scan_deferred(device, case, layers=30, blocks=512, implement
 
 
 def lower_linear(device, case, implementation="triton", outputs=None):
-    x, weight = array(case.dtype, case.tokens, case.inputs), array(case.dtype, outputs or case.outputs, case.inputs)
+    x = array(case.dtype, case.tokens, case.inputs)
+    weight = array(case.weight_dtype, outputs or case.outputs, case.inputs)
     op = linear_sums if case.is_summed else functools.partial(linear, is_gated=case.is_gated, out_dtype=case.out_dtype)
     return lower(device, lambda x, weight: op(x, weight, implementation=implementation), x, weight, donated=())
 
