@@ -116,20 +116,19 @@ class Mamba2Mixer(nnx.Module):
             if rows.fold is not None:
                 xBC, conv = self.conv1d.decode(at, rows, xBC, conv)
                 at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
-                where = at.layer, rows.query_start_loc, *at_row
-                options = dict(max_query_tokens=rows.write.shape[-1], **same)
-                out, *states = selective_state_deferred(xBC, dt, A, recurrent, *ring, *where, **options)
+                arrays = xBC, dt, A, recurrent, *ring, at.layer, rows.query_start_loc, *at_row
+                out, *states = selective_state_deferred(*arrays, max_query_tokens=rows.write.shape[-1], **same)
                 return out, conv, *states
-            xBC, conv = self.conv1d.decode(at, rows, xBC, conv, parts=parts)
+            (x, B, C), conv = self.conv1d.decode(at, rows, xBC, conv, parts=parts)
             where = at.layer, rows.query_start_loc, rows.recurrent_read, rows.write
-            out, recurrent = selective_state_update(*operands(*xBC, dt), recurrent, *where, **same)
+            out, recurrent = selective_state_update(*operands(x, B, C, dt), recurrent, *where, **same)
             return out, conv, recurrent, *ring
 
         def prefill(rows: LayerRows, xBC, dt, conv, recurrent, *ring):
             assert at.chunks is not None, "a step with prefill rows has chunks"
-            xBC, conv = self.conv1d.prefill(at, rows, xBC, conv, parts=parts)
+            (x, B, C), conv = self.conv1d.prefill(at, rows, xBC, conv, parts=parts)
             where = at.layer, rows.query_start_loc, at.chunks, rows.recurrent_read, rows.write[:, 0]
-            out, recurrent = ssd(*operands(*xBC, dt), recurrent, *where, **rows.checkpoints, **same)
+            out, recurrent = ssd(*operands(x, B, C, dt), recurrent, *where, **rows.checkpoints, **same)
             return out, conv, recurrent, *ring
 
         out, conv, recurrent, *ring = at.apply(decode, prefill, (xBC, dt), (conv, recurrent, *ring))
