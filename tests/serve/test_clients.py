@@ -195,10 +195,15 @@ def test_calls_beyond_the_queue_are_refused_at_once(served):
 
 
 def test_a_call_that_the_queue_could_never_hold_is_not_told_to_try_again(served):
-    response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 128, "n": 2, "max_tokens": 1})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == "n times the number of prompts must be at most 132, got 256"
-    assert "retry-after" not in response.headers
+    """The engine takes all requests of a call before it runs one of them, so idle slots are no room for them."""
+    for number in (256, 130):
+        fields = {"prompt": ["x"] * (number // 2), "n": 2, "max_tokens": 1}
+        response = served.post("/v1/completions", LONG | fields)
+        assert response.status_code == 400, response.text
+        message = f"n times the number of prompts must be at most 128, got {number}"
+        assert response.json()["error"]["message"] == message
+        assert "retry-after" not in response.headers
+    assert len(served.complete(["x"] * 64, n=2, max_tokens=1)["choices"]) == 128
 
 
 def test_connections_beyond_the_limit_are_refused(served):
