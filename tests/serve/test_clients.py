@@ -230,6 +230,29 @@ def test_requests_that_the_engine_fails_tell_nothing_of_the_exception(served, mo
     served.wait_until_idle()
 
 
+def test_a_stream_in_which_the_server_fails_ends_with_the_reason(served, monkeypatch):
+    name, names = served.service.token_name, []
+
+    def fail(token):
+        names.append(name(token))
+        if len(names) > 4:
+            raise KeyError("a secret")
+        return names[-1]
+
+    count = lambda: served.metric("mamba_align:refused_calls_total", status="500", code="internal_error")
+    monkeypatch.setattr(served.service, "token_name", lambda token: 1 / 0)
+    response = served.post("/v1/completions", LONG | {"logprobs": 0, "max_tokens": 1})
+    assert (response.status_code, response.headers["connection"]) == (500, "close")
+    before = count()
+    monkeypatch.setattr(served.service, "token_name", fail)
+    *parts, last = served.events("/v1/completions", LONG | {"logprobs": 0})
+    assert parts
+    assert last["error"]["code"] == "internal_error"
+    assert "secret" not in str(last)
+    assert count() == before + 1
+    served.wait_until_idle()
+
+
 def behave(locked, number, rights):
     """One client among many: asks, and checks what it gets, or misbehaves."""
     rng = random.Random(number)
@@ -297,6 +320,7 @@ def test_a_call_ends_at_its_time_limit(engine):
         # The limit may come before the first token.
         last = streamed.json() if streamed.status_code == 504 else parse_events(streamed.text)[-1]
         assert last["error"]["code"] == "call_timeout"
+        assert served.metric("mamba_align:refused_calls_total", status="504", code="call_timeout") == 2
         served.wait_until_idle()
 
 
