@@ -73,6 +73,7 @@ class Conversation:
         if room < 1:
             raise ValueError(f"the conversation has {len(prompt)} tokens, and the model reads {len(prompt) + room}")
         params, answer = replace(self._params, max_tokens=min(self._params.max_tokens, room)), ""
+        self.output = None
         try:
             with contextlib.closing(stream(self._engine, prompt, params)) as updates:
                 for update in updates:

@@ -112,6 +112,23 @@ def test_interrupt_ends_an_answer_and_not_the_conversation(engine, template):
     assert not engine.has_unfinished
 
 
+def test_interrupt_before_the_first_word_says_nothing_of_the_turn_before(engine, template, monkeypatch):
+    conversation, interrupts = Conversation(engine, LETTERS, template, PARAMS), []
+
+    def interrupt():
+        interrupts.append(KeyboardInterrupt())
+        raise interrupts[-1]
+
+    def write(text):
+        if text == "\n":
+            monkeypatch.setattr(engine, "step_outputs", interrupt)
+
+    _, notes = converse(lambda: conversation, FIRST, SECOND, write=write)
+    assert len(interrupts) == 1
+    assert notes[1].startswith("0 of 22 prompt tokens came from the cache")
+    assert notes[2] == "The answer was interrupted."
+
+
 def test_command_line_talks(engine, template, monkeypatch, capsys, tmp_path):
     said = [FIRST, "/exit"]
     monkeypatch.setattr(Engine, "from_pretrained", lambda *arguments, **options: engine)

@@ -63,7 +63,8 @@ class AsyncEngine:
                 print(update.text, end="")
 
     A thread steps the engine while there is work, and sleeps otherwise. Other threads may call the engine's own methods,
-    `generate` among them, but not `step` and `step_outputs`, which would take the updates of these requests.
+    `generate` among them, but not `step` and `step_outputs`, which would take the updates of these requests. If one calls
+    `abort`, the task that reads the request gets the output as well.
 
     Attributes:
         engine: The engine.
@@ -166,6 +167,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         error = None
+        self.engine._updates.have_reader = True
         try:
             while self._obey():
                 self._deliver(self.engine.step_outputs())
@@ -175,6 +177,7 @@ class AsyncEngine:
         with self._door:
             self._is_closing = True
         self._end_all(error)
+        self.engine._updates.have_reader = False
 
     def _obey(self) -> bool:
         """Waits for work, and does what was asked. Returns whether there is a step to make; if not, the thread ends."""

@@ -189,10 +189,10 @@ class EngineCore:
             raise
 
     def _abort(self, request: Request, outbox: dict[int, RequestOutput]) -> None:
-        """Ends a request at once. The output goes to `outbox`, and to a call of `generate` that waits for it."""
+        """Ends a request at once. The output goes to `outbox`, and to whoever else waits for it."""
         self._is_torn = True
         self.scheduler.remove(request)
-        own = outbox if request.outbox is self._outputs else request.outbox
+        own = outbox if request.outbox is self._outputs and not self._updates.have_reader else request.outbox
         outbox[request.id] = self._end(request, "abort", outbox=own)
         self._is_torn = False
 

@@ -19,10 +19,14 @@ class Updates:
 
     An update is either taken by a caller or stays here: an interrupt loses none, because what was shown is noted in the
     line that stores the update. An engine whose caller never asks for updates makes none.
+
+    Attributes:
+        have_reader: Whether someone waits for the last update of every request, whoever aborts the request.
     """
 
     def __init__(self) -> None:
         """Makes a record of no requests."""
+        self.have_reader = False
         self._shown: dict[int, _Shown] = {}
         self._ready: dict[int, RequestUpdate] = {}
         self._numbers = itertools.count()

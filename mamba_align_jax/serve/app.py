@@ -21,7 +21,7 @@ from mamba_align_jax.serve.chat import chat
 from mamba_align_jax.serve.clients import ClientLeft, EventStream
 from mamba_align_jax.serve.completions import complete
 from mamba_align_jax.serve.page import show_page
-from mamba_align_jax.serve.refusals import Refusal, json_response
+from mamba_align_jax.serve.refusals import Refusal, internal_error, json_response
 from mamba_align_jax.serve.service import Service
 from mamba_align_jax.serve.settings import Settings
 from mamba_align_jax.serve.words import detokenize, tokenize
@@ -127,7 +127,7 @@ def _handlers(service: Service) -> dict:
 
     async def failed(request: Request, error: Exception) -> Response:
         # Starlette raises the error again, and uvicorn logs it.
-        return answer(Refusal(500, "the server failed while it answered this call", code="internal_error"))
+        return answer(internal_error())
 
     return {Refusal: refused, HTTPException: not_routed, ClientLeft: left, Exception: failed}
 

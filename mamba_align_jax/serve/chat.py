@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.request import RequestOutput, RequestUpdate, TokenLogprobs
 from mamba_align_jax.serve.clients import EventStream
-from mamba_align_jax.serve.completions import take_stream_options
+from mamba_align_jax.serve.completions import take_stream
 from mamba_align_jax.serve.generation import Choice
 from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.messages import take_prompt
@@ -40,8 +40,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
         fields.refuse(name, neutral, "is not supported")
     tokens = await take_prompt(service, fields)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
-    stream = fields.take("stream", values.flag) or False
-    include_usage = take_stream_options(fields)
+    stream, include_usage = take_stream(fields)
     with_logprobs = fields.take("logprobs", values.flag) or False
     top_logprobs = fields.take("top_logprobs", values.integer, 0, limits.logprobs)
     max_tokens = fields.take("max_completion_tokens", values.integer, 1)

@@ -1,14 +1,16 @@
 """Works for a client as long as it is there, and streams events to it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from mamba_align_jax.serve.refusals import Refusal, to_json
+from mamba_align_jax.serve.refusals import Refusal, internal_error, to_json
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -57,9 +59,17 @@ class EventStream:
     What is raised before the first event becomes the response, and what is raised later is the last event but one.
     """
 
-    def __init__(self, events: AsyncGenerator[Any, None], call_s: float) -> None:
-        """Takes the events, each a JSON value, and the seconds in which the last must have come."""
-        self._events, self._call_s = events, call_s
+    def __init__(
+        self, events: AsyncGenerator[Any, None], call_s: float, refused: Callable[[int, str | None], None]
+    ) -> None:
+        """Makes a response.
+
+        Args:
+            events: The events, each a JSON value.
+            call_s: The seconds in which the last must have come.
+            refused: Is told the status and the code of a refusal that comes after the first event.
+        """
+        self._events, self._call_s, self._refused = events, call_s, refused
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,9 +92,13 @@ class EventStream:
                         await send(_event(event))
             except TimeoutError:
                 raise too_long(self._call_s) from None
-        except Refusal as refusal:
+        except Exception as error:
             if not self._has_begun:
                 raise
+            refusal = error if isinstance(error, Refusal) else internal_error()
+            if refusal is not error:
+                _LOG.exception("the server failed in the middle of a stream")
+            self._refused(refusal.status, refusal.code)
             await send(_event(refusal.content))
         finally:
             await self._events.aclose()

@@ -120,6 +120,8 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
     except ImportError as error:
         raise ValueError(f"serve needs the extra 'serve' (pip install 'mamba-align-jax[serve]'): {error}") from error
     settings = make_settings(options)
+    # Sockets take a larger number for another one.
+    values.integer("port", options.port, 0, 2**16 - 1)
     names = (*_ENGINE, *_CHOICES, "async_stepping")
     config = EngineConfig(**{name: getattr(options, name) for name in names})
     if options.save_cache is not None:

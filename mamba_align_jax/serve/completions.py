@@ -15,6 +15,7 @@ from mamba_align_jax.serve.clients import EventStream
 from mamba_align_jax.serve.fields import Fields
 from mamba_align_jax.serve.generation import Choice
 from mamba_align_jax.serve.keys import cache_salt
+from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.sampling import make_params, take_sampling
 from mamba_align_jax.serve.service import Service, take_seed
 from mamba_align_jax.serve.settings import Limits
@@ -32,8 +33,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     key, fields = await service.read(request)
     prompts = fields.need("prompt", _prompts, limits)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
-    stream = fields.take("stream", values.flag) or False
-    include_usage = take_stream_options(fields)
+    stream, include_usage = take_stream(fields)
     echo = fields.take("echo", values.flag) or False
     logprobs = fields.take("logprobs", values.integer, 0, limits.logprobs)
     max_tokens = fields.take("max_tokens", values.integer, 0)
@@ -61,16 +61,23 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
 
 
-def take_stream_options(fields: Fields) -> bool:
-    """Takes `stream_options`, and returns whether the last event has the usage."""
+def take_stream(fields: Fields) -> tuple[bool, bool]:
+    """Takes `stream` and `stream_options`. Returns whether the answer is a stream, and whether its last event has the usage.
+
+    Raises:
+        Refusal: A field is malformed, or there are options for a stream that is not asked for.
+    """
+    stream = fields.take("stream", values.flag) or False
     options = fields.take("stream_options", lambda name, value: Fields(value, name))
     if options is None:
-        return False
+        return stream, False
     include_usage = options.take("include_usage", values.flag) or False
     options.refuse("include_obfuscation", (False,), "is not supported")
     options.refuse("continuous_usage_stats", (False,), "is not supported")
     options.end()
-    return include_usage
+    if not stream:
+        raise Refusal(400, "stream_options needs stream to be true", param="stream_options")
+    return stream, include_usage
 
 
 def _prompts(name: str, value: Any, limits: Limits) -> list[Prompt]:

@@ -27,9 +27,8 @@ async def run_requests(
     Raises:
         Refusal: The engine takes one of the requests not at all or not now, or an exception ended one.
     """
-    config = serving.engine.config
-    if config.max_waiting is not None and len(requests) > config.max_waiting + config.max_num_seqs:
-        room = config.max_waiting + config.max_num_seqs  # To try again would not help.
+    room = serving.engine.config.max_waiting
+    if room is not None and len(requests) > room:  # To try again would not help: all are queued before one can run.
         raise Refusal(400, f"n times the number of prompts must be at most {room}, got {len(requests)}", param="n")
     called = time.perf_counter()
     began = [False] * len(requests)

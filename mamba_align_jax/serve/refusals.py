@@ -53,6 +53,13 @@ def overloaded(message: str) -> Refusal:
     return Refusal(503, message, code="overloaded", headers={"retry-after": "1"})
 
 
+def internal_error() -> Refusal:
+    """Returns the refusal of a call at which the server itself failed. What was raised is in its log."""
+    # uvicorn closes the connection. A client that isn't told would send its next call there.
+    headers = {"connection": "close"}
+    return Refusal(500, "the server failed while it answered this call", code="internal_error", headers=headers)
+
+
 def to_json(content: Any) -> bytes:
     """Returns a value as JSON, in ASCII, so that any text can be sent, even half of a surrogate pair."""
     return _ENCODER.encode(content).encode("ascii")

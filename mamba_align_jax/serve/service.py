@@ -247,7 +247,7 @@ class Service:
         """
         limit = self.settings.limits.call_s
         if stream:
-            return EventStream(self._events(asked, n, form, include_usage), limit)
+            return EventStream(self._events(asked, n, form, include_usage), limit, self.metrics.refused)
         choices = [Choice(prompt) for prompt, _ in asked]
 
         async def gather() -> None:

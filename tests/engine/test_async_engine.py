@@ -229,6 +229,29 @@ def test_shutdown_forgets_the_output_of_a_reader_that_leaves_at_the_same_time(en
     run(main())
 
 
+def test_request_that_another_thread_aborts_ends_for_its_reader(engine, monkeypatch):
+    """`Engine.abort` returns the output, and the task that reads the request gets its last update all the same."""
+    slow_steps(monkeypatch, engine, 0.02)
+
+    async def main():
+        async with AsyncEngine(engine) as serving:
+            reader = serving.generate([1, 2, 3], LONG)
+            first = await anext(reader)
+            output = await asyncio.to_thread(engine.abort, first.request_id)
+            rest = await last(_after(first, reader))
+            assert (rest, rest.finish_reason) == (output, "abort")
+        assert not serving._streams
+        assert not engine.has_unfinished
+
+    run(main())
+
+
+async def _after(first, reader):
+    yield first
+    async for update in reader:
+        yield update
+
+
 @pytest.mark.parametrize("error", [MemoryError("lost"), SystemExit(3)], ids=["Exception", "BaseException"])
 def test_fatal_error_reaches_every_waiter(engine, monkeypatch, error):
     def die():

@@ -195,10 +195,15 @@ def test_calls_beyond_the_queue_are_refused_at_once(served):
 
 
 def test_a_call_that_the_queue_could_never_hold_is_not_told_to_try_again(served):
-    response = served.post("/v1/completions", LONG | {"prompt": ["x"] * 128, "n": 2, "max_tokens": 1})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == "n times the number of prompts must be at most 132, got 256"
-    assert "retry-after" not in response.headers
+    """The engine takes all requests of a call before it runs one of them, so idle slots are no room for them."""
+    for number in (256, 130):
+        fields = {"prompt": ["x"] * (number // 2), "n": 2, "max_tokens": 1}
+        response = served.post("/v1/completions", LONG | fields)
+        assert response.status_code == 400, response.text
+        message = f"n times the number of prompts must be at most 128, got {number}"
+        assert response.json()["error"]["message"] == message
+        assert "retry-after" not in response.headers
+    assert len(served.complete(["x"] * 64, n=2, max_tokens=1)["choices"]) == 128
 
 
 def test_connections_beyond_the_limit_are_refused(served):
@@ -222,6 +227,29 @@ def test_requests_that_the_engine_fails_tell_nothing_of_the_exception(served, mo
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "engine_error"
         assert "secret" not in response.text
+    served.wait_until_idle()
+
+
+def test_a_stream_in_which_the_server_fails_ends_with_the_reason(served, monkeypatch):
+    name, names = served.service.token_name, []
+
+    def fail(token):
+        names.append(name(token))
+        if len(names) > 4:
+            raise KeyError("a secret")
+        return names[-1]
+
+    count = lambda: served.metric("mamba_align:refused_calls_total", status="500", code="internal_error")
+    monkeypatch.setattr(served.service, "token_name", lambda token: 1 / 0)
+    response = served.post("/v1/completions", LONG | {"logprobs": 0, "max_tokens": 1})
+    assert (response.status_code, response.headers["connection"]) == (500, "close")
+    before = count()
+    monkeypatch.setattr(served.service, "token_name", fail)
+    *parts, last = served.events("/v1/completions", LONG | {"logprobs": 0})
+    assert parts
+    assert last["error"]["code"] == "internal_error"
+    assert "secret" not in str(last)
+    assert count() == before + 1
     served.wait_until_idle()
 
 
@@ -292,6 +320,7 @@ def test_a_call_ends_at_its_time_limit(engine):
         # The limit may come before the first token.
         last = streamed.json() if streamed.status_code == 504 else parse_events(streamed.text)[-1]
         assert last["error"]["code"] == "call_timeout"
+        assert served.metric("mamba_align:refused_calls_total", status="504", code="call_timeout") == 2
         served.wait_until_idle()
 
 

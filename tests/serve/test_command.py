@@ -116,6 +116,8 @@ def test_sampling_defaults_are_the_models(tmp_path):
         (["--api-key-file", "/nowhere"], "No such file"),
         (["--api-key-file", "/dev/null"], "api_key_file must have a key"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--port", "-1"], "port must be at least 0, got -1"),
+        (["--port", "65536"], "port must be at most 65535, got 65536"),  # the system would take port 0
     ],
 )
 def test_wrong_options_are_said_in_a_line(capsys, arguments, said):
