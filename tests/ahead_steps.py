@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from dataclasses import replace
+from importlib import import_module
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ from mamba_align_jax.engine.packing import Packer
 from mamba_align_jax.engine.program import DeviceState, Graph, device_specs, run_step
 from mamba_align_jax.engine.sizing import align_config, pages_spec
 from mamba_align_jax.load.random_model import QWEN3_5_4B, QWEN3_5_35B_A3B
-from mamba_align_jax.models.qwen3_5 import Config, Model
+from mamba_align_jax.models.config import ModelConfig
+from mamba_align_jax.models.mamba2 import Config as Mamba2Config
 from mamba_align_jax.models.tensor_parallel import shard_model, share
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
@@ -31,6 +33,10 @@ BLOCKS, PAGES, PAGE_SIZE = 300, 2000, 64
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 # A split model's weights are made, so it has few layers.
 _FEW_LAYERS = replace(QWEN3_5_4B, num_hidden_layers=4, layer_types=QWEN3_5_4B.layer_types[:4])
+_MAMBA2_2_7B = Mamba2Config(
+    vocab_size=50288, hidden_size=2560, intermediate_size=5120, num_hidden_layers=64, num_heads=80, n_groups=1,
+    dtype="bfloat16", max_position_embeddings=2**20,
+)  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -48,7 +54,7 @@ class Step(NamedTuple):
 
     name: str
     bucket: Bucket
-    model: Config = QWEN3_5_4B
+    model: ModelConfig = QWEN3_5_4B
     drafts: int = 0
     policy: str = "copy_free"
     devices: int = 1
@@ -61,6 +67,7 @@ STEPS = (
     *(Step(f"decode {bucket.decode_rows} drawn", bucket._replace(level=Level.DRAW)) for bucket in _DECODE),
     *(Step(f"verify K3 16 {policy}", _DECODE[1], drafts=3, policy=policy) for policy in ("copy_free", "deferred")),
     *(Step(f"moe decode {bucket.decode_rows}", bucket, QWEN3_5_35B_A3B) for bucket in _DECODE),
+    Step("mamba2 decode 16", _DECODE[1], _MAMBA2_2_7B, max_launches=544),
     Step("prompts 8192", Bucket(0, 4, 8192, Level.MOST_LIKELY)),
     Step("mixed 64 + 2048", Bucket(64, 4, 2048, Level.MOST_LIKELY)),
     Step("moe prompts 4096", Bucket(0, 4, 4096, Level.MOST_LIKELY), QWEN3_5_35B_A3B),
@@ -72,7 +79,8 @@ STEPS = (
 @functools.cache
 def _model(config, devices):
     """A model, the same for one device, and how it lies on simulated devices. A model for one device has no arrays."""
-    whole = nnx.eval_shape(lambda: Model(config, nnx.Rngs(0)))
+    make = import_module(type(config).__module__).Model
+    whole = nnx.eval_shape(lambda: make(config, nnx.Rngs(0)))
     if devices == 1:
         return whole, whole, None
     graph, state = nnx.split(whole)
