@@ -5,6 +5,7 @@ A command imports what only it needs, so that the others start quickly.
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,10 +234,15 @@ def _info(options: argparse.Namespace) -> int:
 
 def _trace(options: argparse.Namespace) -> int:
     # Plain lines suit pipes, and they are wider than a terminal's table.
-    print(trace.HEADING)
-    for step in trace.read_trace(options.file):
-        for line in trace.lines(step, options.request):
-            print(line)
+    try:
+        print(trace.HEADING)
+        for step in trace.read_trace(options.file):
+            for line in trace.lines(step, options.request):
+                print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads this, as `head`, has seen enough. Python writes what is left when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -321,13 +327,18 @@ def _add_sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns its exit status. Bad input is reported in one line on stderr, with status 2."""
+    """Runs one command and returns its exit status.
+
+    Bad input is reported in one line on stderr, with status 2. An interrupt has status 130, as in shells.
+    """
     parser = _parser()
     options, options.rest = parser.parse_known_args(arguments)
     if options.rest and options.run is not _bench:
         parser.error(f"unrecognized arguments: {' '.join(options.rest)}")
     try:
         return options.run(options)
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, OSError) as error:
         print(f"mamba-align: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ from mamba_align_jax import cli
 from mamba_align_jax.cli import main
 from mamba_align_jax.data import BYTE_MODEL, encode
 from mamba_align_jax.engine.reference import Reference
+from mamba_align_jax.engine.trace import TracedStep, write_trace
 from mamba_align_jax.models import load_model
 
 DATA = Path(__file__).parent / "data"
@@ -131,3 +134,26 @@ def test_the_command_line_imports_nothing_outside_the_wheel():
                 assert node.level == 0, f"{file}: a relative import"
                 names = [node.module]
             assert not {name.split(".")[0] for name in names} & outside, file
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    """As in `mamba-align trace FILE | head -1`."""
+    file = tmp_path / "trace"
+    with write_trace(file) as write:
+        for number in range(20_000):
+            write(TracedStep(step=number, copied_bytes=0, null_reads=1, rows=()))
+    command = [sys.executable, "-m", "mamba_align_jax", "trace", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline().split()[0] == b"step"
+    process.stdout.close()
+    with process:
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load_engine", interrupt)
+    # What shells say of a process that SIGINT has ended.
+    assert main(["generate", "--prompt", "x"]) == 130
