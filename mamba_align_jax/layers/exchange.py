@@ -11,14 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
-
-
-def sum_of_shares(sums: jax.Array) -> jax.Array:
-    """Adds up [shares, tokens, hidden] in the order of the shares, as the kernels do; returns float32 [tokens, hidden]."""
-    summed = sums[0].astype(jnp.float32)
-    for share in range(1, sums.shape[0]):
-        summed = summed + sums[share].astype(jnp.float32)
-    return summed
+from pallas_kernels.rms_norm.xla import sum_of_shares
 
 
 @jax.tree_util.register_dataclass

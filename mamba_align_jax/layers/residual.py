@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial, sum_of_shares
+from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
 from mamba_align_jax.layers.norm import RMSNorm
+from pallas_kernels.rms_norm.xla import sum_of_shares
 
 
 def total(outputs: Outputs, dtype: Any) -> jax.Array:

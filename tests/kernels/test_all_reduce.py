@@ -37,7 +37,7 @@ def mailboxes(mesh, capacity):
 
 
 def on_devices(mesh, boxes, function, *arguments):
-    """Runs `function` on every device, with its mailbox and its part of each array. Returns the results of all devices."""
+    """Lets every device run `function` on its mailbox and its share of each array. Returns the results of all devices."""
 
     def run(boxes, *parts):
         return jax.tree.map(lambda x: x[None], function(boxes, *(part[0] for part in parts)))
@@ -178,7 +178,7 @@ def test_mailboxes_that_are_not_mapped_are_not_used(monkeypatch, result, access,
     assert not boxes.are_reachable()
 
 
-# A machine for the assembly.
+# An interpreter of the assembly.
 
 
 def bits(number):
