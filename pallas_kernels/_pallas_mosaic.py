@@ -78,19 +78,20 @@ def tiled(*shape: int, dtype: Any, swizzle: int = SWIZZLE) -> Any:
     return shared(shape, dtype, transforms=tiling(dtype, swizzle=swizzle))
 
 
-def views_of_tokens(shapes: Any, dtype: Any) -> tuple[Any, Any]:
+def views_of_tokens(shapes: Any, dtype: Any, *, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
     """Describes shared memory for tokens that start anywhere: a view for copies, and one for tensor cores.
 
     Copies into the second form, `tiled`, could only start at multiples of eight tokens. The first form has the same bytes,
-    but its pieces have one row each. A tile's rows must have `SWIZZLE` bytes.
+    but its pieces have one row each. A tile's rows must have `swizzle` bytes.
 
     Args:
         shapes: A shape [..., tokens, elements], or a dict of them.
         dtype: The dtype of the elements.
+        swizzle: The length of a tile's row in bytes.
     """
 
     def view(rows: int) -> Any:
-        make = lambda shape: shared(shape, dtype, transforms=tiling(dtype, rows=rows))
+        make = lambda shape: shared(shape, dtype, transforms=tiling(dtype, rows=rows, swizzle=swizzle))
         return {name: make(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else make(shapes)
 
     return view(1), view(8)
