@@ -111,6 +111,14 @@ def _substitute(system, beta, solution):
             rest = rest - part
 
 
+def _loop(start, stop):
+    def run(body):
+        for n in range(start, stop):
+            body(jnp.int32(n))
+
+    return run
+
+
 def _when(condition):
     return lambda body: body() if bool(condition) else None
 
@@ -134,6 +142,7 @@ def patch(monkeypatch, module):
         multiply_all=_multiply_all,
         keep_rows=_keep_rows,
         when=_when,
+        loop=_loop,
         **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
         **dict.fromkeys(("wait", "commit", "wait_for_copies_out"), ignored),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
@@ -23,8 +24,7 @@ _SHAPE = SIZE, SIZE
 KEYS = 32  # the keys of a tile, whose rows of float32 log decays have as many bytes as tensor cores can swizzle
 _TILE = SIZE, KEYS
 BLOCK = 16  # tokens of a block that is decayed from its middle
-# Lengths of a chunk's halves, and of their halves, down to such blocks. Keys are decayed to the cut between two of them.
-_LEVELS = 32, 16
+_LEVELS = 2  # a chunk's halves, and their halves: keys are decayed to the cut between two of them
 _PIECES = 2  # bfloat16 numbers that stand for a float32 log decay in sums
 
 
@@ -36,15 +36,13 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     token_rows, token_tiles = refs.tokens
     decay_rows, decay_tiles, decay_pieces = refs.log_decays
-    operands, system, solution = refs.systems
+    (operands, system, solution), (attention_tile, sent) = refs.systems, refs.attention_tile
     pair, chunk = pm.axis_index("pair"), pm.axis_index("chunk")
     heads = refs.g.shape[1]
     key_dim, repeats = refs.k.shape[2], heads // refs.k.shape[1]
     tiles = range(key_dim // KEYS)
     start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-    row, column, nothing = pm.rows(_SHAPE), pm.columns(_SHAPE), pm.zeros(_SHAPE, jnp.float32)
-    # At least 32 for two tokens of different halves of a chunk, and at least 16 for those of different blocks.
-    distance = row ^ column
+    nothing = pm.zeros(_SHAPE, jnp.float32)
 
     def head_of(half):
         """Returns a value head, and whether the pair's other half does not have it too."""
@@ -75,51 +73,56 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                 decay_pieces[piece, :, keys_of(n)] = values[n][piece]
         pm.commit()
 
-    def sums(span):
-        """Returns the sums of log decays over the spans with a number (see `decay_spans`), [tokens, keys] for each tile."""
+    def sums(span, first, count):
+        """Returns the sums of log decays over some spans of tokens, [tokens, keys] for each of `count` tiles of keys."""
         ones = pm.load_directly(refs.spans.at[span])
-        (total,) = pm.multiply_all((SIZE, key_dim), [[(lambda: ones, decay_pieces.at[n]) for n in range(_PIECES)]])
-        return [total[:, n * KEYS : (n + 1) * KEYS] for n in tiles]
+        here = pm.slice_of(first * KEYS, count * KEYS)
+        pairs = [(lambda: ones, decay_pieces.at[piece, :, here]) for piece in range(_PIECES)]
+        (total,) = pm.multiply_all((SIZE, count * KEYS), [pairs])
+        return [total[:, n * KEYS : (n + 1) * KEYS] for n in range(count)]
 
-    def products(forwards, backwards, half):
-        """Returns the products of keys, and of queries, that are decayed forwards with keys that are decayed backwards.
+    def products(exponents, first, sign, half):
+        """Returns the products of keys, and of queries, with earlier keys, over some tiles of keys.
 
         Args:
-            forwards: The decays, [tokens, keys], for each tile of keys.
-            backwards: The same, or None if they are equal.
+            exponents: The exponents of the decays, [tokens, keys], for each of these tiles.
+            first: The number of the first tile.
+            sign: 1.0 if the earlier keys are decayed by the same exponents, and -1.0 if they are decayed backwards.
             half: The number of the head in the pair.
         """
         pm.commit()  # no warp still multiplies what the memory had
         later = []
-        for n in tiles:
-            k = wide("k", n)
-            later.append([(forwards[n] * x).astype(jnp.bfloat16) for x in (k, wide("q", n))])
-            operands[half, n] = later[n][0] if backwards is None else (backwards[n] * k).astype(jnp.bfloat16)
+        for n, exponent in enumerate(exponents):
+            k, decay = wide("k", first + n), jnp.exp2(exponent)
+            later.append([(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", first + n))])
+            operands[half, first + n] = (jnp.exp2(sign * exponent) * k).astype(jnp.bfloat16)
         pm.commit()
-        left = lambda n, which: lambda: later[n][which]
-        return pm.multiply_all(_SHAPE, [[(left(n, which), operands.at[half, n].T) for n in tiles] for which in (0, 1)])
+        of = lambda which: [(lambda x=x: x[which], operands.at[half, first + n].T) for n, x in enumerate(later)]
+        return pm.multiply_all(_SHAPE, [of(0), of(1)])
 
     def of_head(half, _):
-        head, is_own = head_of(half)
+        head, is_stored = head_of(half)
         pm.wait(refs.full)
 
         @pm.when(end - start < SIZE)
         def _():
-            for n in tiles:
+            @pm.loop(0, len(tiles))
+            def _(n):
                 for tile in (token_tiles["k"].at[n], token_tiles["q"].at[n], decay_tiles.at[n]):
                     pm.keep_rows(tile, end - start)
+
             pm.commit()
 
         # Norms, the products of each token's query with its own key, and the decay over the chunk.
-        squares: Any = dict.fromkeys(("kk", "qq", "qk"), 0.0)
-        for n in tiles:
-            values = dict(k=wide("k", n), q=wide("q", n))
-            for a, b in squares:
-                squares[a + b] = squares[a + b] + jnp.sum(values[a] * values[b], axis=1)
+        def of_tile(n, sums):
+            k, q = wide("k", n), wide("q", n)
+            return [x + jnp.sum(y, axis=1) for x, y in zip(sums, (k * k, q * q, q * k), strict=True)]
+
+        kk, qq, qk = jax.lax.fori_loop(0, len(tiles), of_tile, [pm.zeros_per_row(SIZE, jnp.float32)] * 3)
         if use_qk_l2norm:
-            norms = {name: jax.lax.rsqrt(squares[2 * name] + L2_EPSILON) for name in "kq"}
+            norms = dict(k=jax.lax.rsqrt(kk + L2_EPSILON), q=jax.lax.rsqrt(qq + L2_EPSILON))
         else:
-            norms = {name: pm.zeros_per_row(SIZE, jnp.float32) + 1.0 for name in "kq"}
+            norms = dict.fromkeys("kq", pm.zeros_per_row(SIZE, jnp.float32) + 1.0)
         norms["q"] = scale * norms["q"]
         refs.norms[...] = norms["k"]
         log_decays = [LOG2_E * pm.load(decay_tiles.at[n]) for n in tiles]
@@ -127,62 +130,62 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             refs.total[half, keys_of(n)] = jnp.exp2(jnp.sum(log_decays[n], axis=0))
         cut_log_decays(log_decays)
 
-        # Keys and queries decayed from the chunk's start, and keys decayed to its end.
-        def put(name, of, decays, first, place):
-            """Sends two tiles of decayed keys or queries, normalised, to the arrays that the next kernel reads."""
-            norm = pm.along_rows(norms[of], KEYS)
-            for n in (0, 1):
-                operands[half, place + n] = (decays[n] * (wide(of, first + n) * norm)).astype(jnp.bfloat16)
+        def send(part, _):
+            """Sends two tiles of keys and queries decayed from the chunk's start, and of keys decayed to its end."""
+            first = 2 * part
+            before, after = ([jnp.exp2(x) for x in sums(span, first, 2)] for span in (_LEVELS + 1, _LEVELS + 2))
+            staged = operands.at[half, 0:2], operands.at[half, 2:4], sent
+            kinds = list(zip(("k_before", "q_before", "k_after"), (before, before, after), staged, strict=True))
+            for name, decays, tile in kinds:
+                norm = pm.along_rows(norms[name[0]], KEYS)
+                for n in (0, 1):
+                    tile[n] = (decays[n] * (wide(name[0], first + n) * norm)).astype(jnp.bfloat16)
             pm.commit()
 
-            @pm.when(is_own)
+            @pm.when(is_stored)
             def _():
-                for n in (0, 1):
-                    target = getattr(refs, name).at[0, head, chunk, :, keys_of(first + n)]
-                    pm.copy_out(operands.at[half, place + n], target)
+                for name, _, tile in kinds:
+                    for n in (0, 1):
+                        pm.copy_out(tile.at[n], getattr(refs, name).at[0, head, chunk, :, keys_of(first + n)])
 
-        before = sums(len(_LEVELS) + 1)
-        for first in tiles[::2]:
-            decays = [jnp.exp2(x) for x in before[first : first + 2]]
-            put("k_before", "k", decays, first, 0)
-            put("q_before", "q", decays, first, 2)
             pm.wait_for_copies_out(0, wait_read_only=True)
-        after = sums(len(_LEVELS) + 2)
-        for first in tiles[::2]:
-            put("k_after", "k", [jnp.exp2(x) for x in after[first : first + 2]], first, first)
-        pm.wait_for_copies_out(0, wait_read_only=True)
 
-        keys = queries = nothing
-        for level, length in enumerate(_LEVELS):
-            of_keys, of_queries = products([jnp.exp2(x) for x in sums(level)], None, half)
-            is_found = distance >= 2 * length
-            keys, queries = jnp.where(is_found, keys, of_keys), jnp.where(is_found, queries, of_queries)
+        jax.lax.fori_loop(0, len(tiles) // 2, send, None)
 
-        # A block is decayed from its middle, forwards and backwards, so exponents are bounded.
+        # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
         def bounded(n):
             parts = [pm.load(decay_pieces.at[piece, :, keys_of(n)]).astype(jnp.float32) for piece in range(_PIECES)]
             return jnp.maximum(parts[0] + parts[1], -MAX_EXPONENT / (BLOCK // 2))
 
-        cut_log_decays([bounded(n) for n in tiles])
-        exponents = sums(len(_LEVELS))
-        forwards, backwards = ([jnp.exp2(sign * x) for x in exponents] for sign in (1.0, -1.0))
-        of_keys, of_queries = products(forwards, backwards, half)
-        is_found = distance >= BLOCK
-        keys, queries = jnp.where(is_found, keys, of_keys), jnp.where(is_found, queries, of_queries)
-        of_own = jnp.where(row == column, pm.along_rows(squares["qk"], SIZE), nothing)
-        keys, queries = jnp.where(column < row, keys, nothing), jnp.where(column < row, queries, of_own)
+        def of_level(level, found):
+            sign = jnp.where(level < _LEVELS, 1.0, -1.0)
 
-        pm.commit()
+            def of_tiles(part, total):
+                # Two tiles at a time: the exponents of all of them would not fit into the registers.
+                first = 2 * part
+                new = products(sums(level, first, 2), first, sign, half)
+                return [x + y for x, y in zip(total, new, strict=True)]
+
+            both = jax.lax.fori_loop(0, len(tiles) // 2, of_tiles, [nothing, nothing])
+            is_here = pm.load_directly(refs.levels) == level.astype(jnp.float32)
+            return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
+
+        cut_log_decays([bounded(n) for n in tiles])
+        keys, queries = jax.lax.fori_loop(0, _LEVELS + 1, of_level, [nothing, nothing])
+        is_own = pm.load_directly(refs.levels) == float(_LEVELS + 1)
+        queries = jnp.where(is_own, pm.along_rows(qk, SIZE), queries)
+
+        pm.commit()  # no warp still reads what the next head's tokens replace
+        pm.when(half == 0)(lambda: fetch(1))
         of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
         beta = pm.load_per_row(refs.betas.at[half])
-        refs.attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
+        attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
         system[half] = keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns)
         pm.commit()
-        pm.when(half == 0)(lambda: fetch(1))
 
-        @pm.when(is_own)
+        @pm.when(is_stored)
         def _():
-            pm.copy_out(refs.attention_tile, refs.attention.at[0, head, chunk])
+            pm.copy_out(attention_tile, refs.attention.at[0, head, chunk])
             pm.copy_out(refs.total.at[half], refs.decay.at[head, chunk])
 
         pm.wait_for_copies_out(0, wait_read_only=True)
@@ -203,6 +206,17 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                     pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
 
         pm.wait_for_copies_out(0, wait_read_only=True)
+
+
+def levels() -> jax.Array:
+    """Returns which of a chunk's levels multiplies two tokens, float32 [tokens, tokens].
+
+    Where the row is the later token, tokens of different halves have 0, those of different halves of a half 1, and those of
+    one block 2. A token and itself have 3, and what no level multiplies has -1.
+    """
+    row, column = np.arange(SIZE)[:, None], np.arange(SIZE)[None, :]
+    apart = np.where((row ^ column) >= SIZE // 2, 0, np.where((row ^ column) >= BLOCK, 1, _LEVELS))
+    return jnp.asarray(np.where(column < row, apart, np.where(column == row, _LEVELS + 1, -1)), jnp.float32)
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
@@ -226,7 +240,7 @@ def products_per_channel(
     """Launches the kernel. Returns `solve`, `attention`, `q_before`, `k_before`, `k_after` and `decay` for states.py."""
     (_, _, key_dim), heads, number = k.shape, g.shape[1], chunks.seq_idx.shape[0]
     given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, g=g, beta=of_chunks(beta, chunks))
-    given |= dict(spans=decay_spans(SIZE, BLOCK))
+    given |= dict(spans=decay_spans(SIZE, BLOCK), levels=levels())
     array, of_chunk = jax.ShapeDtypeStruct, (heads, number)
     square, keys = array((1, *of_chunk, *_SHAPE), jnp.bfloat16), array((1, *of_chunk, SIZE, key_dim), jnp.bfloat16)
     outputs = dict(solve=square, attention=square, q_before=keys, k_before=keys, k_after=keys)
@@ -243,7 +257,9 @@ def products_per_channel(
             pm.tiled(2, *_SHAPE, dtype=jnp.float32),
             pm.shared((2, 1, *_SHAPE), jnp.bfloat16),
         ),
-        attention_tile=pm.tiled(*_SHAPE, dtype=jnp.bfloat16),
+        attention_tile=pm.union(
+            pm.tiled(*_SHAPE, dtype=jnp.bfloat16), pm.tiled(2, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row)
+        ),
         betas=pm.shared((2, SIZE), jnp.float32),
         norms=pm.shared((SIZE,), jnp.float32),
         total=pm.shared((2, key_dim), jnp.float32),
