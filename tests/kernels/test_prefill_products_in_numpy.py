@@ -43,9 +43,7 @@ def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, 
     decays, pieces = memory(float32, tiles, *tile), memory(bfloat16, 2, module.SIZE, key_dim)
     systems = memory(bfloat16, 2, 4, *tile), memory(float32, 2, *square), memory(bfloat16, 2, 1, *square)
     scratch = dict(tokens=(tokens_of, tokens_of), log_decays=(decays, decays, pieces), systems=systems)
-    scratch |= dict(
-        attention_tile=(memory(bfloat16, *square), memory(bfloat16, 2, *tile)), betas=memory(float32, 2, module.SIZE)
-    )
+    scratch |= dict(attention_tile=memory(bfloat16, *square), betas=memory(float32, 2, module.SIZE))
     scratch |= dict(norms=memory(float32, module.SIZE), total=memory(float32, 2, key_dim), full=None)
 
     program = mosaic_in_numpy.patch(monkeypatch, module)

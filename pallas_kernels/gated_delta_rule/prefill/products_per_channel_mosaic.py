@@ -36,7 +36,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
     token_rows, token_tiles = refs.tokens
     decay_rows, decay_tiles, decay_pieces = refs.log_decays
-    (operands, system, solution), (attention_tile, sent) = refs.systems, refs.attention_tile
+    operands, system, solution = refs.systems
     pair, chunk = pm.axis_index("pair"), pm.axis_index("chunk")
     heads = refs.g.shape[1]
     key_dim, repeats = refs.k.shape[2], heads // refs.k.shape[1]
@@ -130,27 +130,30 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             refs.total[half, keys_of(n)] = jnp.exp2(jnp.sum(log_decays[n], axis=0))
         cut_log_decays(log_decays)
 
-        def send(part, _):
-            """Sends two tiles of keys and queries decayed from the chunk's start, and of keys decayed to its end."""
-            first = 2 * part
-            before, after = ([jnp.exp2(x) for x in sums(span, first, 2)] for span in (_LEVELS + 1, _LEVELS + 2))
-            staged = operands.at[half, 0:2], operands.at[half, 2:4], sent
-            kinds = list(zip(("k_before", "q_before", "k_after"), (before, before, after), staged, strict=True))
-            for name, decays, tile in kinds:
-                norm = pm.along_rows(norms[name[0]], KEYS)
-                for n in (0, 1):
-                    tile[n] = (decays[n] * (wide(name[0], first + n) * norm)).astype(jnp.bfloat16)
+        # Keys and queries decayed from the chunk's start, and keys decayed to its end.
+        def put(name, of, decays, first, place):
+            """Sends two tiles of decayed keys or queries, normalised, to the arrays that the next kernel reads."""
+            norm = pm.along_rows(norms[of], KEYS)
+            for n in (0, 1):
+                operands[half, place + n] = (decays[n] * (wide(of, first + n) * norm)).astype(jnp.bfloat16)
             pm.commit()
 
             @pm.when(is_stored)
             def _():
-                for name, _, tile in kinds:
-                    for n in (0, 1):
-                        pm.copy_out(tile.at[n], getattr(refs, name).at[0, head, chunk, :, keys_of(first + n)])
+                for n in (0, 1):
+                    target = getattr(refs, name).at[0, head, chunk, :, keys_of(first + n)]
+                    pm.copy_out(operands.at[half, place + n], target)
 
+        before = sums(_LEVELS + 1, 0, len(tiles))
+        for first in tiles[::2]:
+            decays = [jnp.exp2(x) for x in before[first : first + 2]]
+            put("k_before", "k", decays, first, 0)
+            put("q_before", "q", decays, first, 2)
             pm.wait_for_copies_out(0, wait_read_only=True)
-
-        jax.lax.fori_loop(0, len(tiles) // 2, send, None)
+        after = sums(_LEVELS + 2, 0, len(tiles))
+        for first in tiles[::2]:
+            put("k_after", "k", [jnp.exp2(x) for x in after[first : first + 2]], first, first)
+        pm.wait_for_copies_out(0, wait_read_only=True)
 
         # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
         def bounded(n):
@@ -175,17 +178,17 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         is_own = pm.load_directly(refs.levels) == float(_LEVELS + 1)
         queries = jnp.where(is_own, pm.along_rows(qk, SIZE), queries)
 
-        pm.commit()  # no warp still reads what the next head's tokens replace
-        pm.when(half == 0)(lambda: fetch(1))
+        pm.commit()
         of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
         beta = pm.load_per_row(refs.betas.at[half])
-        attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
+        refs.attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
         system[half] = keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns)
         pm.commit()
+        pm.when(half == 0)(lambda: fetch(1))
 
         @pm.when(is_stored)
         def _():
-            pm.copy_out(attention_tile, refs.attention.at[0, head, chunk])
+            pm.copy_out(refs.attention_tile, refs.attention.at[0, head, chunk])
             pm.copy_out(refs.total.at[half], refs.decay.at[head, chunk])
 
         pm.wait_for_copies_out(0, wait_read_only=True)
@@ -257,9 +260,7 @@ def products_per_channel(
             pm.tiled(2, *_SHAPE, dtype=jnp.float32),
             pm.shared((2, 1, *_SHAPE), jnp.bfloat16),
         ),
-        attention_tile=pm.union(
-            pm.tiled(*_SHAPE, dtype=jnp.bfloat16), pm.tiled(2, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row)
-        ),
+        attention_tile=pm.tiled(*_SHAPE, dtype=jnp.bfloat16),
         betas=pm.shared((2, SIZE), jnp.float32),
         norms=pm.shared((SIZE,), jnp.float32),
         total=pm.shared((2, key_dim), jnp.float32),
