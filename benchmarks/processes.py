@@ -4,7 +4,8 @@ The model has random bfloat16 weights in the shapes of `--model`, split over all
 starts first one process that has them all, and then a process for each, which meet at a port of this machine. Process 0
 reads the prompts of all rows (`prompt_tokens_per_s`), and times steps of the engine back to back, host included, with
 synchronous and with asynchronous stepping (`engine_us`, the median). `agreement` is the share of generated tokens that
-are those of one process. It should be 1: both run the same programs over the same devices.
+are those of one process. It should be 1: both run the same programs over the same devices. Most of the time goes into compiling:
+with `--compilation-cache` the second kind of stepping takes the programs of the first.
 """
 
 import argparse
@@ -83,6 +84,8 @@ def child(options: argparse.Namespace) -> None:
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
     shape = replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers])
+    if options.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices // count)
@@ -105,7 +108,9 @@ def child(options: argparse.Namespace) -> None:
 def _report(make_engine: Callable[[EngineConfig], Engine], options: argparse.Namespace) -> None:
     machine = facts(options.commit)
     for is_async in (False, True):
+        begin = time.perf_counter()
         row, tokens = measure(make_engine(_config(options, is_async)), options)
+        print(f"measured in {time.perf_counter() - begin:.0f} s, is_async={is_async}", file=sys.stderr, flush=True)
         print(json.dumps({"is_async": is_async, "row": row, "tokens": tokens, "machine": machine}), flush=True)
 
 
@@ -143,6 +148,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--cpu", action="store_true", help="simulate the devices, to try the command")
+    parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in DIR for later processes")
     parser.add_argument("--json", help="append one JSON row for each case to this file")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--child", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
