@@ -17,6 +17,7 @@ from jax.extend.mlir import ir as ir
 from jax.extend.mlir.dialects import arith as arith
 from jax.extend.mlir.dialects import math as math
 from jax.extend.mlir.dialects import memref as memref
+from jax.extend.mlir.dialects import scf as scf
 from jax.extend.mlir.dialects import vector as vector
 
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
