@@ -1,4 +1,6 @@
-"""The Mosaic GPU kernel for the products of Kimi delta attention, run in NumPy, beside the Triton kernels, interpreted."""
+"""The Mosaic GPU kernels that make products of keys for the delta rule's prefill, run in NumPy, beside Triton's kernels."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,55 +8,112 @@ import pytest
 from kernels import mosaic_in_numpy
 from kernels.mosaic_in_numpy import Ref, memory
 
-from pallas_kernels.chunks import chunk_rows
+from pallas_kernels.chunks import Chunks, chunk_rows
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill import products_per_channel_mosaic as module
+from pallas_kernels.gated_delta_rule.prefill import products_mosaic as per_head
+from pallas_kernels.gated_delta_rule.prefill import products_per_channel_mosaic as per_channel
+from pallas_kernels.gated_delta_rule.prefill.decays import Factors, decays
 from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
 from pallas_kernels.gated_delta_rule.prefill.products import decay_spans
 
 LENGTHS, COMPUTED = (130, 0, 65), (7, 0, 0)  # the first row's chunks have 57, 64 and 9 tokens
 EXTRA = 9  # tokens after the last row, which hold NaN
-HEADS = 3  # an odd number: a program takes two
+SIZE = per_head.SIZE
+SQUARE = SIZE, SIZE
+BFLOAT16, FLOAT32 = jnp.bfloat16, np.float32
+
+
+class Call(NamedTuple):
+    """The inputs of a call, and what Triton's kernels make of them, interpreted."""
+
+    q: jnp.ndarray
+    k: jnp.ndarray
+    g: jnp.ndarray
+    beta: jnp.ndarray
+    chunks: Chunks
+    options: dict
+    pieces: int
+    wanted: dict
+
+
+def draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm, *, kda=False):
+    """Draws the inputs of a ragged batch."""
+    tokens = sum(LENGTHS)
+    normal = lambda *shape: np.concatenate([rng.normal(size=(tokens, *shape)), np.full((EXTRA, *shape), np.nan)])
+    q, k = (jnp.asarray(normal(key_heads, key_dim) * key_dim**-0.5, BFLOAT16) for _ in range(2))
+    g = jnp.asarray(-0.3 * np.abs(normal(value_heads, *[key_dim] * kda)), FLOAT32)
+    beta = jnp.asarray(1 / (1 + np.exp(-normal(value_heads))), FLOAT32)
+    loc = jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32)
+    chunks = chunk_rows(loc, jnp.asarray(COMPUTED, jnp.int32), tokens + EXTRA)
+    config = default_prefill_config(value_heads * key_dim, key_dim, 2, per_channel=kda)
+    options = dict(scale=0.3, use_qk_l2norm=use_qk_l2norm)
+    wanted = multiply(q, k, g, beta, chunks, **options, config=config, interpret=True)
+    system = wanted.pop("system")
+    wanted["solve"] = invert(system, beta, chunks, dtype=BFLOAT16, pieces=config.pieces, interpret=True)
+    return Call(q, k, g, beta, chunks, options, config.pieces, wanted)
+
+
+def run(monkeypatch, module, call, axis, programs, given, outputs, scratch):
+    """Runs all programs of a kernel, and returns its outputs."""
+    given = {name: Ref(np.array(x)) for name, x in given.items()}
+    arrays = dict(cu_chunk_seqlens=call.chunks.cu_chunk_seqlens) | given | outputs | scratch
+    program = mosaic_in_numpy.patch(monkeypatch, module)
+    for chunk in range(call.chunks.seq_idx.shape[0]):
+        for number in range(programs):
+            program |= {"chunk": chunk, axis: number}
+            module.kernel([*arrays], *arrays.values(), **call.options)
+    return {name: np.asarray(x.array, FLOAT32) for name, x in outputs.items()}
+
+
+def assert_alike(found, call, tolerances):
+    """Compares what belongs to chunks that are not empty. `tolerances` are relative ones, of single values and of all."""
+    is_full = np.asarray(call.chunks.cu_chunk_seqlens[1:] > call.chunks.cu_chunk_seqlens[:-1])
+    for name, values in found.items():
+        of_full = lambda x, name=name: np.compress(is_full, np.asarray(x, FLOAT32), axis=1 if name == "decay" else 2)
+        actual, expected = of_full(values), of_full(call.wanted[name])
+        rtol, atol = tolerances[name]
+        np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("use_qk_l2norm", [True, False])
+@pytest.mark.parametrize(("key_heads", "value_heads", "key_dim"), [(2, 4, 64), (1, 3, 128)])
+def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, value_heads, key_dim, use_qk_l2norm):
+    """A program takes two value heads of a key head at a time, of which the last may be alone."""
+    call = draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm)
+    factors, decay = decays(call.g, call.beta, call.chunks, interpret=True)
+    outputs = {name: memory(BFLOAT16, *call.wanted[name].shape) for name in ("solve", "attention")}
+    outputs |= dict(scales=memory(FLOAT32, value_heads, factors.shape[1], 3, SIZE))
+    tokens = {name: memory(BFLOAT16, key_dim // SIZE, *SQUARE) for name in "kq"}
+    systems = memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, call.pieces, *SQUARE)
+    scratch = dict(memory=(tokens, tokens, *systems), attention_tile=memory(BFLOAT16, 2, *SQUARE))
+    scratch |= dict(per_row=memory(FLOAT32, 2, len(Factors()), SIZE), per_column=memory(FLOAT32, 2, 2, SIZE))
+    scratch |= dict(norms=memory(FLOAT32, SIZE), kinds=memory(FLOAT32, 2, 3, SIZE), full=None, factors_full=None)
+    given = dict(q=call.q, k=call.k, factors=factors)
+    found = run(monkeypatch, per_head, call, "key_head", key_heads, given, outputs, scratch)
+    total = lambda x: np.asarray(x, FLOAT32).sum(axis=0, keepdims=True)
+    found |= dict(decay=np.asarray(decay), solve=total(found["solve"]).swapaxes(-1, -2))
+    found["scales"] = np.moveaxis(found["scales"], 2, 0) * np.array([-1, 1, 1], FLOAT32)[:, None, None, None]
+    call.wanted["solve"] = total(call.wanted["solve"])
+    # Products of queries are rounded to bfloat16, and the two pieces of a solution have a relative error of 2^-16.
+    tolerances = dict.fromkeys(found, (2**-15, 2e-5)) | dict(attention=(2**-7, 2e-5))
+    assert_alike(found, call, tolerances)
 
 
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
 @pytest.mark.parametrize("key_dim", [64, 128])
 def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, key_dim, use_qk_l2norm):
-    tokens = sum(LENGTHS)
-    draw = lambda *shape: np.concatenate([rng.normal(size=(tokens, *shape)), np.full((EXTRA, *shape), np.nan)])
-    q, k = (jnp.asarray(draw(HEADS, key_dim) * key_dim**-0.5, jnp.bfloat16) for _ in range(2))
-    g, beta = jnp.asarray(-0.3 * np.abs(draw(HEADS, key_dim))), jnp.asarray(1 / (1 + np.exp(-draw(HEADS))))
-    g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
-    loc = jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32)
-    chunks = chunk_rows(loc, jnp.asarray(COMPUTED, jnp.int32), tokens + EXTRA)
-    config = default_prefill_config(HEADS * key_dim, key_dim, 2, per_channel=True)
-    options = dict(scale=0.3, use_qk_l2norm=use_qk_l2norm)
-    wanted = multiply(q, k, g, beta, chunks, **options, config=config, interpret=True)
-    system = wanted.pop("system")
-    wanted["solve"] = invert(system, beta, chunks, dtype=jnp.bfloat16, pieces=config.pieces, interpret=True)
-
-    given = dict(q=q, k=k, g=g, beta=module.of_chunks(beta, chunks))
-    given |= dict(spans=decay_spans(module.SIZE, module.BLOCK), levels=module.levels())
-    given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens) | {name: Ref(np.array(x)) for name, x in given.items()}
-    outputs = {name: memory(x.dtype, *x.shape) for name, x in wanted.items()}
-    tile, square = (module.SIZE, module.KEYS), (module.SIZE, module.SIZE)
-    tiles, bfloat16, float32 = key_dim // module.KEYS, jnp.bfloat16, np.float32
-    tokens_of = {name: memory(bfloat16, tiles, *tile) for name in "kq"}
-    decays, pieces = memory(float32, tiles, *tile), memory(bfloat16, 2, module.SIZE, key_dim)
-    systems = memory(bfloat16, 2, 4, *tile), memory(float32, 2, *square), memory(bfloat16, 2, 1, *square)
-    scratch = dict(tokens=(tokens_of, tokens_of), log_decays=(decays, decays, pieces), systems=systems)
-    scratch |= dict(attention_tile=memory(bfloat16, *square), betas=memory(float32, 2, module.SIZE))
-    scratch |= dict(norms=memory(float32, module.SIZE), total=memory(float32, 2, key_dim), full=None)
-
-    program = mosaic_in_numpy.patch(monkeypatch, module)
-    for chunk in range(chunks.seq_idx.shape[0]):
-        for pair in range((HEADS + 1) // 2):
-            program |= dict(chunk=chunk, pair=pair)
-            arrays = [*given.values(), *outputs.values(), *scratch.values()]
-            module.kernel([*given, *outputs, *scratch], *arrays, **options)
-    is_full = np.asarray(chunks.cu_chunk_seqlens[1:] > chunks.cu_chunk_seqlens[:-1])
-    for name, output in outputs.items():
-        of_full = lambda x, name=name: np.compress(is_full, np.asarray(x, np.float32), axis=1 if name == "decay" else 2)
-        found, expected = of_full(output.array), of_full(wanted[name])
-        # Both round the same numbers, of which sums in another order may have another last bit, to bfloat16.
-        np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+    """A program takes two value heads, of which the last may be alone."""
+    heads, tile, tiles = 3, (SIZE, per_channel.KEYS), key_dim // per_channel.KEYS
+    call = draw(rng, heads, heads, key_dim, use_qk_l2norm, kda=True)
+    outputs = {name: memory(x.dtype, *x.shape) for name, x in call.wanted.items()}
+    tokens = {name: memory(BFLOAT16, tiles, *tile) for name in "kq"}
+    log_decays, cut = memory(FLOAT32, tiles, *tile), memory(BFLOAT16, 2, SIZE, key_dim)
+    systems = memory(BFLOAT16, 2, 4, *tile), memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, 1, *SQUARE)
+    scratch = dict(tokens=(tokens, tokens), log_decays=(log_decays, log_decays, cut), systems=systems)
+    scratch |= dict(attention_tile=memory(BFLOAT16, *SQUARE), betas=memory(FLOAT32, 2, SIZE))
+    scratch |= dict(norms=memory(FLOAT32, SIZE), total=memory(FLOAT32, 2, key_dim), full=None)
+    given = dict(q=call.q, k=call.k, g=call.g, beta=per_channel.of_chunks(call.beta, call.chunks))
+    given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK), levels=per_channel.levels())
+    found = run(monkeypatch, per_channel, call, "pair", (heads + 1) // 2, given, outputs, scratch)
+    # Both round the same numbers, of which sums in another order may have another last bit, to bfloat16.
+    assert_alike(found, call, dict.fromkeys(found, (2**-7, 1e-5)))
