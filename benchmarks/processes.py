@@ -212,7 +212,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             first = wanted.setdefault((found["is_async"], found["row"]["sums"]), found["tokens"])
             pairs = [pair for mine, one in zip(found["tokens"], first, strict=True) for pair in zip(mine, one)]  # noqa: B905
             agreement = sum(mine == one for mine, one in pairs) / len(pairs)
-            case = f"{'async' if found['is_async'] else 'sync'} decode {shape} {count} processes"
+            stepping, number = "async" if found["is_async"] else "sync", f"{count} process{'es' * (count > 1)}"
+            case = f"{stepping} decode {shape} {number}, sums by {found['row']['sums']}"
             row = {"case": case, "devices": options.devices, "processes": count, "agreement": agreement}
             results.append(row | found["row"] | found["machine"])
             print(results[-1], flush=True)
