@@ -1,15 +1,16 @@
 """Compares a process per GPU with one process over all: `python -m benchmarks.processes --devices 2 --json FILE`.
 
 The model has random bfloat16 weights in the shapes of `--model`, split over all devices. `python -m benchmarks.processes`
-starts first one process that has them all, and then a process for each, which meet at a port of this machine. Process 0
-reads the prompts of all rows (`prompt_tokens_per_s`), and times steps of the engine back to back, host included, with
-asynchronous and with synchronous stepping (`engine_us`, the median). `sums` names what adds up what the devices have:
-devices of one process do it by "kernels" of their own, and those of several leave it to "xla". One process is measured with
-both. `agreement` is the share of generated tokens that are those of one process with the same sums. It should be 1: both run
-the same programs over the same devices. `compile_s` is how long the programs of an engine took to compile, all at a time.
+starts first a process for each of them, which meet at a port of this machine, and then one process that has them all.
+Process 0 reads the prompts of all rows (`prompt_tokens_per_s`), and times steps of the engine back to back, host included,
+with asynchronous and with synchronous stepping (`engine_us`, the median). `sums` names what adds up what the devices have:
+several processes leave it to "xla", and one does it by "kernels" of its own. One process is measured with both. `compile_s`
+is how long an engine's programs took to compile. `agreement` is the share of generated tokens that are those of the first
+row with the same stepping, which is that of several processes. It should be 1 if `sums` is "xla": both then run the same
+programs over the same devices.
 
-Every process writes to stderr what it begins, with the seconds since it started. After `--budget` seconds it makes no other
-engine. If it is not done after `--limit` seconds, it writes what each of its threads is at, and ends.
+Every process writes to stderr what it begins, with the seconds since it started. Those that still run after `--limit`
+seconds write what their threads are at, and end. Rows are written as they come.
 """
 
 import argparse
@@ -28,8 +29,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.programs import compile_programs
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
@@ -62,27 +63,6 @@ def _config(options: argparse.Namespace, is_async: bool) -> EngineConfig:
 def _length(options: argparse.Namespace) -> int:
     """The number of tokens of a sequence that still decodes when all rows have been read and timed."""
     return options.context + options.rows * (options.context // _CHUNK + 1) + options.steps + 16
-
-
-def warm(engine: Engine) -> float:
-    """Compiles the programs that `measure` needs, and no others, and returns the seconds.
-
-    They decode all rows, or read a chunk of a prompt, before or while rows decode.
-    """
-    begin = time.perf_counter()
-    rows = engine.config.max_num_seqs
-    needed = [
-        bucket
-        for bucket in engine.runner.buckets
-        if bucket.level == Level.MOST_LIKELY
-        and (bucket[:3] == (rows, 0, 0) or (bucket.prefill_tokens == _CHUNK and bucket.decode_rows in (0, rows)))
-    ]
-    for _ in engine.runner.compile(needed):
-        pass
-    compiled = time.perf_counter()
-    for bucket in needed:
-        engine.runner.warm(bucket)
-    return compiled - begin
 
 
 def measure(engine: Engine, options: argparse.Namespace) -> tuple[Row, list[list[int]]]:
@@ -144,42 +124,44 @@ def child(options: argparse.Namespace) -> None:
 
 def _report(make_engine: Callable[[EngineConfig], Engine], options: argparse.Namespace) -> None:
     machine, is_alone = facts(options.commit), options.child[1] == 1
-    for is_async, sums in itertools.product((True, False), ("kernels", "xla") if is_alone else ("xla",)):
-        if time.perf_counter() - _BEGIN > options.budget:
-            _say(options, "no time is left for the other engines")
-            return
+    for sums, is_async in itertools.product(("xla", "kernels") if is_alone else ("xla",), (True, False)):
         _say(options, f"makes an engine, async_stepping={is_async}, sums={sums}")
         engine = make_engine(_config(options, is_async))
         if sums == "xla":
             engine.runner.mailboxes = None
-        elif engine.runner.mailboxes is None:
-            continue
-        compile_s = warm(engine)
-        _say(options, "measures")
-        row, tokens = measure(engine, options)
-        row = {"sums": sums} | row | {"compile_s": compile_s}
-        print(json.dumps({"is_async": is_async, "row": row, "tokens": tokens, "machine": machine}), flush=True)
+        if sums == "xla" or engine.runner.mailboxes is not None:
+            compile_s = compile_programs(engine, (options.rows, 0), (0, _CHUNK), (options.rows, _CHUNK))
+            _say(options, "measures")
+            row, tokens = measure(engine, options)
+            row = {"sums": sums} | row | {"compile_s": compile_s}
+            print(json.dumps({"is_async": is_async, "row": row, "tokens": tokens, "machine": machine}), flush=True)
         free_pools(engine)
 
 
-def run(count: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Starts `count` processes and yields what process 0 prints, as it comes."""
+def run(count: int, options: argparse.Namespace, seconds: float) -> Iterator[dict[str, Any]]:
+    """Starts `count` processes, which end after so many seconds, and yields what process 0 prints, as it comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "benchmarks.processes", *options.given, "--coordinator", coordinator]
+    own = ["--coordinator", coordinator, f"--limit={seconds}"]
+    command = [sys.executable, "-m", "benchmarks.processes", *options.given, *own]
     started = [
-        subprocess.Popen([*command, "--child", str(number), str(count)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, "--child", str(number), str(count)],
+            stdout=subprocess.DEVNULL if number else subprocess.PIPE,
+            text=True,
+        )
         for number in range(count)
     ]
     try:
         assert started[0].stdout
-        yield from (json.loads(line) for line in started[0].stdout if line.startswith('{"is_async"'))
+        with started[0].stdout as said:
+            yield from (json.loads(line) for line in said if line.startswith('{"is_async"'))
         statuses = [process.wait() for process in started]
     finally:
         for process in started:
             process.kill()
     if any(statuses):
-        print(f"{count} processes ended with {statuses}", flush=True)
+        print(f"{count} process{'es' * (count > 1)} ended with {statuses}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -194,8 +176,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--cpu", action="store_true", help="simulate the devices, to try the command")
     parser.add_argument("--json", help="append one JSON row for each case to this file")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--budget", type=float, default=150, help="seconds after which a process makes no other engine")
-    parser.add_argument("--limit", type=float, default=250, help="seconds after which a process ends, whatever it does")
+    parser.add_argument("--limit", type=float, default=550, help="seconds after which all processes end")
     parser.add_argument("--child", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -204,12 +185,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         child(options)
         return []
     results: list[Row] = []
-    wanted: dict[tuple[bool, str], Any] = {}
+    wanted: dict[bool, Any] = {}
+    end = time.perf_counter() + options.limit
     layers = options.layers or MODELS[options.model].num_hidden_layers
     shape = f"{options.model} {layers} layers {options.rows} rows {options.context} tokens"
-    for count in (1, options.devices):
-        for found in run(count, options):
-            first = wanted.setdefault((found["is_async"], found["row"]["sums"]), found["tokens"])
+    for count in (options.devices, 1):
+        for found in run(count, options, max(end - time.perf_counter(), 1)):
+            first = wanted.setdefault(found["is_async"], found["tokens"])
             pairs = [pair for mine, one in zip(found["tokens"], first, strict=True) for pair in zip(mine, one)]  # noqa: B905
             agreement = sum(mine == one for mine, one in pairs) / len(pairs)
             stepping, number = "async" if found["is_async"] else "sync", f"{count} process{'es' * (count > 1)}"
