@@ -5,12 +5,13 @@ starts first a process for each of them, which meet at a port of this machine, a
 Process 0 reads the prompts of all rows (`prompt_tokens_per_s`), and times steps of the engine back to back, host included,
 with asynchronous and with synchronous stepping (`engine_us`, the median). `sums` names what adds up what the devices have:
 several processes leave it to "xla", and one does it by "kernels" of its own. One process is measured with both. `compile_s`
-is how long an engine's programs took to compile. `agreement` is the share of generated tokens that are those of the first
-row with the same stepping, which is that of several processes. It should be 1 if `sums` is "xla": both then run the same
-programs over the same devices.
+is how long an engine's programs took to compile: both kinds of stepping take the same ones. `agreement` is the share of
+generated tokens that are those of the first row with the same stepping, which is that of several processes. It should be 1
+if `sums` is "xla": both then run the same programs over the same devices.
 
 Every process writes to stderr what it begins, with the seconds since it started. Those that still run after `--limit`
-seconds write what their threads are at, and end. Rows are written as they come.
+seconds write what their threads are at, and end. Rows are written as they come. Most of the time goes into compiling, which
+`--compilation-cache` saves the next time.
 """
 
 import argparse
@@ -98,6 +99,8 @@ def child(options: argparse.Namespace) -> None:
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
     shape = replace(shape, num_hidden_layers=layers, layer_types=shape.layer_types[:layers])
+    if options.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices // count)
@@ -174,6 +177,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--cpu", action="store_true", help="simulate the devices, to try the command")
+    parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in DIR for later processes")
     parser.add_argument("--json", help="append one JSON row for each case to this file")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--limit", type=float, default=550, help="seconds after which all processes end")

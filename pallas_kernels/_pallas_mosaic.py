@@ -17,6 +17,7 @@ from jax.extend.mlir import ir as ir
 from jax.extend.mlir.dialects import arith as arith
 from jax.extend.mlir.dialects import math as math
 from jax.extend.mlir.dialects import memref as memref
+from jax.extend.mlir.dialects import scf as scf
 from jax.extend.mlir.dialects import vector as vector
 
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
@@ -78,19 +79,20 @@ def tiled(*shape: int, dtype: Any, swizzle: int = SWIZZLE) -> Any:
     return shared(shape, dtype, transforms=tiling(dtype, swizzle=swizzle))
 
 
-def views_of_tokens(shapes: Any, dtype: Any) -> tuple[Any, Any]:
+def views_of_tokens(shapes: Any, dtype: Any, *, swizzle: int = SWIZZLE) -> tuple[Any, Any]:
     """Describes shared memory for tokens that start anywhere: a view for copies, and one for tensor cores.
 
     Copies into the second form, `tiled`, could only start at multiples of eight tokens. The first form has the same bytes,
-    but its pieces have one row each. A tile's rows must have `SWIZZLE` bytes.
+    but its pieces have one row each. A tile's rows must have `swizzle` bytes.
 
     Args:
         shapes: A shape [..., tokens, elements], or a dict of them.
         dtype: The dtype of the elements.
+        swizzle: The length of a tile's row in bytes.
     """
 
     def view(rows: int) -> Any:
-        make = lambda shape: shared(shape, dtype, transforms=tiling(dtype, rows=rows))
+        make = lambda shape: shared(shape, dtype, transforms=tiling(dtype, rows=rows, swizzle=swizzle))
         return {name: make(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else make(shapes)
 
     return view(1), view(8)

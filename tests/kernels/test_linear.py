@@ -60,13 +60,19 @@ def test_total_of_the_sums_is_the_product(rng, shape, dtype, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [3, MAX_TOKENS + 1])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrower_inputs_of_float32_weights_give_the_bits_of_float32_inputs(rng, dtype, tokens, implementation):
+def test_narrower_inputs_of_float32_weights_are_multiplied_in_float32(rng, dtype, tokens, implementation):
+    """The compiled kernel may add in another order than with inputs in float32. Otherwise the bits are the same."""
     x, weight, bias = draw(rng, jnp.float32, tokens, 96, 64)
     x = x.astype(dtype)
     for op, operands in ((linear, (weight, bias)), (linear_sums, (weight,))):
-        found, wanted = (jax.tree.leaves(op(y, *operands, **how(implementation))) for y in (x, x.astype(jnp.float32)))
-        assert found[0].dtype == jnp.float32
-        np.testing.assert_array_equal(found[0], wanted[0])
+        found, wanted = (
+            jax.tree.leaves(op(y, *operands, **how(implementation)))[0] for y in (x, x.astype(jnp.float32))
+        )
+        assert found.dtype == jnp.float32
+        if implementation != "triton":
+            np.testing.assert_array_equal(found, wanted)
+        total = found if op is linear else np.asarray(found, np.float64).sum(axis=0)
+        assert_close(total, oracle(x, *operands), jnp.float32, 96, op.__name__)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

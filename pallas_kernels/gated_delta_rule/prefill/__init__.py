@@ -10,9 +10,9 @@ the state (the UT transform).
     inverse.py    one program per chunk and head: T beta
     states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
 
-On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs: decays.py, products_mosaic.py, which does the work
-of the first two kernels (substitution.py inverts), and states_mosaic.py, the third. With a decay per key channel the first
-two kernels stay those above.
+On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. One does the work of the first two: with a decay per
+head products_mosaic.py, after decays.py, and with a decay per key channel products_per_channel_mosaic.py (substitution.py
+inverts for both). The third is states_mosaic.py.
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
 into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.

@@ -17,7 +17,7 @@ class Factors(NamedTuple):
 
     Attributes:
         coarse: The running sums of the log decays' first parts. See `sums_on_scaled_grid`.
-        fine: The running sums of their second parts.
+        fine: The running sums of their second parts, in log2.
         before: The decay from the start of the chunk to each token.
         after: The decay from each token to the end of the chunk.
         beta: The correction strengths, 0 for places without a token.
@@ -41,7 +41,7 @@ def decays(g: jax.Array, beta: jax.Array, chunks: Chunks, *, interpret: bool = F
         take = lambda ref: pt.load(ref.at[start + lane, head], mask=lane < end - start, other=0.0)
         (coarse, coarse_total), (fine, fine_total) = sums_on_scaled_grid(take(refs.g))
         before, after = decay_of(coarse, fine), decay_of(coarse_total - coarse, fine_total - fine)
-        for n, values in enumerate(Factors(coarse, fine, before, after, take(refs.beta))):
+        for n, values in enumerate(Factors(coarse, pt.LOG2_E * fine, before, after, take(refs.beta))):
             pt.store(refs.factors.at[head, chunk, jnp.int32(n), lane], values)
         refs.decay[head, chunk] = decay_of(coarse_total, fine_total)
 

@@ -5,8 +5,8 @@ import jax
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
 from pallas_kernels.gated_delta_rule.prefill.products_mosaic import products
+from pallas_kernels.gated_delta_rule.prefill.products_per_channel_mosaic import products_per_channel
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import states
 
 
@@ -29,17 +29,13 @@ def gated_delta_rule_prefill(
     use_qk_l2norm: bool,
     layout: StateLayout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the op that `gated_delta_rule_prefill` in api.py describes.
-
-    With a decay per key channel the first two launches are Triton's. With one per head only the launch of decays is.
-    """
+    """Runs the op that `gated_delta_rule_prefill` in api.py describes. Decays per head have a launch of their own."""
     per_channel, rows = g.ndim == 3, read_block.shape[0]
     values = v.shape[1] * v.shape[2] * rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
     if per_channel:
-        made = multiply(q, k, g, beta, chunks, **options, config=config)
-        made |= dict(solve=invert(made.pop("system"), beta, chunks, dtype=k.dtype, pieces=config.pieces))
+        made = products_per_channel(q, k, g, beta, chunks, **options)
     else:
         made = products(q, k, g, beta, chunks, **options, pieces=config.pieces)
     made |= dict(q=q, k=k, v=v, layer=layer, query_start_loc=query_start_loc, cu_chunk_seqlens=chunks.cu_chunk_seqlens)

@@ -21,7 +21,7 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 # Keys in a tile of `products_per_channel`. All keys of a head would not fit into a program's registers.
 _MAX_KEYS = 64
 # Largest exponent, to base 2, of a decay that is taken backwards. It leaves room for the values that are scaled by it.
-_MAX_EXPONENT = 112.0
+MAX_EXPONENT = 112.0
 
 
 def sums_on_scaled_grid(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -223,7 +223,7 @@ def products_per_channel(
 
     def of_tile(n, carry):
         q, k, g, _, _ = take(n)
-        sums = over_spans(jnp.maximum(g, -_MAX_EXPONENT / (last // 2)))
+        sums = over_spans(jnp.maximum(g, -MAX_EXPONENT / (last // 2)))
 
         def of_level(level, carry):
             decay = jnp.exp2(sums(level))

@@ -78,7 +78,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             pm.copy_in(refs.v.at[here, head, values], token_rows["v"].at[at], full)
             for n in numbers:
                 pm.copy_in(refs.solve.at[n, head, number], refs.squares["solve"].at[at, n], full)
-            factors = refs.decay.at[head, number] if per_channel else refs.scales.at[:, head, number]
+            factors = refs.decay.at[head, number] if per_channel else refs.scales.at[head, number]
             pm.copy_in(factors, refs.factors.at[at], full)
             fetch_queries(chunk, here, number)
 
@@ -89,7 +89,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             copy_tiles("q_before" if per_channel else "q", here, number, at, full)
             pm.copy_in(refs.attention.at[0, head, number], refs.squares["attention"].at[at], full)
             if not per_channel:
-                pm.copy_in(refs.scales.at[1, head, number], refs.of_query.at[at], full)
+                pm.copy_in(refs.scales.at[head, number, 1], refs.of_query.at[at], full)
 
         jax.lax.fori_loop(0, count, one, None)
         # A barrier has one phase bit, so each of its completions must be waited for.
@@ -116,7 +116,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             return refs.pool.at[layer, block, head, keys, values]
 
         def of_tokens(kind, at):
-            """Returns the factors of a chunk's tokens: of their keys before the chunk (0), and after it (2)."""
+            """Returns the factors of a chunk's tokens: of their keys before it (0), which are negative, and after it (2)."""
             if per_channel:
                 return 1.0
             return pm.along_columns(pm.load_per_column(refs.factors.at[at, kind]), TILE)
@@ -158,8 +158,10 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             of_before = [(part(state[n], p), before[n].T) for p in numbers for n in key_tiles]
             # A product with ones on the diagonal is a transposition.
             known, v = pm.multiply_all(SHAPE, [of_before, [(v_tile.T, refs.identity)]], publish_state)
-            wanted = v - of_tokens(0, at) * known
-            solve = [refs.squares["solve"].at[at, n].T for n in numbers]
+            wanted = v - known if per_channel else v + of_tokens(0, at) * known
+            solve = [refs.squares["solve"].at[at, n] for n in numbers]
+            if per_channel:  # they are transposed if there is a decay per head
+                solve = [x.T for x in solve]
             pairs = [(part(wanted, i), solve[j]) for i in numbers for j in numbers if i + j < len(numbers)]
             (added,) = pm.multiply_all(SHAPE, [pairs])
             weighted = of_tokens(2, at) * added
@@ -239,7 +241,7 @@ def states(
     """Launches the kernel.
 
     Args:
-        inputs: What `states.states` reads, by name, besides the checkpoints.
+        inputs: What `states.states` reads, by name, besides the checkpoints. See `products` in products_mosaic.py.
         checkpoints: The offsets and blocks of checkpoints, or None.
         pool: The states.
         layout: The layout of the states in the pool.

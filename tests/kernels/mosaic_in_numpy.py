@@ -1,0 +1,153 @@
+"""Runs the body of a Mosaic GPU kernel of one warpgroup in NumPy, one program after the other.
+
+JAX's interpreter knows no operands in registers and no shared memory that is seen in two ways. This shows that a kernel's
+logic is right. It does not show that copies and barriers are in the right places: what shares memory on a GPU is apart here.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Slice:
+    """A slice of fixed length that may start at a traced number."""
+
+    def __init__(self, start, size):
+        self.start, self.size = start, size
+
+
+class Ref:
+    """An array in memory, or a view of one, with the interface of Pallas' refs."""
+
+    def __init__(self, array):
+        self.array = array
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+    T = property(lambda self: Ref(self.array.T))
+    at = property(lambda self: _At(self.array))
+
+    def __getitem__(self, index):
+        return jnp.asarray(self.array[_plain(index)])
+
+    def __setitem__(self, index, values):
+        self.array[_plain(index)] = np.asarray(values)
+
+
+class _At:
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, index):
+        return Ref(self.array[_plain(index)])
+
+
+def _plain(index):
+    """Returns an index that NumPy knows. A slice may reach beyond the end."""
+    convert = lambda x: slice(int(x.start), int(x.start) + x.size) if isinstance(x, Slice) else x
+    index = [convert(x) for x in (index if isinstance(index, tuple) else (index,))]
+    return tuple(x if isinstance(x, slice) or x is Ellipsis else int(x) for x in index)
+
+
+def memory(dtype, *shape):
+    """Memory that holds NaN."""
+    return Ref(np.full(shape, np.nan, dtype))
+
+
+class _Lax:
+    """jax.lax, whose loops are Python's."""
+
+    def __getattr__(self, name):
+        return getattr(jax.lax, name)
+
+    def fori_loop(self, start, stop, body, carry):
+        for n in range(int(start), int(stop)):
+            carry = body(jnp.int32(n), carry)
+        return carry
+
+
+class _Jax:
+    """jax with such loops."""
+
+    lax = _Lax()
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+
+def _copy_in(source, target, _):
+    """Copies what there is of the source. The rest becomes 0, as on a GPU."""
+    target.array[...] = 0
+    target.array[tuple(map(slice, source.shape))] = source.array
+
+
+def _copy_out(source, target):
+    target.array[...] = source.array
+
+
+def _multiply_all(shape, sums, meanwhile=lambda: None):
+    meanwhile()
+    operand = lambda x: np.asarray(x.array if isinstance(x, Ref) else x, np.float32)
+    left = lambda x: operand(x() if callable(x) else x)
+    zero = np.zeros(shape, np.float32)
+    return [jnp.asarray(sum((left(a) @ operand(b) for a, b in pairs), zero)) for pairs in sums]
+
+
+def _keep_rows(tile, count):
+    tile.array[int(count) :] = 0
+
+
+def _substitute(system, beta, solution, *, transposed=False):
+    """Does what substitution.py does, in float64."""
+    for half in range(system.shape[0]):
+        inverse = np.linalg.inv(np.eye(system.shape[1]) + np.tril(system.array[half].astype(np.float64), -1))
+        rest = (inverse * beta.array[half]).astype(np.float32)
+        for piece in range(solution.shape[1]):
+            is_last = piece == solution.shape[1] - 1
+            part = rest if is_last else (rest.view(np.int32) & np.int32(-65536)).view(np.float32)
+            solution.array[half, piece] = (part.T if transposed else part).astype(solution.dtype)
+            rest = rest - part
+
+
+def _loop(start, stop):
+    def run(body):
+        for n in range(start, stop):
+            body(jnp.int32(n))
+
+    return run
+
+
+def _when(condition):
+    return lambda body: body() if bool(condition) else None
+
+
+def patch(monkeypatch, module):
+    """Makes `module`, which has a kernel, run in NumPy. Returns a dict: the number of a program along each axis."""
+    program, ignored = {}, lambda *_, **__: None
+    read = lambda ref: jnp.asarray(ref.array)
+    number = lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    fake = dict(
+        axis_index=lambda name: jnp.int32(program[name]),
+        rows=lambda shape: number(shape, 0),
+        columns=lambda shape: number(shape, 1),
+        zeros=jnp.zeros,
+        zeros_per_row=lambda rows, dtype: jnp.zeros((rows,), dtype),
+        slice_of=Slice,
+        along_rows=lambda x, count: jnp.broadcast_to(x[:, None], (*x.shape, count)),
+        along_columns=lambda x, rows: jnp.broadcast_to(x[None], (rows, *x.shape)),
+        copy_in=_copy_in,
+        copy_out=_copy_out,
+        multiply_all=_multiply_all,
+        computed=lambda x: x,
+        keep_rows=_keep_rows,
+        when=_when,
+        loop=_loop,
+        **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
+        **dict.fromkeys(("wait", "commit", "wait_for_copies_out"), ignored),
+    )
+    monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
+    monkeypatch.setattr(module, "jax", _Jax())
+    monkeypatch.setattr(module, "substitute", _substitute)
+    return program
