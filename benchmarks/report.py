@@ -202,6 +202,21 @@ def process_table(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
+def transfer_table(rows: list[Row]) -> str:
+    """Tabulates moving a prefix to another engine, beside computing it there: bytes, times and rates through the host."""
+    pair = lambda row, *names: " / ".join(f"{row[name]:.2f}" for name in names)
+    lines = (
+        (
+            row["case"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['prompt_ms']:.0f} ms", f"{row['export_ms']:.0f} ms",
+            f"{row['import_ms']:.0f} ms", pair(row, "export_gb_per_s", "import_gb_per_s"),
+            pair(row, "save_gb_per_s", "load_gb_per_s"),
+        )
+        for row in rows
+    )  # fmt: skip
+    header = "case", "bundle", "computed in", "exported in", "imported in", "export / import, GB/s", "save / load, GB/s"
+    return markdown(header, lines)
+
+
 def sequence_table(rows: list[Row]) -> str:
     """Tabulates the greedy float32 sequences that several devices generate, and how many differ from one device's."""
     names = "case", "devices", "sequences", "tokens_each", "sequences_that_differ", "of_these_wrong"
@@ -295,6 +310,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "precision": ("top1_agreement", precision_table),
     "devices": ("weight_bytes_per_device", device_table),
     "processes": ("processes", process_table),
+    "transfer": ("export_gb_per_s", transfer_table),
     "sequences": ("sequences", sequence_table),
     "published": ("source", published_table),
     "models": ("floor_us", model_table),

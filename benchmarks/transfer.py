@@ -22,7 +22,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks.programs import compile_programs
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.buckets import prefill_sizes
 from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
@@ -132,6 +134,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     # With one number of devices a prefix moves to another engine of the same number.
     numbers = options.devices if len(options.devices) > 1 else 2 * options.devices
     engines = [_engine(model, number, options) for number in numbers]
+    for engine in engines:
+        # A prompt's chunks, what is left of it after a hit, and the token after it. Equal engines share their programs.
+        sizes = prefill_sizes(engine.config.max_num_batched_tokens)
+        seconds = compile_programs(engine, (1, 0), (0, sizes[0]), (0, sizes[-1]))
+        print(f"{engine.sizes}, compiled in {seconds:.1f} s", flush=True)
     results: list[Row] = []
     for place, engine in enumerate(engines[: len(options.devices)]):
         digest = lambda engine=engine: weights_digest(engine.runner.params, engine.runner.layout)

@@ -101,8 +101,13 @@ class Cut:
             if not np.array_equal(order, np.arange(array.shape[axis])):
                 array = jnp.take(array, order, axis=axis)
                 self.ordered[id(variable)] = axis, tuple(parts)
-        spec = P() if axis is None else P(*[None] * axis, AXIS)
-        variable.set_value(jax.device_put(array, NamedSharding(self.mesh, spec)))
+        sharding = NamedSharding(self.mesh, P() if axis is None else P(*[None] * axis, AXIS))
+        if self.mesh.is_multi_process:
+            # `device_put` would send every weight to all processes through the host, to compare it.
+            placed = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        else:
+            placed = jax.device_put(array, sharding)
+        variable.set_value(placed)
         self.placed.add(id(variable))
 
     def out(self, linear: Linear, *parts: Part | tuple[Part, ...]) -> None:

@@ -18,12 +18,14 @@ from typing import Any, Self
 import jax
 import jaxlib
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter, Drafter
 from mamba_align_jax.engine.engine import Engine
+from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.sizing import PoolSizes, pool_sizes
 from mamba_align_jax.engine.text import Tokenizer
@@ -289,11 +291,12 @@ class _SharedEngine(Engine):
         """Makes the engine of this process, while all other processes make theirs."""
         self._pool_sizes = lambda *arguments, **keywords: processes.smallest(pool_sizes(*arguments, **keywords))
         self._make_runner = functools.partial(LeadingRunner, processes) if processes.is_leader else StepRunner
+        self.digest_of_weights = weights_digest(jax.tree.leaves(nnx.state(model)))
         mesh = jax.make_mesh((jax.device_count(),), (AXIS,))
         super().__init__(model, config, drafter=drafter, tokenizer=tokenizer, mesh=mesh)
 
 
-def _facts(engine: Engine) -> dict[str, str]:
+def _facts(engine: _SharedEngine) -> dict[str, str]:
     """Returns what must be equal in all processes, so that they compile the same programs."""
     params = [(each.shape, str(each.dtype), str(getattr(each.sharding, "spec", None))) for each in engine.runner.params]
     parts = engine.model_config, params, engine.spec, engine.sizes, type(engine.runner.drafter)
@@ -302,6 +305,7 @@ def _facts(engine: Engine) -> dict[str, str]:
         "device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
         "model": hashlib.sha256(repr(parts).encode()).hexdigest()[:16],
+        "digest of the weights": engine.digest_of_weights.hex()[:16],
     }
 
 

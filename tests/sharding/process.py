@@ -4,7 +4,7 @@
 
 `test_processes.py` starts it. One process has a mesh of as many simulated devices. Process 0 serves requests and prints what
 it found as JSON. The tasks: "interrupt" interrupts steps meanwhile, "work" then generates until the process is ended, "fail"
-raises.
+raises; with "differ" each process has other weights.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def make_model():
-    """A model of two layers, whose weights are equal in every process."""
+def make_model(seed=1):
+    """A model of two layers, whose weights are equal in every process that gives the same seed."""
     config = qwen3_5.Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, dtype="float32",
         layer_types=(qwen3_5.LINEAR, qwen3_5.FULL), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -39,7 +39,7 @@ def make_model():
         max_position_embeddings=256,
     )  # fmt: skip
     graph, state = nnx.split(nnx.eval_shape(lambda: qwen3_5.Model(config, nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
 
     def draw(place, variable):
         base = float(place[-1] == "weight" and variable.ndim == 1)
@@ -131,7 +131,7 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
         print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh))[0]))
         return
     with Processes(coordinator, num_processes, process_id) as processes:
-        model = make_model()
+        model = make_model(seed=1 + process_id if "differ" in tasks else 1)
         if not processes.is_leader:
             processes.follow(model)
             return

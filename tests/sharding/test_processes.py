@@ -102,6 +102,14 @@ def test_two_processes_do_what_one_does():
         assert found(two.wait()) == found_by_one(2)
 
 
+def test_process_with_other_weights_is_refused():
+    with group(2, "differ") as two:
+        leader, follower = two.wait()
+    assert leader[0] == follower[0] == 1
+    assert "ValueError: the digest of the weights of process 0 must be that of process 1" in leader[2]
+    assert "ProcessLostError: process 0 failed: ValueError" in follower[2]
+
+
 @pytest.mark.deep
 def test_four_processes_do_what_one_does_and_all_say_which_one_is_lost():
     """Those that are left are in a step, which never ends."""
