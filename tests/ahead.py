@@ -5,7 +5,9 @@ takes. XLA compiles without a GPU if it is given a description of one, and JAX's
 `tests/kernels/test_lowering.py` is compiled for each device that is named, or for all of `DEVICES`. A case that the op's
 own check refuses runs as XLA's code there, and is listed. Then the steps of `ahead_steps.py` are compiled. A step must not
 copy a pool and must have no loop and no conditional, and one of decode rows no sort. The number of its launches is listed.
-The exit status is 1 if a case or a step does not compile, or if a step is not as it must be.
+With `--mosaic-gpu` the cases' Mosaic GPU kernels are compiled instead, for the H200 only. If MOSAIC_GPU_DUMP_PTXAS=1 is in
+the environment, JAX then prints the registers of each kernel and what it spills. The exit status is 1 if a case or a step
+does not compile, or if a step is not as it must be.
 """
 
 import argparse
@@ -75,8 +77,11 @@ def cases(ops):
             yield run, case
 
 
-def compile_cases(name, ops):
-    """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile."""
+def compile_cases(name, ops, **options):
+    """Compiles the cases of some ops, or of all, for one device. Returns the number of those that do not compile.
+
+    `options` may name another implementation than "triton".
+    """
     (gpu,), failed = described(name, 1), 0
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(gpu))
 
@@ -88,9 +93,12 @@ def compile_cases(name, ops):
     test_lowering.lower = compile_
     for run, case in cases(ops):
         try:
-            run(name, case)
+            run(name, case, **options)
+            if options:
+                print(f"{name}: {case.name}: compiles", flush=True)
         except UnsupportedError as error:
-            print(f"{name}: {case.name}: XLA's code: {str(error).split(': ')[-1]}", flush=True)
+            instead = "no kernel" if options else "XLA's code"
+            print(f"{name}: {case.name}: {instead}: {str(error).split(': ')[-1]}", flush=True)
         except jax.errors.JaxRuntimeError as error:
             failed += 1
             print(f"{name}: {case.name}: DOES NOT COMPILE: {str(error).splitlines()[0]}", flush=True)
@@ -121,7 +129,12 @@ def main():
     parser.add_argument("devices", nargs="*", default=[*DEVICES], help="names of devices; default: all")
     parser.add_argument("--op", action="append", help="compile the cases of this op only, and no step")
     parser.add_argument("--steps", action="store_true", help="compile the steps only")
+    parser.add_argument(
+        "--mosaic-gpu", action="store_true", help="compile Mosaic GPU kernels, for an H200, and no step"
+    )
     options = parser.parse_args()
+    if options.mosaic_gpu:
+        options.devices, options.op = ["NVIDIA H200"], options.op or [*test_lowering.EVERY]
     jax.config.update("jax_num_cpu_devices", max(step.devices for step in ahead_steps.STEPS))
     jax.devices()  # loads the plugins
     # JAX turns "gpu" into "cuda" only where there is one: https://github.com/jax-ml/jax/issues/23971
@@ -129,7 +142,8 @@ def main():
     xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else original(name)
     failed = dict.fromkeys(options.devices, 0)
     for name in options.devices:
-        failed[name] += 0 if options.steps else compile_cases(name, options.op)
+        implementation = dict(implementation="mosaic_gpu") if options.mosaic_gpu else {}
+        failed[name] += 0 if options.steps else compile_cases(name, options.op, **implementation)
         failed[name] += 0 if options.op else compile_steps(name)
     total = (0 if options.steps else len([*cases(options.op)])) + (0 if options.op else len(ahead_steps.STEPS))
     print("; ".join(f"{name}: {count} of {total} failed" for name, count in failed.items()))
