@@ -141,8 +141,8 @@ def main():
     original = xla_bridge.canonicalize_platform
     xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else original(name)
     failed = dict.fromkeys(options.devices, 0)
+    implementation = dict(implementation="mosaic_gpu") if options.mosaic_gpu else {}
     for name in options.devices:
-        implementation = dict(implementation="mosaic_gpu") if options.mosaic_gpu else {}
         failed[name] += 0 if options.steps else compile_cases(name, options.op, **implementation)
         failed[name] += 0 if options.op else compile_steps(name)
     total = (0 if options.steps else len([*cases(options.op)])) + (0 if options.op else len(ahead_steps.STEPS))

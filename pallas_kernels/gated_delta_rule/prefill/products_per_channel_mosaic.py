@@ -113,7 +113,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
             pm.commit()
 
-        # Norms, the products of each token's query with its own key, and the decay over the chunk.
+        # Norms come first, with the products of each token's query and its own key, and then the decay over the chunk.
         def of_tile(n, sums):
             k, q = wide("k", n), wide("q", n)
             return [x + jnp.sum(y, axis=1) for x, y in zip(sums, (k * k, q * q, q * k), strict=True)]
@@ -130,7 +130,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             refs.total[half, keys_of(n)] = jnp.exp2(jnp.sum(log_decays[n], axis=0))
         cut_log_decays(log_decays)
 
-        # Keys and queries decayed from the chunk's start, and keys decayed to its end.
+        # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
         def put(name, of, decays, first, place):
             """Sends two tiles of decayed keys or queries, normalised, to the arrays that the next kernel reads."""
             norm = pm.along_rows(norms[of], KEYS)
