@@ -4,7 +4,6 @@ A program has one chunk and key head, and all value heads of that key head, two 
 comes from a launch before this one (decays.py).
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_triton import LOG2_E
-from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill.decays import Factors, decays
+from pallas_kernels.gated_delta_rule.prefill.decays import Factors
 from pallas_kernels.gated_delta_rule.prefill.substitution import SIZE, substitute
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 

@@ -295,7 +295,12 @@ def states(
         pool: The states.
         layout: The layout of the states in the pool.
     """
-    v, (pieces, *_), key_dim, rows = inputs["v"], inputs["solve"].shape, inputs["k"].shape[2], inputs["read_block"].shape[0]
+    v, (pieces, *_), key_dim, rows = (
+        inputs["v"],
+        inputs["solve"].shape,
+        inputs["k"].shape[2],
+        inputs["read_block"].shape[0],
+    )
     _, value_heads, value_dim = v.shape
     given = inputs | {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
     names = [*given, "pool", "out"]
