@@ -11,7 +11,7 @@ from pallas_kernels._tiles import iota
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.products import decay_of, sums_on_scaled_grid
 
-_HEADS = 8  # of a program: a token's values of so many heads fill a sector of memory
+_HEADS = 4  # of a program
 
 
 class Factors(NamedTuple):
