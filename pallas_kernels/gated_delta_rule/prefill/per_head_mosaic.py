@@ -52,7 +52,7 @@ def prefill(
     names, products_memory = [*given, "pool", *outputs], products_mosaic.memory(_WARPGROUPS, k.dtype)
 
     def body(*arrays):
-        *arrays, memory, products_barriers, states_barriers, first_made = arrays
+        *arrays, memory, products_barriers, states_barriers = arrays
         of_products, of_states = memory[: len(products_memory)], memory[len(products_memory) :]
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
         counters = pm.counters(number * key_heads)
@@ -74,13 +74,9 @@ def prefill(
                 products_mosaic.make_products(refs, place, chunk, key_head, **options)
                 pm.wait_for_copies_out(0)
                 pm.signal(counters.at[item])
-                pm.when((n == 0) & (warpgroup == 0))(lambda: pm.arrive(first_made))
                 return here
 
-            count = jax.lax.div(number * key_heads - first + step - 1, step)
-            # Nothing can be carried before the first chunks' products are there, so they have the cores for themselves.
-            pm.when((warpgroup > 0) & (count > 0))(lambda: pm.wait(first_made))
-            jax.lax.fori_loop(0, count, one, warpgroup)
+            jax.lax.fori_loop(0, jax.lax.div(number * key_heads - first + step - 1, step), one, warpgroup)
 
         @pm.when(program >= makers)
         def _():
@@ -104,7 +100,6 @@ def prefill(
             pm.union(*products_memory, *states_mosaic.memory(key_dim, pieces, v.dtype, per_channel=False)),
             products_mosaic.barriers(_WARPGROUPS, key_dim, value_heads // key_heads),
             states_mosaic.barriers(key_dim, pieces, per_channel=False),
-            pm.Barrier(),
         ],
         compiler_params=pm.fast_math(),
         kernel_name="gated_delta_rule_prefill_per_head",
