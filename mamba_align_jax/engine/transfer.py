@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import jax
 import numpy as np
 
 from mamba_align_jax import _values as values
@@ -74,6 +75,8 @@ class Transfer:
         try:
             _fill(core, "pages", admission.pages, bundle.pages)
             _fill(core, "states", admission.states, bundle.states)
+            # JAX may read the bundle in place, and its owner may use a writable buffer again after this call.
+            jax.block_until_ready(core.runner.device_state)
         except BaseException:
             admission.withdraw()
             raise
