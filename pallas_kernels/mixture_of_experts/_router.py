@@ -1,4 +1,4 @@
-"""choose_experts in plain jax.numpy and as a Pallas kernel of one program per token."""
+"""choose_experts in plain jax.numpy and as a Pallas kernel of one program per token, or as a part of another kernel."""
 
 import functools
 import operator
@@ -60,22 +60,39 @@ def _all(reduce, tile):
     return reduce(reduce(tile, axis=1), axis=0)
 
 
-def _kernel(refs, *, rule: Rule):
+def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token's experts inside a kernel.
+
+    Args:
+        refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
+        token: The token.
+        rule: The static arguments.
+
+    Returns:
+        The experts and their weights, padded to a power of two. [places]
+    """
     num_experts = rule.experts
     size = num_experts // rule.groups
-    token = pt.program_id(0)
     group, is_group = pt.lanes(0, pt.power_of_two(rule.groups), rule.groups)
     of_group, is_of_group = pt.lanes(0, pt.power_of_two(size), size)
     exists = is_group[:, None] & is_of_group[None, :]
     expert = jnp.where(exists, group[:, None] * size + of_group[None, :], num_experts)
-    shares = range(refs.logits.shape[0])
-    logits = rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+
+    def load(expert, exists):
+        """Loads the logits of some experts."""
+        shares = range(refs.logits.shape[0])
+        return rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+
+    logits = load(expert, exists)
     if rule.scores == "softmax":
-        powers = jnp.where(exists, jnp.exp(logits - _all(jnp.max, jnp.where(exists, logits, -jnp.inf))), 0.0)
-        scores = powers / _all(jnp.sum, powers)
+        largest = _all(jnp.max, jnp.where(exists, logits, -jnp.inf))
+        total = _all(jnp.sum, jnp.where(exists, jnp.exp(logits - largest), 0.0))
+        score = lambda logits: jnp.exp(logits - largest) / total
     else:
-        scores = jax.nn.sigmoid(logits)
-    choice = scores if refs.bias is None else scores + pt.load(refs.bias.at[expert], mask=exists, other=0.0)
+        score = jax.nn.sigmoid
+    choice = score(logits)
+    if refs.bias is not None:
+        choice = choice + pt.load(refs.bias.at[expert], mask=exists, other=0.0)
     choice = jnp.where(exists, choice, -jnp.inf)
 
     if rule.top_groups < rule.groups:
@@ -89,25 +106,37 @@ def _kernel(refs, *, rule: Rule):
             group_scores = jnp.where(group == chosen_group, -jnp.inf, group_scores)
         choice = jnp.where((allowed == 1)[:, None], choice, -jnp.inf)
 
-    place, is_place = pt.lanes(0, pt.power_of_two(rule.top_k + rule.shared), rule.top_k + rule.shared)
-    chosen, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
+    place, _ = pt.lanes(0, pt.power_of_two(rule.top_k + rule.shared), rule.top_k + rule.shared)
+    chosen, choice = jnp.full(place.shape, num_experts, jnp.int32), choice.reshape(-1)
+    number, _ = pt.lanes(0, choice.shape[0], choice.shape[0])
     for turn in range(rule.top_k):
-        # Of the experts with the largest sum, the first.
-        index = _all(jnp.min, jnp.where(choice == _all(jnp.max, choice), expert, num_experts))
+        # One reduction per turn: of the experts with the largest sum, it is the first.
+        index = jnp.argmax(choice, axis=0).astype(jnp.int32)
+        choice = jnp.where(number == index, -jnp.inf, choice)
+        index = jax.lax.div(index, jnp.int32(of_group.shape[0])) * size + jax.lax.rem(index, jnp.int32(of_group.shape[0]))
         chosen = jnp.where(place == turn, index, chosen)
-        weights = jnp.where(place == turn, _all(jnp.sum, jnp.where(expert == index, scores, 0.0)), weights)
-        choice = jnp.where(expert == index, -jnp.inf, choice)
+    is_routed = (place < rule.top_k) & (chosen < num_experts)
+    weights = jnp.where(is_routed, score(load(jnp.where(is_routed, chosen, 0), is_routed)), 0.0)
     if rule.renormalise:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     weights = weights * rule.scale
     if rule.shared:
         gate = 1.0
         if rule.shared_gate:
-            gate = jax.nn.sigmoid(rule.total(refs.logits[share, token, num_experts] for share in shares))
+            gate = jax.nn.sigmoid(
+                rule.total(refs.logits[share, token, num_experts] for share in range(refs.logits.shape[0]))
+            )
         chosen = jnp.where(place < rule.top_k, chosen, num_experts + place - rule.top_k)
         weights = jnp.where(place < rule.top_k, weights, gate)
     if refs.valid is not None:
         chosen = jnp.where(refs.valid[token] > 0, chosen, -1)
+    return chosen, weights
+
+
+def _kernel(refs, *, rule: Rule):
+    token = pt.program_id(0)
+    chosen, weights = choose(refs, token, rule)
+    place, is_place = pt.lanes(0, chosen.shape[0], rule.top_k + rule.shared)
     pt.store(refs.chosen.at[token, place], chosen, mask=is_place)
     pt.store(refs.weights.at[token, place], weights, mask=is_place)
 

@@ -1,14 +1,15 @@
 """mixture_of_experts as a Pallas kernel that runs twice: tiles of pairs of one expert times that expert's weights."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
+from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._tiles import tiles
 from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
@@ -52,10 +53,8 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
         """Whether each pair has the program's expert, as int32."""
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
 
-    in_range = (expert >= 0) & (expert < experts)
     if is_single:
-        lane, _ = pt.lanes(0, rows, rows)
-        return _Tile(expert, in_range, lambda: (jnp.where(lane == 0, begin, num_pairs), lane == 0))
+        return _only_pair(expert, rows, experts, num_pairs)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
     first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
@@ -77,7 +76,32 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
         _, found = jax.lax.fori_loop(jax.lax.div(begin, jnp.int32(_BLOCK)), blocks, search, carry)
         return jnp.where(found > 0, found - 1, num_pairs), found > 0
 
+    in_range = (expert >= 0) & (expert < experts)
     return _Tile(expert, in_range & (jax.lax.rem(first, jnp.int32(rows)) == 0), find)
+
+
+def _only_pair(expert: jax.Array, rows: int, experts: int, num_pairs: int) -> _Tile:
+    """The tile of the program's pair alone."""
+    lane, _ = pt.lanes(0, rows, rows)
+    pair = jnp.where(lane == 0, pt.program_id(1), num_pairs)
+    return _Tile(expert, (expert >= 0) & (expert < experts), lambda: (pair, lane == 0))
+
+
+def _chosen_pair(refs, rule: _router.Rule, rows: int, experts: int) -> _Tile:
+    """The tile of the program's pair of the only token, whose experts every program chooses for itself.
+
+    One program writes them, and their weights, for the second product.
+    """
+    number, num_pairs = pt.program_id(1), rule.top_k + rule.shared
+    chosen, weights = _router.choose(refs, 0, rule)
+    place, is_place = pt.lanes(0, chosen.shape[0], num_pairs)
+
+    @pt.when((number == 0) & (pt.program_id(0) == 0))
+    def _():
+        pt.store(refs.pair_experts.at[place], chosen, mask=is_place)
+        pt.store(refs.pair_weights.at[place], weights, mask=is_place)
+
+    return _only_pair(jnp.sum(jnp.where(place == number, chosen, 0), axis=0), rows, experts, num_pairs)
 
 
 def _sorted_tile(refs, rows: int) -> _Tile:
@@ -102,17 +126,22 @@ def _kernel(
     pairs_per_input: int,
     parts: int,
     activate: Callable[..., jax.Array],
+    rule: _router.Rule | None,
     interpret: bool,
 ):
     """Computes `product.columns` outputs of a tile of pairs of one expert, in each part of the expert's weights.
 
     `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
     the result of a pair without an expert is 0.
+    With `rule`, the only token's experts are chosen first.
     """
     experts, outputs, inputs = refs.weights.shape
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
-    tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
+    if rule is not None:
+        tile = _chosen_pair(refs, rule, rows, experts)
+    else:
+        tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -167,6 +196,58 @@ def _kernel(
         pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], out.astype(refs.out.dtype), mask=mask)
 
 
+class _Launch(NamedTuple):
+    """What both products' launches have in common: see `_kernel`."""
+
+    rows: int
+    is_single: bool
+    interpret: bool
+
+    def multiply(
+        self,
+        name: str,
+        x: jax.Array,
+        weights: jax.Array,
+        product: Product,
+        pairs: Mapping[str, jax.Array | None],
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        slots: int,
+        factors: jax.Array | None = None,
+        rule: _router.Rule | None = None,
+        **options: Any,
+    ) -> dict[str, jax.Array]:
+        """Launches a product. `pairs` say what the tiles are, of which there are at most `slots`."""
+        return pt.call(
+            functools.partial(_kernel, product=product, rule=rule, **self._asdict(), **options),
+            name=f"mixture_of_experts_{name}",
+            # The programs of one tile are neighbours, because they share its inputs.
+            grid=(-(-outputs["out"].shape[2] // product.columns), slots),
+            inputs=dict(x=x, weights=weights, factors=factors) | pairs,
+            outputs=outputs,
+            updates={},
+            num_warps=product.num_warps,
+            num_stages=product.num_stages,
+            interpret=self.interpret,
+        )
+
+    def down(
+        self,
+        middle: jax.Array,
+        down: jax.Array,
+        product: Product,
+        pairs: Mapping[str, jax.Array | None],
+        *,
+        slots: int,
+        factors: jax.Array | None = None,
+        choices: int = 1,
+    ) -> jax.Array:
+        """Runs the second product, whose outputs are [choices, pairs / choices, hidden]."""
+        out = jax.ShapeDtypeStruct((choices, middle.shape[0] // choices, down.shape[1]), middle.dtype)
+        options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
+        return self.multiply("down", middle, down, product, pairs, dict(out=out), **options)["out"]
+
+
 def _launch(
     x: jax.Array,
     up: jax.Array,
@@ -184,38 +265,54 @@ def _launch(
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
         [tokens, top_k], they are multiplied by them before that, and [top_k, tokens, hidden].
     """
-    (experts, hidden, size), (tokens, top_k), pairs = down.shape, chosen.shape, chosen.size
-    config = config or default_config(pairs, experts, x.dtype.itemsize)
+    (experts, _, size), (tokens, top_k), num_pairs = down.shape, chosen.shape, chosen.size
+    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
     flat = chosen.reshape(-1)
-    if pairs <= config.searched_pairs:
-        where, slots = dict(chosen=flat, order=None), pairs
+    if num_pairs <= config.searched_pairs:
+        pairs, slots = dict(chosen=flat, order=None), num_pairs
     else:
         cut = tiles(flat, experts, config.rows)
-        where, slots = cut._asdict(), cut.start.shape[0]
-
-    def multiply(name, x, weights, product, out, factors=None, **options):
-        return pt.call(
-            functools.partial(
-                _kernel, rows=config.rows, product=product, is_single=tokens == 1, interpret=interpret, **options
-            ),
-            name=f"mixture_of_experts_{name}",
-            # The programs of one tile are neighbours, because they share its inputs.
-            grid=(-(-out.shape[2] // product.columns), slots),
-            inputs=dict(x=x, weights=weights, factors=factors) | where,
-            outputs=dict(out=out),
-            updates={},
-            num_warps=product.num_warps,
-            num_stages=product.num_stages,
-            interpret=interpret,
-        )["out"]
-
+        pairs, slots = cut._asdict(), cut.start.shape[0]
+    launch = _Launch(config.rows, tokens == 1, interpret)
     parts, activate = ACTIVATIONS[activation]
-    middle = jax.ShapeDtypeStruct((1, pairs, size), x.dtype)
-    middle = multiply("up", x, up, config.up, middle, pairs_per_input=top_k, parts=parts, activate=activate)[0]
+    outputs = dict(out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype))
+    options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
+    middle = launch.multiply("up", x, up, config.up, pairs, outputs, **options)["out"][0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
-    out = jax.ShapeDtypeStruct((choices, pairs // choices, hidden), x.dtype)
-    options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_)
-    return multiply("down", middle, down, config.down, out, factors, **options)
+    return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
+
+
+def routed_experts_sums(
+    x: jax.Array,
+    logits: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    bias: jax.Array | None,
+    valid: jax.Array | None,
+    *,
+    rule: _router.Rule,
+    activation: str,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See api.py. There is a single token. The first product chooses its experts, and no kernel is launched for that."""
+    (experts, _, size), num_pairs = down.shape, rule.top_k + rule.shared
+    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
+    valid = None if valid is None else valid.astype(jnp.int32)
+    launch = _Launch(config.rows, True, interpret)
+    parts, activate = ACTIVATIONS[activation]
+    outputs = dict(
+        out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype),
+        pair_experts=jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
+        pair_weights=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
+    )
+    options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs, rule=rule)
+    found = launch.multiply(
+        "up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options
+    )
+    chosen, factors, middle = found["pair_experts"], found["pair_weights"], found["out"][0]
+    pairs = dict(chosen=chosen, order=None)
+    return launch.down(middle, down, config.down, pairs, slots=num_pairs, factors=factors, choices=num_pairs)
 
 
 def mixture_of_experts(

@@ -7,7 +7,7 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, how
 from oracles import ops as oracle
 
-from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums
+from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
 from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, Product
 
@@ -296,6 +296,38 @@ def test_shares_of_logits_are_added_and_rounded(rng, dtype, implementation, opti
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("dtype", "activation"), [(jnp.float32, "swiglu"), (jnp.bfloat16, "relu2")])
+def test_routed_sums_are_those_of_the_chosen_experts(rng, tokens, scores, dtype, activation, implementation):
+    """The logits come in shares, and the choice is inside the first product where there is a single token."""
+    routed, shared, top_k = 12, 2, 3
+    weights, x = make(rng, routed + shared, dtype, activation), draw_tokens(rng, tokens, dtype)
+    logits = jnp.asarray(rng.normal(size=(2, tokens, routed + 1)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=routed), jnp.float32)
+    options = dict(scores=scores, bias=bias, groups=4, top_groups=2, scale=2.5, logits_dtype=x.dtype.name)
+    options |= dict(shared=shared, shared_gate=True)
+    arguments = x, logits, weights.up, weights.down, top_k
+    sums = routed_experts_sums(*arguments, activation=activation, **options, **options_of(implementation))
+    assert (sums.shape, sums.dtype) == ((top_k + shared, tokens, HIDDEN), dtype)
+    chosen, factors = oracle.choose_experts(np.asarray(logits.sum(axis=0).astype(dtype).astype(jnp.float32)), top_k, **{
+        name: np.asarray(value) if name == "bias" else value for name, value in options.items() if name != "logits_dtype"
+    })  # fmt: skip
+    total = sums.astype(jnp.float32).sum(axis=0).astype(dtype)
+    assert_is_mixture(x, weights, chosen, factors.astype(np.float32), total, activation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_token_has_no_routed_sums(rng, implementation):
+    """It holds NaN, and so do its logits."""
+    weights, nan = make(rng, 5), jnp.full((1, HIDDEN), jnp.nan)
+    arguments = nan, jnp.full((1, 5), jnp.nan), weights.up, weights.down, 2
+    options = dict(shared=1, shared_gate=True, valid=jnp.zeros(1, bool)) | options_of(implementation)
+    sums = routed_experts_sums(arguments[0], arguments[1], *arguments[2:], **options)
+    assert sums.shape == (3, 1, HIDDEN) and not np.asarray(sums).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_equal_scores_choose_the_first_experts(implementation, groups):
     chosen, _ = choose_experts(jnp.zeros((2, 16)), 3, groups=groups, top_groups=min(groups, 2), **how(implementation))
@@ -358,5 +390,6 @@ def test_bad_arguments(rng, change, message):
     ],
 )
 def test_bad_arguments_of_choose_experts(change, message):
+    arguments = dict(logits=jnp.zeros((2, 12)), top_k=2) | change
     with pytest.raises(ValueError, match=message):
-        choose_experts(**dict(logits=jnp.zeros((2, 12)), top_k=2) | change)
+        choose_experts(**arguments)
