@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts._router import Scores
-from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, default_config
+from pallas_kernels.mixture_of_experts.config import Config
 
 
 @checked
@@ -207,20 +207,15 @@ def mixture_of_experts_sums(
 ) -> Float[Array, "shares tokens hidden"]:
     """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
-    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. Calls
-    of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, in order: its weighted output, in x's
-    dtype, which is rounded once. Other calls have one share, a float32 one. How many there are depends on shapes and
-    `config` only. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
+    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. There
+    is a share for each of a token's experts, in order: its weighted output, in x's dtype, which is rounded once. It is 0
+    for none. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
     """
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros((1, *x.shape), jnp.float32)
-    used = config or default_config(chosen.size, down.shape[0], x.dtype.itemsize)
-    operands, how = (x, up, down, chosen, weights), (implementation, config, interpret)
-    # Tiles of sorted pairs leave out those that have no expert.
-    if x.shape[0] <= MAX_SUMMED_TOKENS and chosen.size <= used.searched_pairs:
-        return _mix("mixture_of_experts_sums", operands, (("activation", activation),), *how)
-    return _mix("mixture_of_experts", operands, (("activation", activation), ("out_dtype", "float32")), *how)[None]
+    operands, options = (x, up, down, chosen, weights), (("activation", activation),)
+    return _mix("mixture_of_experts_sums", operands, options, implementation, config, interpret)
 
 
 @checked

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-# The launch that adds a token's experts matters to the time of so few tokens.
-MAX_SUMMED_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class Product:
@@ -32,7 +29,7 @@ class Config:
         up: The first product. With "swiglu", a program has `columns` gates and as many others.
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
-            which takes a dozen launches.
+            which takes two launches.
     """
 
     rows: int

@@ -11,7 +11,7 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
-from pallas_kernels.mixture_of_experts._tiles import tiles
+from pallas_kernels.mixture_of_experts._tiles import tiles_by_kernels
 from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
 
@@ -104,8 +104,8 @@ def _chosen_pair(refs, rule: _router.Rule, rows: int, experts: int) -> _Tile:
     return _only_pair(jnp.sum(jnp.where(place == number, chosen, 0), axis=0), rows, experts, num_pairs)
 
 
-def _sorted_tile(refs, rows: int) -> _Tile:
-    """The tile that `tiles` has cut for the program."""
+def _sorted_tile(refs, rows: int, experts: int) -> _Tile:
+    """The tile that `tiles_by_kernels` has cut for the program."""
     number = pt.program_id(1)
     start, length = refs.start[number], refs.length[number]
 
@@ -114,7 +114,7 @@ def _sorted_tile(refs, rows: int) -> _Tile:
         exists = lane < length
         return pt.load(refs.order.at[start + lane], mask=exists, other=refs.order.shape[0]), exists
 
-    return _Tile(refs.expert[number], length > 0, find)
+    return _Tile(refs.expert[number], (length > 0) & (refs.expert[number] < experts), find)
 
 
 def _kernel(
@@ -141,7 +141,8 @@ def _kernel(
     if rule is not None:
         tile = _chosen_pair(refs, rule, rows, experts)
     else:
-        tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
+        is_sorted = refs.order is not None
+        tile = _sorted_tile(refs, rows, experts) if is_sorted else _own_tile(refs, rows, experts, is_single)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -151,13 +152,16 @@ def _kernel(
         return jax.lax.rem(pair, choices), jax.lax.div(pair, choices)
 
     if refs.factors is not None:
-        # No tile has a pair without an expert, but the program with its number has nothing else to do.
-        own = place(pt.program_id(1))
+        # No searched tile has a pair without an expert, but the program with its number has nothing else to do.
+        own = pt.program_id(1)
 
         @pt.when((tile.expert < 0) | (tile.expert >= experts))
         def _():
-            zeros = jnp.zeros((product.columns,), refs.out.dtype)
-            pt.store(refs.out.at[(*own, column)], zeros, mask=column < outputs)
+            pair, exists = (own[None], jnp.full((1,), True)) if refs.order is None else tile.find()
+            choice, row = place(pair)
+            mask = exists[:, None] & (column < outputs)[None, :]
+            zeros = jnp.zeros(mask.shape, refs.out.dtype)
+            pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], zeros, mask=mask)
 
     @pt.when(tile.any_exists)
     def _():
@@ -259,7 +263,7 @@ def _launch(
     config: Config | None,
     interpret: bool,
 ) -> jax.Array:
-    """Runs both products. Pairs must not be more than `config.searched_pairs` if factors are given.
+    """Runs both products.
 
     Returns:
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
@@ -271,7 +275,7 @@ def _launch(
     if num_pairs <= config.searched_pairs:
         pairs, slots = dict(chosen=flat, order=None), num_pairs
     else:
-        cut = tiles(flat, experts, config.rows)
+        cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
         pairs, slots = cut._asdict(), cut.start.shape[0]
     launch = _Launch(config.rows, tokens == 1, interpret)
     parts, activate = ACTIVATIONS[activation]

@@ -9,7 +9,8 @@ from oracles import ops as oracle
 
 from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
-from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, Product
+from pallas_kernels.mixture_of_experts._tiles import Tiles, tiles, tiles_by_kernels
+from pallas_kernels.mixture_of_experts.config import Config, Product
 
 HIDDEN, SIZE = 72, 40
 NO_TILE = -2
@@ -105,12 +106,12 @@ def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng
     rows, experts, pt = 16, 6, pallas_triton.pt
     chosen = rng.choice([-1, 0, 2, 2, 2, 5, 6, 99], 200).astype(np.int32)
     pairs = jnp.asarray(chosen)
-    cut = pallas_triton.tiles(pairs, experts, rows)._asdict() if is_sorted else dict(chosen=pairs)
+    cut = tiles(pairs, experts, rows)._asdict() if is_sorted else dict(chosen=pairs)
     slots = cut["start"].shape[0] if is_sorted else chosen.size
 
     def kernel(refs):
         tile = (
-            pallas_triton._sorted_tile(refs, rows) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
+            pallas_triton._sorted_tile(refs, rows, experts) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
         )
         pt.store(refs.expert_of.at[pt.program_id(1)], jnp.where(tile.any_exists, tile.expert, NO_TILE))
 
@@ -163,7 +164,7 @@ def test_token_does_not_depend_on_other_tokens(rng, tokens, implementation, opti
         (1, 64, 2, "swiglu", jnp.float32),
         (37, 6, 3, "swiglu", jnp.bfloat16),
         (9, 4, 1, "relu2", jnp.float16),
-        (MAX_SUMMED_TOKENS + 1, 4, 2, "swiglu", jnp.float32),
+        (65, 4, 2, "swiglu", jnp.float32),
     ],
 )
 def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activation, dtype, implementation):
@@ -177,13 +178,11 @@ def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activatio
     x = jnp.asarray(x, dtype)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
     sums = mixture_of_experts_sums(*arguments, activation=activation, **options_of(implementation))
-    shares = top_k if tokens <= MAX_SUMMED_TOKENS else 1
-    assert (sums.shape, sums.dtype) == ((shares, tokens, HIDDEN), dtype if shares == top_k else jnp.float32)
+    assert (sums.shape, sums.dtype) == ((top_k, tokens, HIDDEN), dtype)
     sums = sums.astype(jnp.float32)
     # A pair without an expert has a share of zeros, whatever its token holds.
     assert np.isfinite(np.asarray(sums)).all()
-    if shares == top_k:
-        assert not np.asarray(sums).transpose(1, 0, 2)[(chosen < 0) | (chosen >= experts)].any()
+    assert not np.asarray(sums).transpose(1, 0, 2)[(chosen < 0) | (chosen >= experts)].any()
     assert_is_mixture(x, weights, chosen, factors, sums.sum(axis=0).astype(dtype), activation)
 
 
@@ -201,16 +200,35 @@ def test_sums_of_a_token_do_not_depend_on_other_tokens(rng, implementation, opti
     np.testing.assert_array_equal(run(x, alone, factors)[:, 12], together[:, 12])
 
 
-def test_sums_of_sorted_pairs_have_one_share(rng):
-    """Tiles of sorted pairs leave out the pairs without an expert, so nothing would write their shares."""
-    weights, chosen = make(rng, 4), choose(rng, 20, 4, 2)
-    chosen[::3] = -1
-    x, factors = draw_tokens(rng, 20), rng.uniform(0, 1, (20, 2)).astype(np.float32)
-    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-    config = dataclasses.replace(SMALL, searched_pairs=39)
-    sums = mixture_of_experts_sums(*arguments, config=config, **how("interpret"))
-    assert sums.shape[0] == 1
-    assert_is_mixture(x, weights, chosen, factors, sums[0])
+def test_sums_of_sorted_and_searched_pairs_have_the_same_bits(rng):
+    """Tokens without experts hold NaN, and a call has no expert at all."""
+    weights, x, chosen = make(rng, 4), np.array(draw_tokens(rng, 20)), choose(rng, 20, 4, 2)
+    chosen[::3], x[::3] = -1, np.nan
+    factors = jnp.asarray(rng.uniform(0, 1, (20, 2)), jnp.float32)
+    for chosen_ in (chosen, np.full_like(chosen, 4)):
+        searched, in_order = (
+            mixture_of_experts_sums(
+                jnp.asarray(x), weights.up, weights.down, jnp.asarray(chosen_), factors,
+                config=dataclasses.replace(SMALL, searched_pairs=pairs), **how("interpret"),
+            )
+            for pairs in (1024, 0)
+        )  # fmt: skip
+        np.testing.assert_array_equal(searched, in_order)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "experts", "rows"),
+    [(1, 1, 16), (300, 5, 16), (1025, 257, 16), (9000, 256, 128), pytest.param(70000, 513, 128, marks=pytest.mark.gpu)],
+)
+def test_kernels_cut_the_tiles_that_xla_cuts(rng, pairs, experts, rows, has_rest, implementation):
+    """Some pairs have no expert, some experts have no pairs, and blocks of pairs have a rest."""
+    chosen = jnp.asarray(rng.integers(-1, experts + 1, pairs) * (rng.random(pairs) < 0.7), jnp.int32)
+    wanted = tiles(chosen, experts, rows, has_rest=has_rest)
+    found = tiles_by_kernels(chosen, experts, rows, has_rest=has_rest, interpret=implementation == "interpret")
+    for name in Tiles._fields:
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 @pytest.mark.gpu
