@@ -30,12 +30,16 @@ class Config:
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
             which takes two launches.
+        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because multiplying rows that do not
+            exist takes as long. None has no smaller tiles. A tensor core's instruction has 64 rows in both sizes of tiles, so
+            a pair has the same bits in both.
     """
 
     rows: int
     up: Product
     down: Product
     searched_pairs: int = 1024
+    short_rows: int | None = None
 
 
 def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
@@ -54,4 +58,4 @@ def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
         return Config(16, Product(32, 128, 4, 4), down)
     if each <= 96:
         return Config(64, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
-    return Config(128, Product(128, 64, 8, 3), Product(128, 64, 8, 3))
+    return Config(128, Product(128, 64, 8, 3), Product(128, 64, 8, 3), short_rows=64)

@@ -31,13 +31,16 @@ class _Tile(NamedTuple):
     Attributes:
         expert: Their expert.
         any_exists: Whether there are any.
-        find: Returns the pairs' numbers [rows], and which of them exist. A pair that does not exist has a number that no
-            pair has: interpreted, a masked store writes the old value, which would undo another lane's store.
+        find: Returns the pairs' numbers [rows], and which of them exist, if the tile has at most `rows`. A pair that does not
+            exist has a number that no pair has: interpreted, a masked store writes the old value, which would undo another
+            lane's store.
+        length: The number of pairs, where it is known.
     """
 
     expert: jax.Array
     any_exists: jax.Array
-    find: Callable[[], tuple[jax.Array, jax.Array]]
+    find: Callable[[int], tuple[jax.Array, jax.Array]]
+    length: jax.Array | None = None
 
 
 def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
@@ -54,12 +57,12 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
 
     if is_single:
-        return _only_pair(expert, rows, experts, num_pairs)
+        return _only_pair(expert, experts, num_pairs)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
     first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
 
-    def find():
+    def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
 
         def search(block, carry):
@@ -80,14 +83,18 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
     return _Tile(expert, in_range & (jax.lax.rem(first, jnp.int32(rows)) == 0), find)
 
 
-def _only_pair(expert: jax.Array, rows: int, experts: int, num_pairs: int) -> _Tile:
+def _only_pair(expert: jax.Array, experts: int, num_pairs: int) -> _Tile:
     """The tile of the program's pair alone."""
-    lane, _ = pt.lanes(0, rows, rows)
-    pair = jnp.where(lane == 0, pt.program_id(1), num_pairs)
-    return _Tile(expert, (expert >= 0) & (expert < experts), lambda: (pair, lane == 0))
+    number = pt.program_id(1)
+
+    def find(rows):
+        lane, _ = pt.lanes(0, rows, rows)
+        return jnp.where(lane == 0, number, num_pairs), lane == 0
+
+    return _Tile(expert, (expert >= 0) & (expert < experts), find)
 
 
-def _chosen_pair(refs, rule: _router.Rule, rows: int, experts: int) -> _Tile:
+def _chosen_pair(refs, rule: _router.Rule, experts: int) -> _Tile:
     """The tile of the program's pair of the only token, whose experts every program chooses for itself.
 
     One program writes them, and their weights, for the second product.
@@ -101,26 +108,26 @@ def _chosen_pair(refs, rule: _router.Rule, rows: int, experts: int) -> _Tile:
         pt.store(refs.pair_experts.at[place], chosen, mask=is_place)
         pt.store(refs.pair_weights.at[place], weights, mask=is_place)
 
-    return _only_pair(jnp.sum(jnp.where(place == number, chosen, 0), axis=0), rows, experts, num_pairs)
+    return _only_pair(jnp.sum(jnp.where(place == number, chosen, 0), axis=0), experts, num_pairs)
 
 
-def _sorted_tile(refs, rows: int, experts: int) -> _Tile:
+def _sorted_tile(refs, experts: int) -> _Tile:
     """The tile that `tiles_by_kernels` has cut for the program."""
     number = pt.program_id(1)
     start, length = refs.start[number], refs.length[number]
 
-    def find():
+    def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
         exists = lane < length
         return pt.load(refs.order.at[start + lane], mask=exists, other=refs.order.shape[0]), exists
 
-    return _Tile(refs.expert[number], (length > 0) & (refs.expert[number] < experts), find)
+    return _Tile(refs.expert[number], (length > 0) & (refs.expert[number] < experts), find, length)
 
 
 def _kernel(
     refs,
     *,
-    rows: int,
+    config: Config,
     product: Product,
     is_single: bool,
     pairs_per_input: int,
@@ -139,10 +146,10 @@ def _kernel(
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
     if rule is not None:
-        tile = _chosen_pair(refs, rule, rows, experts)
+        tile = _chosen_pair(refs, rule, experts)
     else:
         is_sorted = refs.order is not None
-        tile = _sorted_tile(refs, rows, experts) if is_sorted else _own_tile(refs, rows, experts, is_single)
+        tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts, is_single)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -157,15 +164,15 @@ def _kernel(
 
         @pt.when((tile.expert < 0) | (tile.expert >= experts))
         def _():
-            pair, exists = (own[None], jnp.full((1,), True)) if refs.order is None else tile.find()
+            pair, exists = (own[None], jnp.full((1,), True)) if refs.order is None else tile.find(config.rows)
             choice, row = place(pair)
             mask = exists[:, None] & (column < outputs)[None, :]
             zeros = jnp.zeros(mask.shape, refs.out.dtype)
             pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], zeros, mask=mask)
 
-    @pt.when(tile.any_exists)
-    def _():
-        pair, exists = tile.find()
+    def run(rows):
+        """Computes a tile of at most `rows` pairs."""
+        pair, exists = tile.find(rows)
         source = jax.lax.div(pair, jnp.int32(pairs_per_input))
         lane, _ = pt.lanes(0, depth, depth)
 
@@ -199,11 +206,18 @@ def _kernel(
         choice, row = place(pair)
         pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], out.astype(refs.out.dtype), mask=mask)
 
+    if tile.length is None or config.short_rows is None:
+        pt.when(tile.any_exists)(functools.partial(run, config.rows))
+    else:
+        is_short = tile.length <= config.short_rows
+        pt.when(tile.any_exists & is_short)(functools.partial(run, config.short_rows))
+        pt.when(tile.any_exists & ~is_short)(functools.partial(run, config.rows))
+
 
 class _Launch(NamedTuple):
     """What both products' launches have in common: see `_kernel`."""
 
-    rows: int
+    config: Config
     is_single: bool
     interpret: bool
 
@@ -277,7 +291,7 @@ def _launch(
     else:
         cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
         pairs, slots = cut._asdict(), cut.start.shape[0]
-    launch = _Launch(config.rows, tokens == 1, interpret)
+    launch = _Launch(config, tokens == 1, interpret)
     parts, activate = ACTIVATIONS[activation]
     outputs = dict(out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype))
     options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
@@ -303,7 +317,7 @@ def routed_experts_sums(
     (experts, _, size), num_pairs = down.shape, rule.top_k + rule.shared
     config = config or default_config(num_pairs, experts, x.dtype.itemsize)
     valid = None if valid is None else valid.astype(jnp.int32)
-    launch = _Launch(config.rows, True, interpret)
+    launch = _Launch(config, True, interpret)
     parts, activate = ACTIVATIONS[activation]
     outputs = dict(
         out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype),

@@ -10,7 +10,7 @@ from oracles import ops as oracle
 from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
 from pallas_kernels.mixture_of_experts._tiles import Tiles, tiles, tiles_by_kernels
-from pallas_kernels.mixture_of_experts.config import Config, Product
+from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
 
 HIDDEN, SIZE = 72, 40
 NO_TILE = -2
@@ -111,7 +111,7 @@ def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng
 
     def kernel(refs):
         tile = (
-            pallas_triton._sorted_tile(refs, rows, experts) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
+            pallas_triton._sorted_tile(refs, experts) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
         )
         pt.store(refs.expert_of.at[pt.program_id(1)], jnp.where(tile.any_exists, tile.expert, NO_TILE))
 
@@ -201,7 +201,7 @@ def test_sums_of_a_token_do_not_depend_on_other_tokens(rng, implementation, opti
 
 
 def test_sums_of_sorted_and_searched_pairs_have_the_same_bits(rng):
-    """Tokens without experts hold NaN, and a call has no expert at all."""
+    """Tokens without experts hold NaN, tiles are short and whole, and one call has no expert at all."""
     weights, x, chosen = make(rng, 4), np.array(draw_tokens(rng, 20)), choose(rng, 20, 4, 2)
     chosen[::3], x[::3] = -1, np.nan
     factors = jnp.asarray(rng.uniform(0, 1, (20, 2)), jnp.float32)
@@ -209,9 +209,9 @@ def test_sums_of_sorted_and_searched_pairs_have_the_same_bits(rng):
         searched, in_order = (
             mixture_of_experts_sums(
                 jnp.asarray(x), weights.up, weights.down, jnp.asarray(chosen_), factors,
-                config=dataclasses.replace(SMALL, searched_pairs=pairs), **how("interpret"),
+                config=config, **how("interpret"),
             )
-            for pairs in (1024, 0)
+            for config in (SMALL, dataclasses.replace(SMALL, searched_pairs=0, rows=32, short_rows=16))
         )  # fmt: skip
         np.testing.assert_array_equal(searched, in_order)
 
@@ -247,6 +247,27 @@ def test_default_configuration(rng, tokens, activation, dtype):
         sums = mixture_of_experts_sums(*arguments, activation=activation, implementation="triton")
         sums = sums.astype(jnp.float32).sum(axis=0).astype(dtype)
         assert_is_mixture(x, weights, chosen, factors, sums, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_short_tiles_have_the_bits_of_whole_ones(rng, activation, dtype):
+    """A pair is in a short tile or in a whole one, depending on how many pairs of its expert come before it."""
+    weights, tokens = make(rng, 5, dtype, activation, 264, 256), 700
+    x, chosen = draw_tokens(rng, tokens, dtype, 264), choose(rng, tokens, 5, 2)
+    factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
+    config = default_config(8192 * 8, 256, 2)
+    assert config.short_rows is not None and chosen.size > config.searched_pairs
+    run = lambda x, chosen, factors, config=config: np.asarray(
+        mixture_of_experts_sums(
+            x, weights.up, weights.down, jnp.asarray(chosen), factors, activation=activation, config=config,
+            implementation="triton",
+        ).astype(jnp.float32)
+    )  # fmt: skip
+    together, order = run(x, chosen, factors), rng.permutation(tokens)
+    np.testing.assert_array_equal(run(x[order], chosen[order], factors[order]), together[:, order])
+    np.testing.assert_array_equal(run(x, chosen, factors, dataclasses.replace(config, short_rows=None)), together)
 
 
 @pytest.mark.gpu
