@@ -263,9 +263,7 @@ class SigmoidGate(nnx.Module):
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
-        return choose_experts(
-            self.logits(x), self.top_k, **self.choice(), valid=valid, implementation=implementation
-        )
+        return choose_experts(self.logits(x), self.top_k, **self.choice(), valid=valid, implementation=implementation)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Computes the router's outputs of packed tokens [tokens, hidden], in shares: see `pallas_kernels.linear_sums`."""

@@ -109,11 +109,12 @@ def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, jax.Arr
     place, _ = pt.lanes(0, pt.power_of_two(rule.top_k + rule.shared), rule.top_k + rule.shared)
     chosen, choice = jnp.full(place.shape, num_experts, jnp.int32), choice.reshape(-1)
     number, _ = pt.lanes(0, choice.shape[0], choice.shape[0])
+    padded = jnp.int32(of_group.shape[0])
     for turn in range(rule.top_k):
         # One reduction per turn: of the experts with the largest sum, it is the first.
         index = jnp.argmax(choice, axis=0).astype(jnp.int32)
         choice = jnp.where(number == index, -jnp.inf, choice)
-        index = jax.lax.div(index, jnp.int32(of_group.shape[0])) * size + jax.lax.rem(index, jnp.int32(of_group.shape[0]))
+        index = jax.lax.div(index, padded) * size + jax.lax.rem(index, padded)
         chosen = jnp.where(place == turn, index, chosen)
     is_routed = (place < rule.top_k) & (chosen < num_experts)
     weights = jnp.where(is_routed, score(load(jnp.where(is_routed, chosen, 0), is_routed)), 0.0)

@@ -100,20 +100,14 @@ def _rule(
     experts = logits.shape[-1] - shared_gate
     require(logits.ndim == 2 or logits.shape[0] >= 1, f"{name}: logits must have at least one share, got none")
     if bias is not None and bias.shape[0] != experts:
-        raise ValueError(
-            f"{name}: bias must have an element for each of {experts} experts, got {bias.shape[0]}"
-        )
+        raise ValueError(f"{name}: bias must have an element for each of {experts} experts, got {bias.shape[0]}")
     require(
         shared >= int(shared_gate),
         f"{name}: shared must be at least 0, and at least 1 with shared_gate, got {shared}",
     )
     require(scores in ("softmax", "sigmoid"), f"{name}: scores must be 'softmax' or 'sigmoid', got {scores!r}")
-    require(
-        groups >= 1 and experts % groups == 0, f"{name}: groups must divide {experts} experts, got {groups}"
-    )
-    require(
-        1 <= top_groups <= groups, f"{name}: top_groups must be from 1 to groups = {groups}, got {top_groups}"
-    )
+    require(groups >= 1 and experts % groups == 0, f"{name}: groups must divide {experts} experts, got {groups}")
+    require(1 <= top_groups <= groups, f"{name}: top_groups must be from 1 to groups = {groups}, got {top_groups}")
     allowed = experts // groups * top_groups
     require(1 <= top_k <= allowed, f"{name}: top_k must be from 1 to {allowed}, got {top_k}")
     require(

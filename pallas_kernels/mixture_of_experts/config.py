@@ -30,9 +30,9 @@ class Config:
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
             which takes two launches.
-        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because multiplying rows that do not
-            exist takes as long. None has no smaller tiles. A tensor core's instruction has 64 rows in both sizes of tiles, so
-            a pair has the same bits in both.
+        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows that do not exist take
+            as long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
+            of tiles, so a pair has the same bits in both.
     """
 
     rows: int

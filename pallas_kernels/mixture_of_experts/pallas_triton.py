@@ -31,7 +31,7 @@ class _Tile(NamedTuple):
     Attributes:
         expert: Their expert.
         any_exists: Whether there are any.
-        find: Returns the pairs' numbers [rows], and which of them exist, if the tile has at most `rows`. A pair that does not
+        find: Returns the pairs' numbers [rows], and which of them exist. The tile has at most `rows`. A pair that does not
             exist has a number that no pair has: interpreted, a masked store writes the old value, which would undo another
             lane's store.
         length: The number of pairs, where it is known.
@@ -241,7 +241,7 @@ class _Launch(NamedTuple):
             name=f"mixture_of_experts_{name}",
             # The programs of one tile are neighbours, because they share its inputs.
             grid=(-(-outputs["out"].shape[2] // product.columns), slots),
-            inputs=dict(x=x, weights=weights, factors=factors) | pairs,
+            inputs=dict(x=x, weights=weights, factors=factors, **pairs),
             outputs=outputs,
             updates={},
             num_warps=product.num_warps,
@@ -325,9 +325,7 @@ def routed_experts_sums(
         pair_weights=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
     )
     options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs, rule=rule)
-    found = launch.multiply(
-        "up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options
-    )
+    found = launch.multiply("up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options)
     chosen, factors, middle = found["pair_experts"], found["pair_weights"], found["out"][0]
     pairs = dict(chosen=chosen, order=None)
     return launch.down(middle, down, config.down, pairs, slots=num_pairs, factors=factors, choices=num_pairs)

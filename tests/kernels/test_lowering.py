@@ -336,7 +336,10 @@ def lower_mixture_of_experts(device, case, blocks=None, implementation="triton",
 
 
 def lower_routed_experts_sums(device, case, implementation="triton"):
-    up, down = array(case.dtype, case.experts, case.up_size, case.hidden), array(case.dtype, case.experts, case.hidden, case.size)
+    up, down = (
+        array(case.dtype, case.experts, case.up_size, case.hidden),
+        array(case.dtype, case.experts, case.hidden, case.size),
+    )
     options = dict(shared=1, shared_gate=True, logits_dtype=case.dtype, activation=case.activation)
     run = lambda *arrays: routed_experts_sums(*arrays, case.top_k, implementation=implementation, **options)
     logits = array(jnp.float32, 4, case.tokens, case.experts)

@@ -92,9 +92,7 @@ def test_padding_tokens_choose_no_experts(name, rng, monkeypatch):
     np.testing.assert_allclose(some[:30], whole[:30], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "others"), [(1, set()), (64, set()), (65, {"dot_general"})]
-)
+@pytest.mark.parametrize(("tokens", "others"), [(1, set()), (64, set()), (65, {"dot_general"})])
 def test_decode_steps_launch_nothing_but_kernels(tokens, others):
     """Between two norms, few tokens take a kernel each for router, choice, and the experts' two products."""
     hidden, dtype = 2048, "bfloat16"
