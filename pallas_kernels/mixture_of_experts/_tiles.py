@@ -15,6 +15,8 @@ from pallas_kernels import _pallas_triton as pt
 
 # Counts of blocks, pairs, and tiles that a program looks at together.
 _COUNTS, _PAIRS, _TILES = 16, 16, 4
+# So many times `_PAIRS` pairs are loaded at once, because a turn of a loop waits for what it loads.
+_AHEAD = 4
 
 
 class Tiles(NamedTuple):
@@ -78,12 +80,14 @@ def _count_kernel(refs, *, experts: int, block: int):
     class_, _ = pt.lanes(0, classes, classes)
 
     def advance(turn, counts):
-        pair, _ = pt.lanes(number * (block // _PAIRS) + turn, _PAIRS, block)
-        key = _load_keys(refs, pair, experts)
-        return counts + (class_[:, None] == key[None, :]).astype(jnp.int32)
+        first = number * (block // _PAIRS) + turn * _AHEAD
+        keys = [_load_keys(refs, pt.lanes(first + ahead, _PAIRS, block)[0], experts) for ahead in range(_AHEAD)]
+        for key in keys:
+            counts = counts + (class_[:, None] == key[None, :]).astype(jnp.int32)
+        return counts
 
     counts = jnp.zeros((classes, _PAIRS), jnp.int32)
-    counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // _PAIRS), advance, counts)
+    counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), advance, counts)
     pt.store(refs.counts.at[number, class_], jnp.sum(counts, axis=1))
 
 
@@ -114,13 +118,15 @@ def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, 
     key = _load_keys(refs, pair, experts)
 
     def rank(turn, equal):
-        other, _ = pt.lanes(turn, _PAIRS, block)
-        other_key = _load_keys(refs, number * block + other, experts)
-        is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
-        return equal + is_before.astype(jnp.int32)
+        others = [pt.lanes(turn * _AHEAD + ahead, _PAIRS, block)[0] for ahead in range(_AHEAD)]
+        keys = [_load_keys(refs, number * block + other, experts) for other in others]
+        for other, other_key in zip(others, keys, strict=True):
+            is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+            equal = equal + is_before.astype(jnp.int32)
+        return equal
 
     equal = jnp.zeros((block, _PAIRS), jnp.int32)
-    equal = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // _PAIRS), rank, equal)
+    equal = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), rank, equal)
     exists = pair < refs.chosen.shape[0]
     place = pt.load(refs.places.at[number, key], mask=exists, other=0) + jnp.sum(equal, axis=1)
     # Interpreted, a masked store writes the old value, which would undo another lane's store.

@@ -97,18 +97,19 @@ def _only_pair(expert: jax.Array, experts: int, num_pairs: int) -> _Tile:
 def _chosen_pair(refs, rule: _router.Rule, experts: int) -> _Tile:
     """The tile of the program's pair of the only token, whose experts every program chooses for itself.
 
-    One program writes them, and their weights, for the second product.
+    There is a program without a pair, which writes the choice for the second product.
     """
     number, num_pairs = pt.program_id(1), rule.top_k + rule.shared
-    chosen, weights = _router.choose(refs, 0, rule)
+    chosen, weigh = _router.choose(refs, 0, rule)
     place, is_place = pt.lanes(0, chosen.shape[0], num_pairs)
 
-    @pt.when((number == 0) & (pt.program_id(0) == 0))
+    @pt.when((number == num_pairs) & (pt.program_id(0) == 0))
     def _():
         pt.store(refs.pair_experts.at[place], chosen, mask=is_place)
-        pt.store(refs.pair_weights.at[place], weights, mask=is_place)
+        pt.store(refs.pair_weights.at[place], weigh(), mask=is_place)
 
-    return _only_pair(jnp.sum(jnp.where(place == number, chosen, 0), axis=0), experts, num_pairs)
+    own = jnp.sum(jnp.where(place == number, chosen, 0), axis=0)
+    return _only_pair(jnp.where(number < num_pairs, own, -1), experts, num_pairs)
 
 
 def _sorted_tile(refs, experts: int) -> _Tile:
@@ -324,7 +325,7 @@ def routed_experts_sums(
         pair_experts=jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
         pair_weights=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
     )
-    options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs, rule=rule)
+    options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs + 1, rule=rule)
     found = launch.multiply("up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options)
     chosen, factors, middle = found["pair_experts"], found["pair_weights"], found["out"][0]
     pairs = dict(chosen=chosen, order=None)

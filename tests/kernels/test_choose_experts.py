@@ -44,16 +44,16 @@ def test_choose_experts_is_the_equation(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_shares_of_logits_are_added_and_rounded(rng, dtype, implementation, optimized_programs):
-    """The result has the bits of a call with their total, also if that has been rounded."""
+    """The kernel's result has the bits of a call with their total, also if that has been rounded."""
     shares = jnp.asarray(rng.normal(size=(3, 20, 13)), jnp.float32).at[:, 7].set(jnp.nan)
     options = dict(shared=2, shared_gate=True, valid=jnp.arange(20) != 7) | how(implementation)
     total = ((shares[0] + shares[1]) + shares[2]).astype(dtype)
     wanted = choose_experts(total, 3, **options)
     found = choose_experts(shares, 3, logits_dtype=str(total.dtype), **options)
     np.testing.assert_array_equal(found[0], wanted[0])
-    # XLA may leave out a rounding whose result is widened at once.
-    tolerance = float(jnp.finfo(dtype).eps) if implementation == "xla" else 0
-    np.testing.assert_allclose(found[1], wanted[1], rtol=8 * tolerance)
+    # XLA may leave out a rounding whose result is widened at once. Interpreted, it may add a softmax's lanes in another order.
+    tolerance = {"xla": jnp.finfo(dtype).eps, "interpret": jnp.finfo(jnp.float32).eps, "triton": 0}[implementation]
+    np.testing.assert_allclose(found[1], wanted[1], rtol=8 * float(tolerance))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
