@@ -51,7 +51,7 @@ def test_shares_of_logits_are_added_and_rounded(rng, dtype, implementation, opti
     wanted = choose_experts(total, 3, **options)
     found = choose_experts(shares, 3, logits_dtype=str(total.dtype), **options)
     np.testing.assert_array_equal(found[0], wanted[0])
-    # XLA may leave out a rounding whose result is widened at once. Interpreted, it may add a softmax's lanes in another order.
+    # XLA may leave out a rounding whose result is widened at once. Interpreted, it may add lanes in another order.
     tolerance = {"xla": jnp.finfo(dtype).eps, "interpret": jnp.finfo(jnp.float32).eps, "triton": 0}[implementation]
     np.testing.assert_allclose(found[1], wanted[1], rtol=8 * float(tolerance))
 
