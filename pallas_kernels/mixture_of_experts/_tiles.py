@@ -15,7 +15,7 @@ from pallas_kernels import _pallas_triton as pt
 
 # Counts of blocks, pairs, and tiles that a program looks at together.
 _COUNTS, _PAIRS, _TILES = 16, 16, 4
-# So many times `_PAIRS` pairs are loaded at once, because a turn of a loop waits for what it loads.
+# So many times `_PAIRS` pairs, and twice `_COUNTS` counts, are loaded at once: a turn of a loop waits for what it loads.
 _AHEAD = 4
 
 
@@ -99,13 +99,21 @@ def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, 
     def add(turn, carry):
         """Adds the counts of some blocks to those of all blocks and of the blocks before this one."""
         total, before = carry
-        other, exists = pt.lanes(turn, _COUNTS, blocks)
-        mask = jnp.broadcast_to(exists[:, None], (_COUNTS, classes))
-        counts = pt.load(refs.counts.at[other[:, None], class_[None, :]], mask=mask, other=0)
-        return total + counts, before + jnp.where((other < number)[:, None], counts, 0)
+        others = [pt.lanes(turn * 2 + ahead, _COUNTS, blocks) for ahead in range(2)]
+        loaded = [
+            pt.load(
+                refs.counts.at[other[:, None], class_[None, :]],
+                mask=jnp.broadcast_to(exists[:, None], (_COUNTS, classes)),
+                other=0,
+            )
+            for other, exists in others
+        ]
+        for (other, _), counts in zip(others, loaded, strict=True):
+            total, before = total + counts, before + jnp.where((other < number)[:, None], counts, 0)
+        return total, before
 
     none = jnp.zeros((_COUNTS, classes), jnp.int32)
-    total, before = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-blocks // _COUNTS)), add, (none, none))
+    total, before = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-blocks // (2 * _COUNTS))), add, (none, none))
     each, before = jnp.sum(total, axis=0), jnp.sum(before, axis=0)
     begin = jnp.cumsum(each, axis=0) - each
     # Each pair needs another class's place, so the places go through memory.
