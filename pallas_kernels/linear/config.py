@@ -47,7 +47,13 @@ def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool, is_summed: bool
     return Config(tokens=1, outputs=outputs, inputs=512 // itemsize, shares=shares, num_warps=1, num_stages=1)
 
 
-def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False, is_summed: bool = False) -> Config:
+def default_config(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    is_gated: bool = False,
+    is_summed: bool = False,
+) -> Config:
     """Returns the configuration for a product.
 
     For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
