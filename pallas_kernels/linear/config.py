@@ -33,18 +33,15 @@ class Config:
     num_stages: int
 
 
-def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool, is_summed: bool) -> Config | None:
+def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | None:
     """Returns the configuration for a single token, or None if an output has more weights than registers hold.
 
     A thread has about 20 loads of 16 bytes in flight, and a program is one warp, without shared memory.
     """
-    shares = 1
-    while is_summed and shares < 4 and row_bytes > 5120 * shares:
-        shares *= 2
-    if row_bytes * (1 + is_gated) > 20480 * shares:
+    if row_bytes * (1 + is_gated) > 20480:
         return None
-    outputs = 1 if row_bytes * (1 + is_gated) > 5120 * shares else 2
-    return Config(tokens=1, outputs=outputs, inputs=512 // itemsize, shares=shares, num_warps=1, num_stages=1)
+    outputs = 1 if row_bytes * (1 + is_gated) > 5120 else 2
+    return Config(tokens=1, outputs=outputs, inputs=512 // itemsize, shares=1, num_warps=1, num_stages=1)
 
 
 def default_config(
@@ -66,10 +63,11 @@ def default_config(
         is_summed: Whether what reads the product adds up its shares. If not, that is a launch of its own.
     """
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
-    if num_tokens == 1:
-        one = _of_one_token(num_inputs * itemsize, itemsize, is_gated, is_summed)
-        if one is not None:
-            return one
+    # Fewer outputs are divided into shares, and more of them keep the memory busy anyhow.
+    if num_tokens == 1 and not is_summed and 32 * _PROGRAMS // 2 < num_outputs < 64 * 8 * _PROGRAMS:
+        of_one = _of_one_token(num_inputs * itemsize, itemsize, is_gated)
+        if of_one is not None:
+            return of_one
     tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
     num_warps, num_stages, shares = 4, 4, 1
     if is_gated:

@@ -119,13 +119,14 @@ def test_configurations_of_a_single_token_match_the_oracle(rng, inputs, dtype, i
 
 
 def test_a_single_token_has_a_tile_of_its_own_if_registers_hold_the_weights_of_an_output():
-    found = lambda inputs, **options: default_config(
-        *(jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16) for rows in (1, 2560)), **options
-    )
-    for inputs, options in ((2560, {}), (2560, dict(is_gated=True)), (9216, dict(is_summed=True)), (10240, {})):
-        assert found(inputs, **options).tokens == 1
-    for inputs, options in ((10248, {}), (5128, dict(is_gated=True)), (40968, dict(is_summed=True))):
-        assert found(inputs, **options).tokens == 16
+    def tokens(inputs, outputs, **options):
+        x, weight = (jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16) for rows in (1, outputs))
+        return default_config(x, weight, **options).tokens
+
+    assert tokens(2560, 12352) == tokens(2560, 18432, is_gated=True) == tokens(10240, 12352) == 1
+    assert tokens(10248, 12352) == tokens(5128, 18432, is_gated=True) == 16
+    # Those that are summed, and those with few outputs or very many, are as they are for more tokens.
+    assert tokens(2560, 12352, is_summed=True) == tokens(2560, 4224) == tokens(2560, 248320) == 16
 
 
 def test_a_call_without_tokens_has_results_without_tokens():
