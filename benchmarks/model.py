@@ -36,13 +36,13 @@ from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine import runner
-from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.moe import Experts
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
 from mamba_align_jax.models.qwen3_5 import LINEAR, Config
 from mamba_align_jax.sharding import AXIS
+from pallas_kernels import choose_experts
 
 FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
 # The pools hold 256 requests of 4096 tokens with their states, and little more.
@@ -223,12 +223,13 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     Shared experts are not counted.
     """
     counts: list[int] = []
-    call = Experts.sums
+    call = Experts.routed_sums
 
-    def counting(self: Experts, x: jax.Array, chosen: jax.Array, *rest: Any) -> Outputs:
+    def counting(self: Experts, x: jax.Array, *choice: Any, **options: Any) -> Any:
+        chosen, _ = choose_experts(*choice, **options)
         of_expert = chosen.reshape(-1) == jnp.arange(config.num_experts, dtype=jnp.int32)[:, None]
         jax.debug.callback(lambda count: counts.append(int(count)), jnp.sum(jnp.any(of_expert, axis=1)))
-        return call(self, x, chosen, *rest)
+        return call(self, x, *choice, **options)
 
     original = inspect.unwrap(runner.run_step)
     given = inspect.signature(original).parameters.values()
@@ -240,7 +241,7 @@ def chosen_experts(engine: Engine, config: Config) -> float:
         static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
         donate_argnames="device_state",
     )
-    with _replaced(Experts, "sums", counting), _replaced(runner, "run_step", step):
+    with _replaced(Experts, "routed_sums", counting), _replaced(runner, "run_step", step):
         engine.step()
         jax.block_until_ready(engine.runner.device_state)
         jax.effects_barrier()

@@ -35,6 +35,7 @@ from pallas_kernels.mixture_of_experts import Scores as Scores
 from pallas_kernels.mixture_of_experts import choose_experts as choose_experts
 from pallas_kernels.mixture_of_experts import mixture_of_experts as mixture_of_experts
 from pallas_kernels.mixture_of_experts import mixture_of_experts_sums as mixture_of_experts_sums
+from pallas_kernels.mixture_of_experts import routed_experts_sums as routed_experts_sums
 from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rotary import rotate as rotate

@@ -19,6 +19,7 @@ from jax.extend.mlir.dialects import math as math
 from jax.extend.mlir.dialects import memref as memref
 from jax.extend.mlir.dialects import scf as scf
 from jax.extend.mlir.dialects import vector as vector
+from jaxlib.mlir.dialects import nvvm
 
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
 HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
@@ -44,6 +45,21 @@ axis_index = lax.axis_index
 computed = lax.optimization_barrier  # values that have been computed before what follows
 thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
+
+
+def counters(count: int) -> Any:
+    """Numbers in the GPU's memory that all programs of a kernel see, 0 when it starts."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
+
+
+def signal(counter: Any) -> None:
+    """Adds 1 to one of the `counters`, after all that the warpgroup has done before."""
+    plgpu.semaphore_signal(counter, memory_scope="gpu")
+
+
+def wait_for_signal(counter: Any) -> None:
+    """Waits until one of the `counters` is at least 1. What its program did before its signal is then visible."""
+    plgpu.semaphore_wait(counter, decrement=False, memory_scope="gpu")
 
 
 def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
@@ -111,6 +127,27 @@ def inline(body: Callable[..., None], *refs: tuple[Any, tuple[Any, ...]]) -> Non
         refs: Shared memory, and the `tiling` of each, or ().
     """
     plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType(t) for _, t in refs))(body)(*(ref for ref, _ in refs))
+
+
+def hand_over(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: Any) -> None:
+    """Stores tiles in shared memory for tensor cores, and arrives at a barrier at which their reader waits.
+
+    Each thread does so for itself. With `commit`, the warpgroup's threads would wait for each other.
+
+    Args:
+        tiles: Tiles in registers, in the layout of tensor cores.
+        refs: Where they go, `tiled`. Nothing reads it any more when any of the threads gets here.
+        barrier: The barrier.
+    """
+
+    def body(_: Any, tiles: Sequence[Any], refs: Sequence[Any]) -> None:
+        for tile, ref in zip(tiles, refs, strict=True):
+            tile.store_tiled(ref, swizzle=SWIZZLE)
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    types = [plgpu.Layout.WGMMA] * len(tiles), [plgpu.RefType(tiling(x.dtype)) for x in tiles]
+    plgpu.inline_mgpu(arg_types=types)(body)(list(tiles), list(refs))
+    arrive(barrier)
 
 
 def load(ref: Any) -> jax.Array:

@@ -11,11 +11,14 @@ Nothing in it is code, and reading it makes no objects but arrays of bytes. The 
 whoever can make bundles can put any states under any keys, so bundles must come from where weights might come from.
 """
 
+import functools
 import hashlib
+import io
+import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +29,7 @@ _MAGIC = b"mambapfx"
 _KINDS = ("prefix", "cache")
 _HEADER = struct.Struct("<8sII32sQQQQ")
 _KEY_BYTES = _CHECKSUM_BYTES = 32
-# Pieces of this size are hashed in several threads.
+# Pieces of this size are hashed one by one, so that several threads can do it.
 _PIECE_BYTES = 2**20
 
 
@@ -58,20 +61,46 @@ class Contents(NamedTuple):
     entries: Iterable[np.ndarray]
 
 
-def write_bundle(file: IO[bytes], kind: str, model: bytes, pages: Contents, states: Contents) -> None:
-    """Writes a bundle to a file, without ever holding more than a few entries."""
+def new_bundle(kind: str, model: bytes, pages: Contents, states: Contents) -> bytes:
+    """Returns a bundle. The arguments are those of `write_bundle`."""
+    file = io.BytesIO(bytes(_num_bytes(pages, states)))
+    write_bundle(functools.partial(_copy, np.frombuffer(file.getbuffer(), np.uint8)), kind, model, pages, states)
+    # No view of the file is left, so its bytes are returned without a copy.
+    return file.getvalue()
+
+
+def write_bundle(
+    write: Callable[[int, np.ndarray], None], kind: str, model: bytes, pages: Contents, states: Contents
+) -> None:
+    """Writes a bundle, without ever holding more than a few entries.
+
+    Args:
+        write: Writes bytes, uint8 [bytes], at a place of the bundle. Several threads call it, each for other places.
+        kind: "prefix" or "cache".
+        model: The name of the model: see `identity`.
+        pages: The pages.
+        states: The states.
+    """
     sizes = len(pages.keys), len(states.keys), pages.entry_bytes, states.entry_bytes
     head = _HEADER.pack(_MAGIC, VERSION, _KINDS.index(kind), model, *sizes)
     head += b"".join(pages.keys) + b"".join(states.keys)
-    file.write(head)
-    checksum = hashlib.sha256(head)
+    write(0, np.frombuffer(head, np.uint8))
+    checksum, begin = hashlib.sha256(head), len(head)
+    before: Iterator[bytes] = iter(())
+
+    def put(place: int, pieces: np.ndarray) -> bytes:
+        write(place, pieces.reshape(-1))
+        return _sha256(pieces)
+
     with ThreadPoolExecutor() as threads:
-        for contents in (pages, states):
-            for entries in contents.entries:
-                digests = threads.map(_sha256, _pieces(entries))
-                file.write(np.ascontiguousarray(entries).data)
-                checksum.update(b"".join(digests))
-    file.write(checksum.digest())
+        for entries in itertools.chain(pages.entries, states.entries):
+            places, parts = _parts(begin, entries)
+            written = threads.map(put, places, parts)
+            # Threads work on these entries while the next ones come. No more than that are held.
+            checksum.update(b"".join(before))
+            begin, before = begin + entries.size, written
+        checksum.update(b"".join(before))
+    write(begin, np.frombuffer(checksum.digest(), np.uint8))
 
 
 def read_bundle(name: str, data: Any, kind: str) -> Bundle:
@@ -104,8 +133,8 @@ def read_bundle(name: str, data: Any, kind: str) -> Bundle:
     checksum = hashlib.sha256(data[:keys_end].data)
     with ThreadPoolExecutor() as threads:
         for entries in (pages, states):
-            for digest in threads.map(_sha256, _pieces(entries)):
-                checksum.update(digest)
+            for digests in threads.map(_sha256, _parts(0, entries)[1]):
+                checksum.update(digests)
     own, given = (digest.hex() for digest in (checksum.digest(), data[-_CHECKSUM_BYTES:].tobytes()))
     values.require(own == given, name, f"a bundle whose checksum is {own}", given)
     keys = [data[at : at + _KEY_BYTES].tobytes() for at in range(_HEADER.size, keys_end, _KEY_BYTES)]
@@ -115,11 +144,36 @@ def read_bundle(name: str, data: Any, kind: str) -> Bundle:
     return Bundle(kind, model, page_keys, state_keys, pages, states)
 
 
-def _pieces(entries: np.ndarray) -> Iterator[memoryview]:
-    for entry in entries:
-        for begin in range(0, entry.size, _PIECE_BYTES):
-            yield np.ascontiguousarray(entry[begin : begin + _PIECE_BYTES]).data
+def _copy(whole: np.ndarray, place: int, data: np.ndarray) -> None:
+    whole[place : place + data.size] = data
 
 
-def _sha256(piece: memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()
+def _num_bytes(pages: Contents, states: Contents) -> int:
+    """Returns the length of a bundle."""
+    each = sum(len(contents.keys) * (_KEY_BYTES + contents.entry_bytes) for contents in (pages, states))
+    return _HEADER.size + each + _CHECKSUM_BYTES
+
+
+def _parts(begin: int, entries: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
+    """Divides entries into parts of about a MiB, of which threads take one after the other.
+
+    Args:
+        begin: The place of the first entry in a bundle.
+        entries: uint8 [entries, bytes]
+
+    Returns:
+        The places of the parts, and each part's pieces, uint8 [pieces, bytes].
+    """
+    count, size = entries.shape
+    if size == 0:
+        return [], []
+    # A part is a piece of one entry, or several whole entries that are a piece each.
+    together = max(_PIECE_BYTES // size, 1)
+    cuts = [(entry, at) for entry in range(0, count, together) for at in range(0, size, _PIECE_BYTES)]
+    parts = [entries[entry : entry + together, at : at + _PIECE_BYTES] for entry, at in cuts]
+    return [begin + entry * size + at for entry, at in cuts], parts
+
+
+def _sha256(pieces: np.ndarray) -> bytes:
+    """Returns the SHA-256 of each piece, one after the other."""
+    return b"".join(hashlib.sha256(piece).digest() for piece in pieces)

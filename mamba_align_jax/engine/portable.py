@@ -52,7 +52,7 @@ class PortableCore(EngineCore):
         Args:
             data: The bytes, from an engine with an equal model, `block_size`, `kv_page_size`, `state_dtype` and
                 `num_speculative_tokens`. It may run on another number of devices. There is no signature, so they must
-                come from an engine that you trust.
+                come from an engine that you trust. A writable buffer may be used again when the call returns.
             tokens: Refuses bytes that are not of a beginning of these tokens; None takes any.
             cache_salt: With `tokens`, refuses bytes that were exported under another salt.
 

@@ -6,7 +6,6 @@ last dispatched step leaves, so all states and pages that are published are in t
 
 import contextlib
 import functools
-import io
 import os
 import tempfile
 import time
@@ -14,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import jax
 import numpy as np
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.moving import Admission, Entries, Entry, all_entries, entries_of_prefix
-from mamba_align_jax.engine.bundle import Bundle, Contents, read_bundle, write_bundle
+from mamba_align_jax.engine.bundle import Bundle, Contents, new_bundle, read_bundle, write_bundle
 from mamba_align_jax.engine.core import EngineCore
 from mamba_align_jax.engine.identity import identity
 from mamba_align_jax.engine.pool_entries import entries_at_a_time, entry_bytes, read_entries
@@ -41,15 +41,14 @@ class Transfer:
 
     def export_prefix(self, core: EngineCore, tokens: Sequence[int], salt: bytes) -> bytes:
         """Returns a bundle of what is cached of a prefix: see `Engine.export_prefix`."""
-        file = io.BytesIO()
-        self._write(core, file, "prefix", entries_of_prefix(core.cache, tokens, salt))
-        return file.getvalue()
+        return new_bundle("prefix", *self._contents(core, entries_of_prefix(core.cache, tokens, salt)))
 
     def save(self, core: EngineCore, directory: Path) -> None:
         """Writes all that is cached to a file: see `Engine.save_cache`."""
         directory.mkdir(parents=True, exist_ok=True)
         with new_file(directory / FILE_NAME) as file:
-            self._write(core, file, "cache", all_entries(core.cache))
+            write = functools.partial(_write_at, file.fileno())
+            write_bundle(write, "cache", *self._contents(core, all_entries(core.cache)))
 
     def admit(self, core: EngineCore, name: str, bundle: Bundle) -> tuple[int, int]:
         """Puts a bundle's entries into the cache and the pools, as many as they can hold.
@@ -76,6 +75,8 @@ class Transfer:
         try:
             _fill(core, "pages", admission.pages, bundle.pages)
             _fill(core, "states", admission.states, bundle.states)
+            # JAX may read the bundle in place, and its owner may use a writable buffer again after this call.
+            jax.block_until_ready(core.runner.device_state)
         except BaseException:
             admission.withdraw()
             raise
@@ -86,14 +87,16 @@ class Transfer:
         core._is_torn = False
         return admission.length, admission.num_states
 
-    def _write(self, core: EngineCore, file: IO[bytes], kind: str, entries: Entries) -> None:
+    def _contents(self, core: EngineCore, entries: Entries) -> tuple[bytes, Contents, Contents]:
+        """Returns the name of the model, the pages and the states, for a bundle."""
         contents = []
         for place, forms in core.runner.entry_forms.items():
             found: list[Entry] = getattr(entries, place)
             size, take = entry_bytes(forms), functools.partial(core.runner.take_entries, place)
             content = read_entries(take, size, [number for _, number in found])
             contents.append(Contents([key for key, _ in found], size, content))
-        write_bundle(file, kind, self._identity(core), *contents)
+        pages, states = contents
+        return self._identity(core), pages, states
 
     def _identity(self, core: EngineCore) -> bytes:
         if self._weights is None:
@@ -151,6 +154,13 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file.name)
         raise
+
+
+def _write_at(file: int, place: int, data: np.ndarray) -> None:
+    """Writes bytes, uint8 [bytes], at a place of a file. Several threads may do so at once."""
+    while data.size:
+        written = os.pwrite(file, data.data, place)
+        place, data = place + written, data[written:]
 
 
 def _fill(core: EngineCore, kind: str, places: Sequence[tuple[int, int]], entries: np.ndarray) -> None:

@@ -4,6 +4,8 @@ Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); DeepSeek-A
 with sigmoids, groups and a bias.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -110,6 +112,39 @@ class Experts(nnx.Module):
         )
         return Partial(out[None], self.axis)
 
+    def routed_sums(
+        self,
+        x: jax.Array,
+        logits: jax.Array,
+        top_k: int,
+        *,
+        implementation: Implementation | None = None,
+        **choice: Any,
+    ) -> Outputs:
+        """Chooses the experts of each token and computes what `sums` returns for them.
+
+        A single token's experts are chosen inside the experts' kernel if they are not split over devices.
+
+        Args:
+            x: Inputs. [tokens, hidden]
+            logits: The router's outputs: see `pallas_kernels.choose_experts`.
+            top_k: Number of routed experts per token.
+            implementation: Implementation of the ops; None chooses by platform.
+            choice: The other arguments of `pallas_kernels.choose_experts`.
+        """
+        if self.axis is not None:
+            return self.sums(x, *choose_experts(logits, top_k, implementation=implementation, **choice), implementation)
+        return ops.routed_experts_sums(
+            x,
+            logits,
+            self.up[...],
+            self.down[...],
+            top_k,
+            activation=self.activation,
+            implementation=implementation,
+            **choice,
+        )
+
 
 class MixtureOfExperts(nnx.Module):
     """The base of feed-forward layers with experts. `Carry.feed_forward` tells them which tokens are padding."""
@@ -168,7 +203,8 @@ class SharedExpertMoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        chosen, weights = choose_experts(
+        return self.experts.routed_sums(
+            x,
             self.gate.shares(x),
             self.top_k,
             logits_dtype=str(self.gate.weight.dtype),
@@ -178,7 +214,6 @@ class SharedExpertMoE(MixtureOfExperts):
             valid=valid,
             implementation=implementation,
         )
-        return self.experts.sums(x, chosen, weights, implementation)
 
 
 class SigmoidGate(nnx.Module):
@@ -228,9 +263,15 @@ class SigmoidGate(nnx.Module):
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
-        return choose_experts(
-            ops.linear_sums(x, self.weight[...]),
-            self.top_k,
+        return choose_experts(self.logits(x), self.top_k, **self.choice(), valid=valid, implementation=implementation)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Computes the router's outputs of packed tokens [tokens, hidden], in shares: see `pallas_kernels.linear_sums`."""
+        return ops.linear_sums(x, self.weight[...])
+
+    def choice(self) -> dict[str, Any]:
+        """Returns the arguments of `pallas_kernels.choose_experts` that are the same for all tokens, without `top_k`."""
+        return dict(
             scores="sigmoid",
             bias=self.e_score_correction_bias[...],
             groups=self.groups,
@@ -238,8 +279,6 @@ class SigmoidGate(nnx.Module):
             renormalise=self.renormalise,
             scale=self.scale,
             shared=self.shared,
-            valid=valid,
-            implementation=implementation,
         )
 
 
@@ -254,7 +293,8 @@ class SharedExpertsMoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.sums(x, *self.gate(x, valid, implementation), implementation)
+        options = dict(valid=valid, implementation=implementation)
+        return self.experts.routed_sums(x, self.gate.logits(x), self.gate.top_k, **self.gate.choice(), **options)
 
 
 __getattr__ = renamed_names(

@@ -20,7 +20,7 @@ from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
 from mamba_align_jax.models.sources import Source, named, tensor
-from pallas_kernels import Implementation, choose_experts
+from pallas_kernels import Implementation
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -86,14 +86,14 @@ class MoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        routing = choose_experts(
+        return self.experts.routed_sums(
+            x,
             self.router.shares(x),
             self.top_k,
             logits_dtype=str(self.router.weight.dtype),
             valid=valid,
             implementation=implementation,
         )
-        return self.experts.sums(x, *routing, implementation)
 
 
 class Layer(nnx.Module):

@@ -24,7 +24,7 @@ from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
 from mamba_align_jax.models.sources import Source, experts, named
-from pallas_kernels import Implementation, choose_experts
+from pallas_kernels import Implementation
 
 MAMBA, ATTENTION = "mamba", "attention"
 _KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
@@ -91,7 +91,8 @@ class MoE(MixtureOfExperts):
         self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
-        routing = choose_experts(
+        return self.experts.routed_sums(
+            x,
             self.router.shares(x),
             self.top_k,
             renormalise=False,
@@ -99,7 +100,6 @@ class MoE(MixtureOfExperts):
             valid=valid,
             implementation=implementation,
         )
-        return self.experts.sums(x, *routing, implementation)
 
 
 class Layer(nnx.Module):

@@ -5,3 +5,4 @@ from pallas_kernels.mixture_of_experts.api import Scores as Scores
 from pallas_kernels.mixture_of_experts.api import choose_experts as choose_experts
 from pallas_kernels.mixture_of_experts.api import mixture_of_experts as mixture_of_experts
 from pallas_kernels.mixture_of_experts.api import mixture_of_experts_sums as mixture_of_experts_sums
+from pallas_kernels.mixture_of_experts.api import routed_experts_sums as routed_experts_sums

@@ -1,8 +1,8 @@
-"""choose_experts in plain jax.numpy and as a Pallas kernel of one program per token."""
+"""choose_experts in plain jax.numpy and as a Pallas kernel of one program per token, or as a part of another kernel."""
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 
+_WARP = 32  # lanes of a warp
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -60,56 +61,125 @@ def _all(reduce, tile):
     return reduce(reduce(tile, axis=1), axis=0)
 
 
-def _kernel(refs, *, rule: Rule):
+def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """Chooses a token's experts inside a kernel.
+
+    Args:
+        refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
+        token: The token.
+        rule: The static arguments.
+
+    Returns:
+        The experts, padded to a power of two, [places], and a function that returns their weights, float32 [places].
+    """
     num_experts = rule.experts
-    size = num_experts // rule.groups
-    token = pt.program_id(0)
-    group, is_group = pt.lanes(0, pt.power_of_two(rule.groups), rule.groups)
-    of_group, is_of_group = pt.lanes(0, pt.power_of_two(size), size)
-    exists = is_group[:, None] & is_of_group[None, :]
-    expert = jnp.where(exists, group[:, None] * size + of_group[None, :], num_experts)
-    shares = range(refs.logits.shape[0])
-    logits = rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+
+    def load(expert, exists):
+        """Loads the logits of some experts."""
+        shares = range(refs.logits.shape[0])
+        return rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
+
+    tiles = _tiles(rule)
+    logits = [load(expert, exists) for expert, exists in tiles]
     if rule.scores == "softmax":
-        powers = jnp.where(exists, jnp.exp(logits - _all(jnp.max, jnp.where(exists, logits, -jnp.inf))), 0.0)
-        scores = powers / _all(jnp.sum, powers)
+        masked = [jnp.where(exists, tile, -jnp.inf) for (_, exists), tile in zip(tiles, logits, strict=True)]
+        largest = _all(jnp.max, functools.reduce(jnp.maximum, masked))
+        total = _all(jnp.sum, functools.reduce(operator.add, [jnp.exp(tile - largest) for tile in masked]))
+        score = lambda logits: jnp.exp(logits - largest) / total
     else:
-        scores = jax.nn.sigmoid(logits)
-    choice = scores if refs.bias is None else scores + pt.load(refs.bias.at[expert], mask=exists, other=0.0)
-    choice = jnp.where(exists, choice, -jnp.inf)
+        score = jax.nn.sigmoid
+    candidates = []
+    for (expert, exists), tile in zip(tiles, logits, strict=True):
+        choice = score(tile)
+        if refs.bias is not None:
+            choice = choice + pt.load(refs.bias.at[expert], mask=exists, other=0.0)
+        choice = jnp.where(exists, choice, -jnp.inf)
+        if rule.top_groups < rule.groups:
+            choice = _of_best_groups(choice, rule)
+        candidates.append((expert.reshape(-1), choice.reshape(-1)))
 
-    if rule.top_groups < rule.groups:
-        best = jnp.max(choice, axis=1)
-        place = jnp.min(jnp.where(choice == best[:, None], of_group[None, :], size), axis=1)
-        second = jnp.max(jnp.where(of_group[None, :] == place[:, None], -jnp.inf, choice), axis=1)
-        group_scores, allowed = jnp.where(is_group, best + second, -jnp.inf), jnp.zeros(group.shape, jnp.int32)
-        for _ in range(rule.top_groups):
-            chosen_group = jnp.min(jnp.where(group_scores == jnp.max(group_scores, axis=0), group, rule.groups), axis=0)
-            allowed = jnp.where(group == chosen_group, 1, allowed)
-            group_scores = jnp.where(group == chosen_group, -jnp.inf, group_scores)
-        choice = jnp.where((allowed == 1)[:, None], choice, -jnp.inf)
+    places = pt.power_of_two(rule.top_k + rule.shared)
+    place, _ = pt.lanes(0, places, places)
+    chosen = jnp.full((places,), num_experts, jnp.int32)
+    for turn, (is_best, expert) in enumerate(_best(candidates, rule.top_k)):
+        chosen = jnp.where(place == turn, jnp.sum(jnp.where(is_best, expert, 0), axis=0), chosen)
+    is_routed = (place < rule.top_k) & (chosen < num_experts)
 
-    place, is_place = pt.lanes(0, pt.power_of_two(rule.top_k + rule.shared), rule.top_k + rule.shared)
-    chosen, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
-    for turn in range(rule.top_k):
-        # Of the experts with the largest sum, the first.
-        index = _all(jnp.min, jnp.where(choice == _all(jnp.max, choice), expert, num_experts))
-        chosen = jnp.where(place == turn, index, chosen)
-        weights = jnp.where(place == turn, _all(jnp.sum, jnp.where(expert == index, scores, 0.0)), weights)
-        choice = jnp.where(expert == index, -jnp.inf, choice)
-    if rule.renormalise:
-        weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
-    weights = weights * rule.scale
-    if rule.shared:
+    def weigh():
+        weights = jnp.where(is_routed, score(load(jnp.where(is_routed, chosen, 0), is_routed)), 0.0)
+        if rule.renormalise:
+            weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
+        weights = weights * rule.scale
         gate = 1.0
         if rule.shared_gate:
+            shares = range(refs.logits.shape[0])
             gate = jax.nn.sigmoid(rule.total(refs.logits[share, token, num_experts] for share in shares))
-        chosen = jnp.where(place < rule.top_k, chosen, num_experts + place - rule.top_k)
-        weights = jnp.where(place < rule.top_k, weights, gate)
-    if refs.valid is not None:
-        chosen = jnp.where(refs.valid[token] > 0, chosen, -1)
+        return jnp.where(place < rule.top_k, weights, gate)
+
+    experts = jnp.where(place < rule.top_k, chosen, num_experts + place - rule.top_k)
+    return experts if refs.valid is None else jnp.where(refs.valid[token] > 0, experts, -1), weigh
+
+
+def _tiles(rule: Rule) -> list[pt.Lanes]:
+    """Returns the experts, in one or several tiles of two axes, and which of them exist.
+
+    A tile with groups is [groups, experts of a group]. Without groups each tile has an expert per lane of a warp, so that
+    every warp holds all of them, and no reduction has to wait for other warps. A lane's experts follow each other.
+    """
+    if rule.top_groups < rule.groups:
+        size = rule.experts // rule.groups
+        group, is_group = pt.lanes(0, pt.power_of_two(rule.groups), rule.groups)
+        of_group, is_of_group = pt.lanes(0, pt.power_of_two(size), size)
+        exists = is_group[:, None] & is_of_group[None, :]
+        return [(jnp.where(exists, group[:, None] * size + of_group[None, :], rule.experts), exists)]
+    lane, _ = pt.lanes(0, _WARP, _WARP)
+    count = -(-rule.experts // _WARP)
+    experts = [(lane * count + number)[None, :] for number in range(count)]
+    return [(expert, expert < rule.experts) for expert in experts]
+
+
+def _of_best_groups(choice: jax.Array, rule: Rule) -> jax.Array:
+    """Returns what is to be maximised, [groups, experts of a group], with -inf outside the best groups."""
+    size = rule.experts // rule.groups
+    group, is_group = pt.lanes(0, choice.shape[0], rule.groups)
+    of_group, _ = pt.lanes(0, choice.shape[1], size)
+    best = jnp.max(choice, axis=1)
+    place = jnp.min(jnp.where(choice == best[:, None], of_group[None, :], size), axis=1)
+    second = jnp.max(jnp.where(of_group[None, :] == place[:, None], -jnp.inf, choice), axis=1)
+    group_scores, allowed = jnp.where(is_group, best + second, -jnp.inf), jnp.zeros(group.shape, jnp.int32)
+    for _ in range(rule.top_groups):
+        chosen_group = jnp.min(jnp.where(group_scores == jnp.max(group_scores, axis=0), group, rule.groups), axis=0)
+        allowed = jnp.where(group == chosen_group, 1, allowed)
+        group_scores = jnp.where(group == chosen_group, -jnp.inf, group_scores)
+    return jnp.where((allowed == 1)[:, None], choice, -jnp.inf)
+
+
+def _best(candidates: list[tuple[jax.Array, jax.Array]], count: int) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yields the best candidates, one after the other: which lane has it, and the expert of each lane.
+
+    Candidates are experts [lanes] and what is to be maximised [lanes]. Of equal ones, the first expert is the best.
+    """
+    experts, choices = zip(*candidates, strict=True)
+    lane, _ = pt.lanes(0, experts[0].shape[0], experts[0].shape[0])
+    for _ in range(count):
+        expert, largest = experts[0], choices[0]
+        for other, choice in zip(experts[1:], choices[1:], strict=True):
+            expert, largest = jnp.where(choice > largest, other, expert), jnp.maximum(largest, choice)
+        # One reduction finds both the largest value and the first lane that has it.
+        is_best = lane == jnp.argmax(largest, axis=0).astype(jnp.int32)
+        yield is_best, expert
+        choices = [
+            jnp.where(is_best & (other == expert), -jnp.inf, choice)
+            for other, choice in zip(experts, choices, strict=True)
+        ]
+
+
+def _kernel(refs, *, rule: Rule):
+    token = pt.program_id(0)
+    chosen, weigh = choose(refs, token, rule)
+    place, is_place = pt.lanes(0, chosen.shape[0], rule.top_k + rule.shared)
     pt.store(refs.chosen.at[token, place], chosen, mask=is_place)
-    pt.store(refs.weights.at[token, place], weights, mask=is_place)
+    pt.store(refs.weights.at[token, place], weigh(), mask=is_place)
 
 
 def triton(logits, bias, valid, *, rule: Rule, interpret: bool = False):

@@ -1,10 +1,22 @@
-"""Sorts pairs of a token and one of its experts by expert, and cuts them into tiles of one expert each."""
+"""Sorts pairs of a token and one of its experts by expert, and cuts them into tiles of one expert each.
 
+`tiles` is plain jax.numpy. `tiles_by_kernels` returns the same by two launches: one counts the pairs of each expert in every
+block of pairs, and the other knows from the counts where a pair goes.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
+
+from pallas_kernels import _pallas_triton as pt
+
+# Counts of blocks, pairs, and tiles that a program looks at together.
+_COUNTS, _PAIRS, _TILES = 16, 16, 4
+# So many times `_PAIRS` pairs, and twice `_COUNTS` counts, are loaded at once: a turn of a loop waits for what it loads.
+_AHEAD = 4
 
 
 class Tiles(NamedTuple):
@@ -23,23 +35,154 @@ class Tiles(NamedTuple):
     order: Int32[Array, " pairs"]
 
 
-def tiles(chosen: jax.Array, experts: int, rows: int) -> Tiles:
+def tiles(chosen: jax.Array, experts: int, rows: int, *, has_rest: bool = False) -> Tiles:
     """Cuts each expert's pairs into tiles of `rows` pairs; its last tile may be shorter.
 
     Args:
         chosen: The expert of each pair; any other number for none. int32 [pairs]
         experts: The number of experts.
         rows: The most pairs of a tile.
+        has_rest: Whether the pairs without an expert have tiles too, as if `experts` were their expert.
     """
-    pairs = chosen.shape[0]
-    key = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+    pairs, classes = chosen.shape[0], experts + has_rest
+    key = _keys(chosen, experts)
     order = jax.lax.sort_key_val(key, jnp.arange(pairs, dtype=jnp.int32))[1]
-    each = jnp.sum(key == jnp.arange(experts, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    each = jnp.sum(key == jnp.arange(classes, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     end = jnp.cumsum(each, dtype=jnp.int32)
     last = jnp.cumsum(-(-each // rows), dtype=jnp.int32)
-    tile = jnp.arange(min(pairs, experts) + pairs // rows, dtype=jnp.int32)
+    tile = jnp.arange(_most_tiles(pairs, classes, rows), dtype=jnp.int32)
     # Tiles after the last one get a start after their expert's end.
     expert = jnp.searchsorted(last, tile, side="right", method="compare_all").astype(jnp.int32)
-    expert = jnp.minimum(expert, experts - 1)
+    expert = jnp.minimum(expert, classes - 1)
     start = (end - each)[expert] + (tile - (last - -(-each // rows))[expert]) * rows
     return Tiles(expert, start, jnp.clip(end[expert] - start, 0, rows), order)
+
+
+def _most_tiles(pairs: int, classes: int, rows: int) -> int:
+    return min(pairs, classes) + pairs // rows
+
+
+def _keys(chosen: jax.Array, experts: int) -> jax.Array:
+    """The experts of pairs, and `experts` for none."""
+    return jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+
+
+def _load_keys(refs, pair: jax.Array, experts: int) -> jax.Array:
+    """The keys of pairs. Pairs that do not exist have a key that no class has."""
+    exists = pair < refs.chosen.shape[0]
+    key = _keys(pt.load(refs.chosen.at[pair], mask=exists, other=-1), experts)
+    return jnp.where(exists, key, -1)
+
+
+def _count_kernel(refs, *, experts: int, block: int):
+    """Counts the pairs of each class in a block of pairs."""
+    number, classes = pt.program_id(0), refs.counts.shape[1]
+    class_, _ = pt.lanes(0, classes, classes)
+
+    def advance(turn, counts):
+        first = number * (block // _PAIRS) + turn * _AHEAD
+        keys = [_load_keys(refs, pt.lanes(first + ahead, _PAIRS, block)[0], experts) for ahead in range(_AHEAD)]
+        for key in keys:
+            counts = counts + (class_[:, None] == key[None, :]).astype(jnp.int32)
+        return counts
+
+    counts = jnp.zeros((classes, _PAIRS), jnp.int32)
+    counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), advance, counts)
+    pt.store(refs.counts.at[number, class_], jnp.sum(counts, axis=1))
+
+
+def _order_kernel(refs, *, experts: int, has_rest: bool, rows: int, block: int, interpret: bool):
+    """Puts a block's pairs into order, and describes some of the tiles."""
+    number, (blocks, classes) = pt.program_id(0), refs.counts.shape
+    class_, _ = pt.lanes(0, classes, classes)
+
+    def add(turn, carry):
+        """Adds the counts of some blocks to those of all blocks and of the blocks before this one."""
+        total, before = carry
+        others = [pt.lanes(turn * 2 + ahead, _COUNTS, blocks) for ahead in range(2)]
+        loaded = [
+            pt.load(
+                refs.counts.at[other[:, None], class_[None, :]],
+                mask=jnp.broadcast_to(exists[:, None], (_COUNTS, classes)),
+                other=0,
+            )
+            for other, exists in others
+        ]
+        for (other, _), counts in zip(others, loaded, strict=True):
+            total, before = total + counts, before + jnp.where((other < number)[:, None], counts, 0)
+        return total, before
+
+    none = jnp.zeros((_COUNTS, classes), jnp.int32)
+    total, before = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-blocks // (2 * _COUNTS))), add, (none, none))
+    each, before = jnp.sum(total, axis=0), jnp.sum(before, axis=0)
+    begin = jnp.cumsum(each, axis=0) - each
+    # Each pair needs another class's place, so the places go through memory.
+    pt.store(refs.places.at[number, class_], begin + before)
+    if not interpret:
+        pt.barrier()
+
+    lane, _ = pt.lanes(0, block, block)
+    pair = number * block + lane
+    key = _load_keys(refs, pair, experts)
+
+    def rank(turn, equal):
+        others = [pt.lanes(turn * _AHEAD + ahead, _PAIRS, block)[0] for ahead in range(_AHEAD)]
+        keys = [_load_keys(refs, number * block + other, experts) for other in others]
+        for other, other_key in zip(others, keys, strict=True):
+            is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+            equal = equal + is_before.astype(jnp.int32)
+        return equal
+
+    equal = jnp.zeros((block, _PAIRS), jnp.int32)
+    equal = jax.lax.fori_loop(jnp.int32(0), jnp.int32(block // (_AHEAD * _PAIRS)), rank, equal)
+    exists = pair < refs.chosen.shape[0]
+    place = pt.load(refs.places.at[number, key], mask=exists, other=0) + jnp.sum(equal, axis=1)
+    # Interpreted, a masked store writes the old value, which would undo another lane's store.
+    pt.store(refs.order.at[jnp.where(exists, place, refs.order.shape[0])], pair, mask=exists)
+
+    cut = jnp.where(class_ < experts + has_rest, jax.lax.div(each + (rows - 1), jnp.int32(rows)), 0)
+    last = jnp.cumsum(cut, axis=0)
+    num_tiles = refs.expert.shape[0]
+    per_program = -(-num_tiles // (blocks * _TILES))
+
+    def describe(turn, _):
+        tile, exists = pt.lanes(number * per_program + turn, _TILES, num_tiles)
+        expert = jnp.sum((last[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
+        expert = jnp.minimum(expert, experts + has_rest - 1)
+        of = lambda values: jnp.sum(jnp.where(class_[None, :] == expert[:, None], values[None, :], 0), axis=1)
+        start = of(begin) + (tile - of(last - cut)) * rows
+        length = jnp.minimum(jnp.maximum(of(begin + each) - start, 0), rows)
+        for ref, value in ((refs.expert, expert), (refs.start, start), (refs.length, length)):
+            pt.store(ref.at[tile], value, mask=exists)
+
+    jax.lax.fori_loop(jnp.int32(0), jnp.int32(per_program), describe, None)
+
+
+def tiles_by_kernels(
+    chosen: jax.Array, experts: int, rows: int, *, has_rest: bool = False, interpret: bool = False
+) -> Tiles:
+    """Returns what `tiles` returns."""
+    pairs, classes = chosen.shape[0], pt.power_of_two(experts + 1)
+    block = 256 if pairs <= 1 << 16 else 512
+    blocks = -(-pairs // block)
+    launch = functools.partial(pt.call, grid=(blocks,), updates={}, num_warps=8, interpret=interpret)
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
+    counts = launch(
+        functools.partial(_count_kernel, experts=experts, block=block),
+        name="mixture_of_experts_count",
+        inputs=dict(chosen=chosen),
+        outputs=dict(counts=shape(blocks, classes)),
+    )["counts"]
+    num_tiles = _most_tiles(pairs, experts + has_rest, rows)
+    found = launch(
+        functools.partial(
+            _order_kernel, experts=experts, has_rest=has_rest, rows=rows, block=block, interpret=interpret
+        ),
+        name="mixture_of_experts_order",
+        inputs=dict(chosen=chosen, counts=counts),
+        outputs=dict(
+            expert=shape(num_tiles), start=shape(num_tiles), length=shape(num_tiles), order=shape(pairs),
+            places=shape(blocks, classes),
+        ),
+    )  # fmt: skip
+    return Tiles(**{name: found[name] for name in Tiles._fields})

@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
 from pallas_kernels.mixture_of_experts._router import Scores
-from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, default_config
+from pallas_kernels.mixture_of_experts.config import Config
 
 
 @checked
@@ -71,37 +71,53 @@ def choose_experts(
     Raises:
         ValueError: if a shape, a dtype or a number breaks the contract.
     """
-    experts = logits.shape[-1] - shared_gate
-    require(logits.ndim == 2 or logits.shape[0] >= 1, "choose_experts: logits must have at least one share, got none")
-    if bias is not None and bias.shape[0] != experts:
-        raise ValueError(
-            f"choose_experts: bias must have an element for each of {experts} experts, got {bias.shape[0]}"
-        )
-    require(
-        shared >= int(shared_gate),
-        f"choose_experts: shared must be at least 0, and at least 1 with shared_gate, got {shared}",
-    )
-    require(scores in ("softmax", "sigmoid"), f"choose_experts: scores must be 'softmax' or 'sigmoid', got {scores!r}")
-    require(
-        groups >= 1 and experts % groups == 0, f"choose_experts: groups must divide {experts} experts, got {groups}"
-    )
-    require(
-        1 <= top_groups <= groups, f"choose_experts: top_groups must be from 1 to groups = {groups}, got {top_groups}"
-    )
-    allowed = experts // groups * top_groups
-    require(1 <= top_k <= allowed, f"choose_experts: top_k must be from 1 to {allowed}, got {top_k}")
-    require(
-        top_groups == groups or experts // groups >= 2,
-        f"choose_experts: a group must have at least 2 experts, got {experts} experts in {groups} groups",
-    )
-    dtype = jnp.dtype(logits_dtype or jnp.float32)
-    rule = _router.Rule(
-        experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate, dtype
-    )
+    rule = _rule(
+        "choose_experts", logits, bias, top_k, scores=scores, shared=shared, shared_gate=shared_gate, groups=groups,
+        top_groups=top_groups, renormalise=renormalise, scale=scale, logits_dtype=logits_dtype,
+    )  # fmt: skip
     logits = logits if logits.ndim == 3 else logits[None]
     if logits.shape[1] == 0:
         return jnp.zeros((0, top_k + shared), jnp.int32), jnp.zeros((0, top_k + shared), jnp.float32)
     return _choose(logits, bias, valid, rule, implementation, interpret)
+
+
+def _rule(
+    name: str,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    top_k: int,
+    *,
+    scores: Scores,
+    shared: int,
+    shared_gate: bool,
+    groups: int,
+    top_groups: int,
+    renormalise: bool,
+    scale: float,
+    logits_dtype: str | None,
+) -> _router.Rule:
+    """Checks the arguments of the op `name`, and collects the static ones."""
+    experts = logits.shape[-1] - shared_gate
+    require(logits.ndim == 2 or logits.shape[0] >= 1, f"{name}: logits must have at least one share, got none")
+    if bias is not None and bias.shape[0] != experts:
+        raise ValueError(f"{name}: bias must have an element for each of {experts} experts, got {bias.shape[0]}")
+    require(
+        shared >= int(shared_gate),
+        f"{name}: shared must be at least 0, and at least 1 with shared_gate, got {shared}",
+    )
+    require(scores in ("softmax", "sigmoid"), f"{name}: scores must be 'softmax' or 'sigmoid', got {scores!r}")
+    require(groups >= 1 and experts % groups == 0, f"{name}: groups must divide {experts} experts, got {groups}")
+    require(1 <= top_groups <= groups, f"{name}: top_groups must be from 1 to groups = {groups}, got {top_groups}")
+    allowed = experts // groups * top_groups
+    require(1 <= top_k <= allowed, f"{name}: top_k must be from 1 to {allowed}, got {top_k}")
+    require(
+        top_groups == groups or experts // groups >= 2,
+        f"{name}: a group must have at least 2 experts, got {experts} experts in {groups} groups",
+    )
+    dtype = jnp.dtype(logits_dtype or jnp.float32)
+    return _router.Rule(
+        experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate, dtype
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "implementation", "interpret"))
@@ -185,20 +201,62 @@ def mixture_of_experts_sums(
 ) -> Float[Array, "shares tokens hidden"]:
     """Computes the weighted sum of the outputs of each token's experts, in shares that the caller adds up.
 
-    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. Calls
-    of at most `MAX_SUMMED_TOKENS` tokens have a share for each of a token's experts, in order: its weighted output, in x's
-    dtype, which is rounded once. Other calls have one share, a float32 one. How many there are depends on shapes and
-    `config` only. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
+    What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. There
+    is a share for each of a token's experts, in order: its weighted output, in x's dtype, which is rounded once. It is 0
+    for none. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
     """
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros((1, *x.shape), jnp.float32)
-    used = config or default_config(chosen.size, down.shape[0], x.dtype.itemsize)
-    operands, how = (x, up, down, chosen, weights), (implementation, config, interpret)
-    # Tiles of sorted pairs leave out those that have no expert.
-    if x.shape[0] <= MAX_SUMMED_TOKENS and chosen.size <= used.searched_pairs:
-        return _mix("mixture_of_experts_sums", operands, (("activation", activation),), *how)
-    return _mix("mixture_of_experts", operands, (("activation", activation), ("out_dtype", "float32")), *how)[None]
+    operands, options = (x, up, down, chosen, weights), (("activation", activation),)
+    return _mix("mixture_of_experts_sums", operands, options, implementation, config, interpret)
+
+
+@checked
+def routed_experts_sums(
+    x: Float[Array, "tokens hidden"],
+    logits: Float[Array, "tokens outputs"] | Float[Array, "shares tokens outputs"],
+    up: Float[Array, "experts up_size hidden"],
+    down: Float[Array, "experts hidden size"],
+    top_k: int,
+    *,
+    scores: Scores = "softmax",
+    bias: Float32[Array, " routed"] | None = None,
+    shared: int = 0,
+    shared_gate: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalise: bool = True,
+    scale: float = 1.0,
+    logits_dtype: str | None = None,
+    valid: Bool[Array, " tokens"] | None = None,
+    activation: Activation = "swiglu",
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "shares tokens hidden"]:
+    """Chooses each token's experts, and computes the weighted sum of their outputs, in shares that the caller adds up.
+
+    It is `mixture_of_experts_sums` of what `choose_experts` returns: see there. With a single token, "triton" launches no
+    kernel for the choice: every program of the first product chooses the token's experts for itself.
+
+    Raises:
+        ValueError: if a shape, a dtype or a number breaks the contract.
+        UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
+    """
+    options = dict(
+        scores=scores, shared=shared, shared_gate=shared_gate, groups=groups, top_groups=top_groups,
+        renormalise=renormalise, scale=scale, logits_dtype=logits_dtype,
+    )  # fmt: skip
+    how = dict(implementation=implementation, interpret=interpret)
+    if x.shape[0] != 1 or 0 in up.shape:
+        chosen, weights = choose_experts(logits, top_k, bias=bias, valid=valid, **options, **how)
+        return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation, config=config, **how)
+    _check("routed_experts_sums", x, up, down, activation)
+    rule = _rule("routed_experts_sums", logits, bias, top_k, **options)
+    operands = x, logits if logits.ndim == 3 else logits[None], up, down, bias, valid
+    options = dict(rule=rule, activation=activation)
+    return _mix("routed_experts_sums", operands, tuple(options.items()), implementation, config, interpret)
 
 
 def _check(name: str, x: jax.Array, up: jax.Array, down: jax.Array, activation: str) -> None:

@@ -40,4 +40,11 @@ ODD_CASES = (
     Case("experts 16 float16", 16, dtype="float16"),
     Case("experts odd 3", 3, experts=5, top_k=3, hidden=72, size=40),
 )
+# A single token chooses its experts in the kernel of the first product.
+ONE_TOKEN_CASES = (
+    QWEN_CASES[0],
+    Case("experts Jamba 1", 1, **_JAMBA),
+    Case("experts Nemotron-H 1", 1, **_NEMOTRON),
+    Case("experts 1 float32", 1, dtype="float32"),
+)
 CASES = QWEN_CASES + ODD_CASES

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-# The launch that adds a token's experts matters to the time of so few tokens.
-MAX_SUMMED_TOKENS = 64
-
 
 @dataclass(frozen=True)
 class Product:
@@ -32,13 +29,17 @@ class Config:
         up: The first product. With "swiglu", a program has `columns` gates and as many others.
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
-            which takes a dozen launches.
+            which takes two launches.
+        short_rows: The most pairs of a sorted tile that is multiplied as a smaller one, because rows that do not exist take
+            as long as others. None has no smaller tiles. An instruction of Hopper's tensor cores has 64 rows, in both sizes
+            of tiles, so a pair has the same bits in both.
     """
 
     rows: int
     up: Product
     down: Product
     searched_pairs: int = 1024
+    short_rows: int | None = None
 
 
 def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
@@ -57,4 +58,4 @@ def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
         return Config(16, Product(32, 128, 4, 4), down)
     if each <= 96:
         return Config(64, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
-    return Config(128, Product(128, 64, 8, 3), Product(128, 64, 8, 3))
+    return Config(128, Product(128, 64, 8, 3), Product(128, 64, 8, 3), short_rows=64)

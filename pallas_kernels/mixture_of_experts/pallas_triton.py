@@ -1,16 +1,17 @@
 """mixture_of_experts as a Pallas kernel that runs twice: tiles of pairs of one expert times that expert's weights."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
+from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
-from pallas_kernels.mixture_of_experts._tiles import tiles
+from pallas_kernels.mixture_of_experts._tiles import tiles_by_kernels
 from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
 
@@ -30,13 +31,16 @@ class _Tile(NamedTuple):
     Attributes:
         expert: Their expert.
         any_exists: Whether there are any.
-        find: Returns the pairs' numbers [rows], and which of them exist. A pair that does not exist has a number that no
-            pair has: interpreted, a masked store writes the old value, which would undo another lane's store.
+        find: Returns the pairs' numbers [rows], and which of them exist. The tile has at most `rows`. A pair that does not
+            exist has a number that no pair has: interpreted, a masked store writes the old value, which would undo another
+            lane's store.
+        length: The number of pairs, where it is known.
     """
 
     expert: jax.Array
     any_exists: jax.Array
-    find: Callable[[], tuple[jax.Array, jax.Array]]
+    find: Callable[[int], tuple[jax.Array, jax.Array]]
+    length: jax.Array | None = None
 
 
 def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
@@ -52,15 +56,13 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
         """Whether each pair has the program's expert, as int32."""
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
 
-    in_range = (expert >= 0) & (expert < experts)
     if is_single:
-        lane, _ = pt.lanes(0, rows, rows)
-        return _Tile(expert, in_range, lambda: (jnp.where(lane == 0, begin, num_pairs), lane == 0))
+        return _only_pair(expert, experts, num_pairs)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
     first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
 
-    def find():
+    def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
 
         def search(block, carry):
@@ -77,42 +79,78 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
         _, found = jax.lax.fori_loop(jax.lax.div(begin, jnp.int32(_BLOCK)), blocks, search, carry)
         return jnp.where(found > 0, found - 1, num_pairs), found > 0
 
+    in_range = (expert >= 0) & (expert < experts)
     return _Tile(expert, in_range & (jax.lax.rem(first, jnp.int32(rows)) == 0), find)
 
 
-def _sorted_tile(refs, rows: int) -> _Tile:
-    """The tile that `tiles` has cut for the program."""
+def _only_pair(expert: jax.Array, experts: int, num_pairs: int) -> _Tile:
+    """The tile of the program's pair alone."""
+    number = pt.program_id(1)
+
+    def find(rows):
+        lane, _ = pt.lanes(0, rows, rows)
+        return jnp.where(lane == 0, number, num_pairs), lane == 0
+
+    return _Tile(expert, (expert >= 0) & (expert < experts), find)
+
+
+def _chosen_pair(refs, rule: _router.Rule, experts: int) -> _Tile:
+    """The tile of the program's pair of the only token, whose experts every program chooses for itself.
+
+    There is a program without a pair, which writes the choice for the second product.
+    """
+    number, num_pairs = pt.program_id(1), rule.top_k + rule.shared
+    chosen, weigh = _router.choose(refs, 0, rule)
+    place, is_place = pt.lanes(0, chosen.shape[0], num_pairs)
+
+    @pt.when((number == num_pairs) & (pt.program_id(0) == 0))
+    def _():
+        pt.store(refs.pair_experts.at[place], chosen, mask=is_place)
+        pt.store(refs.pair_weights.at[place], weigh(), mask=is_place)
+
+    own = jnp.sum(jnp.where(place == number, chosen, 0), axis=0)
+    return _only_pair(jnp.where(number < num_pairs, own, -1), experts, num_pairs)
+
+
+def _sorted_tile(refs, experts: int) -> _Tile:
+    """The tile that `tiles_by_kernels` has cut for the program."""
     number = pt.program_id(1)
     start, length = refs.start[number], refs.length[number]
 
-    def find():
+    def find(rows):
         lane, _ = pt.lanes(0, rows, rows)
         exists = lane < length
         return pt.load(refs.order.at[start + lane], mask=exists, other=refs.order.shape[0]), exists
 
-    return _Tile(refs.expert[number], length > 0, find)
+    return _Tile(refs.expert[number], (length > 0) & (refs.expert[number] < experts), find, length)
 
 
 def _kernel(
     refs,
     *,
-    rows: int,
+    config: Config,
     product: Product,
     is_single: bool,
     pairs_per_input: int,
     parts: int,
     activate: Callable[..., jax.Array],
+    rule: _router.Rule | None,
     interpret: bool,
 ):
     """Computes `product.columns` outputs of a tile of pairs of one expert, in each part of the expert's weights.
 
     `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
     the result of a pair without an expert is 0.
+    With `rule`, the only token's experts are chosen first.
     """
     experts, outputs, inputs = refs.weights.shape
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
-    tile = _own_tile(refs, rows, experts, is_single) if refs.order is None else _sorted_tile(refs, rows)
+    if rule is not None:
+        tile = _chosen_pair(refs, rule, experts)
+    else:
+        is_sorted = refs.order is not None
+        tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts, is_single)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -122,17 +160,20 @@ def _kernel(
         return jax.lax.rem(pair, choices), jax.lax.div(pair, choices)
 
     if refs.factors is not None:
-        # No tile has a pair without an expert, but the program with its number has nothing else to do.
-        own = place(pt.program_id(1))
+        # No searched tile has a pair without an expert, but the program with its number has nothing else to do.
+        own = pt.program_id(1)
 
         @pt.when((tile.expert < 0) | (tile.expert >= experts))
         def _():
-            zeros = jnp.zeros((product.columns,), refs.out.dtype)
-            pt.store(refs.out.at[(*own, column)], zeros, mask=column < outputs)
+            pair, exists = (own[None], jnp.full((1,), True)) if refs.order is None else tile.find(config.rows)
+            choice, row = place(pair)
+            mask = exists[:, None] & (column < outputs)[None, :]
+            zeros = jnp.zeros(mask.shape, refs.out.dtype)
+            pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], zeros, mask=mask)
 
-    @pt.when(tile.any_exists)
-    def _():
-        pair, exists = tile.find()
+    def run(rows):
+        """Computes a tile of at most `rows` pairs."""
+        pair, exists = tile.find(rows)
         source = jax.lax.div(pair, jnp.int32(pairs_per_input))
         lane, _ = pt.lanes(0, depth, depth)
 
@@ -166,6 +207,65 @@ def _kernel(
         choice, row = place(pair)
         pt.store(refs.out.at[choice[:, None], row[:, None], column[None, :]], out.astype(refs.out.dtype), mask=mask)
 
+    if tile.length is None or config.short_rows is None:
+        pt.when(tile.any_exists)(functools.partial(run, config.rows))
+    else:
+        is_short = tile.length <= config.short_rows
+        pt.when(tile.any_exists & is_short)(functools.partial(run, config.short_rows))
+        pt.when(tile.any_exists & ~is_short)(functools.partial(run, config.rows))
+
+
+class _Launch(NamedTuple):
+    """What both products' launches have in common: see `_kernel`."""
+
+    config: Config
+    is_single: bool
+    interpret: bool
+
+    def multiply(
+        self,
+        name: str,
+        x: jax.Array,
+        weights: jax.Array,
+        product: Product,
+        pairs: Mapping[str, jax.Array | None],
+        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        *,
+        slots: int,
+        factors: jax.Array | None = None,
+        rule: _router.Rule | None = None,
+        **options: Any,
+    ) -> dict[str, jax.Array]:
+        """Launches a product. `pairs` say what the tiles are, of which there are at most `slots`."""
+        return pt.call(
+            functools.partial(_kernel, product=product, rule=rule, **self._asdict(), **options),
+            name=f"mixture_of_experts_{name}",
+            # The programs of one tile are neighbours, because they share its inputs.
+            grid=(-(-outputs["out"].shape[2] // product.columns), slots),
+            inputs=dict(x=x, weights=weights, factors=factors, **pairs),
+            outputs=outputs,
+            updates={},
+            num_warps=product.num_warps,
+            num_stages=product.num_stages,
+            interpret=self.interpret,
+        )
+
+    def down(
+        self,
+        middle: jax.Array,
+        down: jax.Array,
+        product: Product,
+        pairs: Mapping[str, jax.Array | None],
+        *,
+        slots: int,
+        factors: jax.Array | None = None,
+        choices: int = 1,
+    ) -> jax.Array:
+        """Runs the second product, whose outputs are [choices, pairs / choices, hidden]."""
+        out = jax.ShapeDtypeStruct((choices, middle.shape[0] // choices, down.shape[1]), middle.dtype)
+        options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
+        return self.multiply("down", middle, down, product, pairs, dict(out=out), **options)["out"]
+
 
 def _launch(
     x: jax.Array,
@@ -178,44 +278,58 @@ def _launch(
     config: Config | None,
     interpret: bool,
 ) -> jax.Array:
-    """Runs both products. Pairs must not be more than `config.searched_pairs` if factors are given.
+    """Runs both products.
 
     Returns:
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
         [tokens, top_k], they are multiplied by them before that, and [top_k, tokens, hidden].
     """
-    (experts, hidden, size), (tokens, top_k), pairs = down.shape, chosen.shape, chosen.size
-    config = config or default_config(pairs, experts, x.dtype.itemsize)
+    (experts, _, size), (tokens, top_k), num_pairs = down.shape, chosen.shape, chosen.size
+    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
     flat = chosen.reshape(-1)
-    if pairs <= config.searched_pairs:
-        where, slots = dict(chosen=flat, order=None), pairs
+    if num_pairs <= config.searched_pairs:
+        pairs, slots = dict(chosen=flat, order=None), num_pairs
     else:
-        cut = tiles(flat, experts, config.rows)
-        where, slots = cut._asdict(), cut.start.shape[0]
-
-    def multiply(name, x, weights, product, out, factors=None, **options):
-        return pt.call(
-            functools.partial(
-                _kernel, rows=config.rows, product=product, is_single=tokens == 1, interpret=interpret, **options
-            ),
-            name=f"mixture_of_experts_{name}",
-            # The programs of one tile are neighbours, because they share its inputs.
-            grid=(-(-out.shape[2] // product.columns), slots),
-            inputs=dict(x=x, weights=weights, factors=factors) | where,
-            outputs=dict(out=out),
-            updates={},
-            num_warps=product.num_warps,
-            num_stages=product.num_stages,
-            interpret=interpret,
-        )["out"]
-
+        cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
+        pairs, slots = cut._asdict(), cut.start.shape[0]
+    launch = _Launch(config, tokens == 1, interpret)
     parts, activate = ACTIVATIONS[activation]
-    middle = jax.ShapeDtypeStruct((1, pairs, size), x.dtype)
-    middle = multiply("up", x, up, config.up, middle, pairs_per_input=top_k, parts=parts, activate=activate)[0]
+    outputs = dict(out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype))
+    options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
+    middle = launch.multiply("up", x, up, config.up, pairs, outputs, **options)["out"][0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
-    out = jax.ShapeDtypeStruct((choices, pairs // choices, hidden), x.dtype)
-    options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_)
-    return multiply("down", middle, down, config.down, out, factors, **options)
+    return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
+
+
+def routed_experts_sums(
+    x: jax.Array,
+    logits: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    bias: jax.Array | None,
+    valid: jax.Array | None,
+    *,
+    rule: _router.Rule,
+    activation: str,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See api.py. There is a single token. The first product chooses its experts, and no kernel is launched for that."""
+    (experts, _, size), num_pairs = down.shape, rule.top_k + rule.shared
+    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
+    valid = None if valid is None else valid.astype(jnp.int32)
+    launch = _Launch(config, True, interpret)
+    parts, activate = ACTIVATIONS[activation]
+    outputs = dict(
+        out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype),
+        pair_experts=jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
+        pair_weights=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
+    )
+    options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs + 1, rule=rule)
+    found = launch.multiply("up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options)
+    chosen, factors, middle = found["pair_experts"], found["pair_weights"], found["out"][0]
+    pairs = dict(chosen=chosen, order=None)
+    return launch.down(middle, down, config.down, pairs, slots=num_pairs, factors=factors, choices=num_pairs)
 
 
 def mixture_of_experts(

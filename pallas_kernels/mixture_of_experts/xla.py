@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
 from pallas_kernels.mixture_of_experts._tiles import tiles
 
@@ -76,3 +77,9 @@ def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
     """See api.py. There is a share for each expert of a token."""
     outputs = _outputs(x, up, down, chosen, activation, jnp.float32)
     return _weighted(outputs, chosen, weights, down.shape[0]).astype(x.dtype).transpose(1, 0, 2)
+
+
+def routed_experts_sums(x, logits, up, down, bias, valid, *, rule: _router.Rule, activation: str):
+    """See api.py."""
+    chosen, weights = _router.xla(logits, bias, valid, rule=rule)
+    return mixture_of_experts_sums(x, up, down, chosen, weights, activation=activation)

@@ -352,6 +352,36 @@ def test_mode_none_refuses(data, tmp_path):
             call()
 
 
+@jax.jit
+def slowed(state):
+    """The same state after a while."""
+    late = jax.lax.fori_loop(0, 2000, lambda _, x: x @ x, jnp.eye(100))[0, 1]
+    return jax.tree.map(lambda array: array + late.astype(array.dtype), state)
+
+
+def test_a_buffer_may_be_used_again_after_an_import(monkeypatch):
+    """XLA may read eight pages in place where they begin here, and the device is late."""
+    data = filled().export_prefix(PROMPT[:32])
+    room = np.zeros(len(data) + 128, np.uint8)
+    keys_end = 80 + 32 * sum(struct.unpack("<QQ", data[48:64]))
+    begin = -(room.ctypes.data + keys_end) % 64
+    buffer, put, engine = room[begin : begin + len(data)], StepRunner.put_entries, make()
+    buffer[:] = np.frombuffer(data, np.uint8)
+
+    def late(runner, *arguments):
+        runner.device_state = slowed(runner.device_state)
+        put(runner, *arguments)
+
+    # What it takes is compiled first.
+    assert engine.import_prefix(data) == 32
+    jax.block_until_ready(slowed(engine.runner.device_state))
+    engine.reset_prefix_cache()
+    monkeypatch.setattr(StepRunner, "put_entries", late)
+    assert engine.import_prefix(memoryview(buffer)) == 32
+    buffer[:] = 0
+    assert engine.export_prefix(PROMPT) == data
+
+
 def test_a_failure_while_the_pools_are_written_loses_no_request(monkeypatch):
     data = filled().export_prefix(PROMPT)
     for turn in range(2):

@@ -30,6 +30,7 @@ from pallas_kernels import (
     mixture_of_experts_sums,
     paged_attention,
     rotate_and_store,
+    routed_experts_sums,
     selective_scan,
     selective_scan_deferred,
     selective_state_update,
@@ -334,6 +335,17 @@ def lower_mixture_of_experts(device, case, blocks=None, implementation="triton",
     return lower(device, run, x, up, down, array(jnp.int32, *pairs), array(jnp.float32, *pairs), donated=())
 
 
+def lower_routed_experts_sums(device, case, implementation="triton"):
+    up, down = (
+        array(case.dtype, case.experts, case.up_size, case.hidden),
+        array(case.dtype, case.experts, case.hidden, case.size),
+    )
+    options = dict(shared=1, shared_gate=True, logits_dtype=case.dtype, activation=case.activation)
+    run = lambda *arrays: routed_experts_sums(*arrays, case.top_k, implementation=implementation, **options)
+    logits = array(jnp.float32, 4, case.tokens, case.experts)
+    return lower(device, run, array(case.dtype, case.tokens, case.hidden), logits, up, down, donated=())
+
+
 # For each op: the function that lowers it, its cases, and a case whose pool has more than 2^31 elements with 4097 blocks.
 OPS = {
     "state_copy": (lower_state_copy, state_copy_cases.CASES, state_copy_cases.CASES[1]),
@@ -391,6 +403,11 @@ DENSE = {
         lower_choose_experts,
         mixture_of_experts_cases.QWEN_CASES[:2],
         mixture_of_experts_cases.QWEN_CASES[0],
+    ),
+    "routed_experts_sums": (
+        lower_routed_experts_sums,
+        mixture_of_experts_cases.ONE_TOKEN_CASES,
+        mixture_of_experts_cases.ONE_TOKEN_CASES[0],
     ),
     "add_rms_norm": (lower_add_rms_norm, rms_norm_cases.CASES, rms_norm_cases.CASES[0]),
     "all_reduce": (lower_all_reduce, all_reduce_cases.CASES, all_reduce_cases.CASES[0]),

@@ -7,9 +7,10 @@ import pytest
 from kernels.common import IMPLEMENTATIONS, assert_close, how
 from oracles import ops as oracle
 
-from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums
+from pallas_kernels import choose_experts, mixture_of_experts, mixture_of_experts_sums, routed_experts_sums
 from pallas_kernels.mixture_of_experts import pallas_triton
-from pallas_kernels.mixture_of_experts.config import MAX_SUMMED_TOKENS, Config, Product
+from pallas_kernels.mixture_of_experts._tiles import Tiles, tiles, tiles_by_kernels
+from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
 
 HIDDEN, SIZE = 72, 40
 NO_TILE = -2
@@ -105,12 +106,14 @@ def test_weights_are_read_once_for_each_tile_of_chosen_experts_and_no_others(rng
     rows, experts, pt = 16, 6, pallas_triton.pt
     chosen = rng.choice([-1, 0, 2, 2, 2, 5, 6, 99], 200).astype(np.int32)
     pairs = jnp.asarray(chosen)
-    cut = pallas_triton.tiles(pairs, experts, rows)._asdict() if is_sorted else dict(chosen=pairs)
+    cut = tiles(pairs, experts, rows)._asdict() if is_sorted else dict(chosen=pairs)
     slots = cut["start"].shape[0] if is_sorted else chosen.size
 
     def kernel(refs):
         tile = (
-            pallas_triton._sorted_tile(refs, rows) if is_sorted else pallas_triton._own_tile(refs, rows, experts, False)
+            pallas_triton._sorted_tile(refs, experts)
+            if is_sorted
+            else pallas_triton._own_tile(refs, rows, experts, False)
         )
         pt.store(refs.expert_of.at[pt.program_id(1)], jnp.where(tile.any_exists, tile.expert, NO_TILE))
 
@@ -163,7 +166,7 @@ def test_token_does_not_depend_on_other_tokens(rng, tokens, implementation, opti
         (1, 64, 2, "swiglu", jnp.float32),
         (37, 6, 3, "swiglu", jnp.bfloat16),
         (9, 4, 1, "relu2", jnp.float16),
-        (MAX_SUMMED_TOKENS + 1, 4, 2, "swiglu", jnp.float32),
+        (65, 4, 2, "swiglu", jnp.float32),
     ],
 )
 def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activation, dtype, implementation):
@@ -177,13 +180,11 @@ def test_total_of_the_sums_is_the_mixture(rng, tokens, experts, top_k, activatio
     x = jnp.asarray(x, dtype)
     arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
     sums = mixture_of_experts_sums(*arguments, activation=activation, **options_of(implementation))
-    shares = top_k if tokens <= MAX_SUMMED_TOKENS else 1
-    assert (sums.shape, sums.dtype) == ((shares, tokens, HIDDEN), dtype if shares == top_k else jnp.float32)
+    assert (sums.shape, sums.dtype) == ((top_k, tokens, HIDDEN), dtype)
     sums = sums.astype(jnp.float32)
     # A pair without an expert has a share of zeros, whatever its token holds.
     assert np.isfinite(np.asarray(sums)).all()
-    if shares == top_k:
-        assert not np.asarray(sums).transpose(1, 0, 2)[(chosen < 0) | (chosen >= experts)].any()
+    assert not np.asarray(sums).transpose(1, 0, 2)[(chosen < 0) | (chosen >= experts)].any()
     assert_is_mixture(x, weights, chosen, factors, sums.sum(axis=0).astype(dtype), activation)
 
 
@@ -201,16 +202,35 @@ def test_sums_of_a_token_do_not_depend_on_other_tokens(rng, implementation, opti
     np.testing.assert_array_equal(run(x, alone, factors)[:, 12], together[:, 12])
 
 
-def test_sums_of_sorted_pairs_have_one_share(rng):
-    """Tiles of sorted pairs leave out the pairs without an expert, so nothing would write their shares."""
-    weights, chosen = make(rng, 4), choose(rng, 20, 4, 2)
-    chosen[::3] = -1
-    x, factors = draw_tokens(rng, 20), rng.uniform(0, 1, (20, 2)).astype(np.float32)
-    arguments = x, weights.up, weights.down, jnp.asarray(chosen), jnp.asarray(factors)
-    config = dataclasses.replace(SMALL, searched_pairs=39)
-    sums = mixture_of_experts_sums(*arguments, config=config, **how("interpret"))
-    assert sums.shape[0] == 1
-    assert_is_mixture(x, weights, chosen, factors, sums[0])
+def test_sums_of_sorted_and_searched_pairs_have_the_same_bits(rng):
+    """Tokens without experts hold NaN, tiles are short and whole, and one call has no expert at all."""
+    weights, x, chosen = make(rng, 4), np.array(draw_tokens(rng, 20)), choose(rng, 20, 4, 2)
+    chosen[::3], x[::3] = -1, np.nan
+    factors = jnp.asarray(rng.uniform(0, 1, (20, 2)), jnp.float32)
+    for chosen_ in (chosen, np.full_like(chosen, 4)):
+        searched, in_order = (
+            mixture_of_experts_sums(
+                jnp.asarray(x), weights.up, weights.down, jnp.asarray(chosen_), factors,
+                config=config, **how("interpret"),
+            )
+            for config in (SMALL, dataclasses.replace(SMALL, searched_pairs=0, rows=32, short_rows=16))
+        )  # fmt: skip
+        np.testing.assert_array_equal(searched, in_order)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "experts", "rows"),
+    [(1, 1, 16), (300, 5, 16), (1025, 257, 16), (9000, 256, 128), pytest.param(70000, 513, 128, marks=pytest.mark.gpu)],
+)
+def test_kernels_cut_the_tiles_that_xla_cuts(rng, pairs, experts, rows, has_rest, implementation):
+    """Some pairs have no expert, some experts have no pairs, and blocks of pairs have a rest."""
+    chosen = jnp.asarray(rng.integers(-1, experts + 1, pairs) * (rng.random(pairs) < 0.7), jnp.int32)
+    wanted = tiles(chosen, experts, rows, has_rest=has_rest)
+    found = tiles_by_kernels(chosen, experts, rows, has_rest=has_rest, interpret=implementation == "interpret")
+    for name in Tiles._fields:
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 @pytest.mark.gpu
@@ -232,6 +252,28 @@ def test_default_configuration(rng, tokens, activation, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_short_tiles_have_the_bits_of_whole_ones(rng, activation, dtype):
+    """A pair is in a short tile or in a whole one, depending on how many pairs of its expert come before it."""
+    weights, tokens = make(rng, 5, dtype, activation, 264, 256), 700
+    x, chosen = draw_tokens(rng, tokens, dtype, 264), choose(rng, tokens, 5, 2)
+    factors = jnp.asarray(rng.uniform(0, 1, (tokens, 2)), jnp.float32)
+    config = default_config(8192 * 8, 256, 2)
+    assert config.short_rows is not None
+    assert chosen.size > config.searched_pairs
+    run = lambda x, chosen, factors, config=config: np.asarray(
+        mixture_of_experts_sums(
+            x, weights.up, weights.down, jnp.asarray(chosen), factors, activation=activation, config=config,
+            implementation="triton",
+        ).astype(jnp.float32)
+    )  # fmt: skip
+    together, order = run(x, chosen, factors), rng.permutation(tokens)
+    np.testing.assert_array_equal(run(x[order], chosen[order], factors[order]), together[:, order])
+    np.testing.assert_array_equal(run(x, chosen, factors, dataclasses.replace(config, short_rows=None)), together)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 2000])
 def test_weights_beyond_2_to_the_31_elements(rng, large_pool, tokens):
     """The last expert's weights are read, and not those whose offset is smaller by 2^31."""
@@ -247,59 +289,36 @@ def test_weights_beyond_2_to_the_31_elements(rng, large_pool, tokens):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(
-    ("experts", "groups", "top_groups", "top_k", "renormalise", "scale"),
-    [
-        (12, 4, 2, 3, True, 2.5),
-        (12, 1, 1, 3, True, 1.0),
-        (12, 2, 1, 6, False, 1.0),
-        (10, 5, 5, 1, False, 0.5),
-        (256, 8, 4, 8, True, 2.5),
-    ],
-)
-def test_choose_experts_is_the_equation(
-    rng, experts, groups, top_groups, top_k, renormalise, scale, scores, implementation
-):
-    logits, bias = rng.normal(size=(20, experts)).astype(np.float32), rng.normal(size=experts).astype(np.float32)
-    valid = np.arange(20) % 6 != 5
-    logits[~valid] = np.nan
-    options = dict(scores=scores, groups=groups, top_groups=top_groups, renormalise=renormalise, scale=scale)
-    with_gate = np.concatenate([logits, rng.normal(size=(20, 1)).astype(np.float32)], axis=1)
-    for outputs, given, shared in (
-        (logits, dict(bias=bias, valid=valid), {}),
-        (logits, dict(valid=valid), dict(shared=2)),
-        (with_gate, dict(valid=valid), dict(shared=1, shared_gate=True)),
-    ):
-        arrays = {name: jnp.asarray(array) for name, array in given.items()}
-        options |= shared
-        chosen, weights = choose_experts(jnp.asarray(outputs), top_k, **options, **arrays, **how(implementation))
-        wanted, wanted_weights = oracle.choose_experts(outputs, top_k, **options, **given)
-        np.testing.assert_array_equal(chosen, wanted)
-        assert (chosen.dtype, weights.dtype) == (jnp.int32, jnp.float32)
-        np.testing.assert_allclose(np.asarray(weights)[valid], wanted_weights[valid], rtol=1e-5)
+@pytest.mark.parametrize(("dtype", "activation"), [(jnp.float32, "swiglu"), (jnp.bfloat16, "relu2")])
+def test_routed_sums_are_those_of_the_chosen_experts(rng, tokens, scores, dtype, activation, implementation):
+    """The logits come in shares, and the choice is inside the first product where there is a single token."""
+    routed, shared, top_k = 12, 2, 3
+    weights, x = make(rng, routed + shared, dtype, activation), draw_tokens(rng, tokens, dtype)
+    logits = jnp.asarray(rng.normal(size=(2, tokens, routed + 1)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=routed), jnp.float32)
+    options = dict(scores=scores, bias=bias, groups=4, top_groups=2, scale=2.5, logits_dtype=x.dtype.name)
+    options |= dict(shared=shared, shared_gate=True)
+    arguments = x, logits, weights.up, weights.down, top_k
+    sums = routed_experts_sums(*arguments, activation=activation, **options, **options_of(implementation))
+    assert (sums.shape, sums.dtype) == ((top_k + shared, tokens, HIDDEN), dtype)
+    chosen, factors = oracle.choose_experts(np.asarray(logits.sum(axis=0).astype(dtype).astype(jnp.float32)), top_k, **{
+        name: np.asarray(value) if name == "bias" else value for name, value in options.items() if name != "logits_dtype"
+    })  # fmt: skip
+    total = sums.astype(jnp.float32).sum(axis=0).astype(dtype)
+    assert_is_mixture(x, weights, chosen, factors.astype(np.float32), total, activation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_shares_of_logits_are_added_and_rounded(rng, dtype, implementation, optimized_programs):
-    """The result has the bits of a call with their total, also if that has been rounded."""
-    shares = jnp.asarray(rng.normal(size=(3, 20, 13)), jnp.float32).at[:, 7].set(jnp.nan)
-    options = dict(shared=2, shared_gate=True, valid=jnp.arange(20) != 7) | how(implementation)
-    total = ((shares[0] + shares[1]) + shares[2]).astype(dtype)
-    wanted = choose_experts(total, 3, **options)
-    found = choose_experts(shares, 3, logits_dtype=str(total.dtype), **options)
-    np.testing.assert_array_equal(found[0], wanted[0])
-    # XLA may leave out a rounding whose result is widened at once.
-    tolerance = float(jnp.finfo(dtype).eps) if implementation == "xla" else 0
-    np.testing.assert_allclose(found[1], wanted[1], rtol=8 * tolerance)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_equal_scores_choose_the_first_experts(implementation, groups):
-    chosen, _ = choose_experts(jnp.zeros((2, 16)), 3, groups=groups, top_groups=min(groups, 2), **how(implementation))
-    assert np.array_equal(chosen, [[0, 1, 2]] * 2)
+def test_padding_token_has_no_routed_sums(rng, implementation):
+    """It holds NaN, and so do its logits."""
+    weights, nan = make(rng, 5), jnp.full((1, HIDDEN), jnp.nan)
+    arguments = nan, jnp.full((1, 5), jnp.nan), weights.up, weights.down, 2
+    options = dict(shared=1, shared_gate=True, valid=jnp.zeros(1, bool)) | options_of(implementation)
+    sums = routed_experts_sums(arguments[0], arguments[1], *arguments[2:], **options)
+    assert sums.shape == (3, 1, HIDDEN)
+    assert not np.asarray(sums).any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -339,24 +358,3 @@ def test_bad_arguments(rng, change, message):
     for op in (mixture_of_experts, mixture_of_experts_sums):
         with pytest.raises(ValueError, match=f"^{op.__name__}: .*{message}"):
             op(**arguments | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(scores="relu"), "scores must be 'softmax' or 'sigmoid', got 'relu'"),
-        (dict(groups=5), "groups must divide 12 experts, got 5"),
-        (dict(groups=4, top_groups=5), "top_groups must be from 1 to groups = 4, got 5"),
-        (dict(groups=4, top_groups=1, top_k=4), "top_k must be from 1 to 3, got 4"),
-        (dict(groups=12, top_groups=3), "a group must have at least 2 experts, got 12 experts in 12 groups"),
-        (dict(valid=jnp.ones(3, bool)), "valid must be Bool"),
-        (dict(bias=jnp.zeros(11)), "bias must have an element for each of 12 experts, got 11"),
-        (dict(shared=-1), "shared must be at least 0, and at least 1 with shared_gate, got -1"),
-        (dict(logits=jnp.zeros((0, 2, 12))), "logits must have at least one share, got none"),
-        (dict(logits=jnp.zeros(12)), r"logits must be Float\[tokens outputs\] or Float\[shares tokens outputs\], got"),
-        (dict(shared_gate=True), "shared must be at least 0, and at least 1 with shared_gate, got 0"),
-    ],
-)
-def test_bad_arguments_of_choose_experts(change, message):
-    with pytest.raises(ValueError, match=message):
-        choose_experts(**dict(logits=jnp.zeros((2, 12)), top_k=2) | change)

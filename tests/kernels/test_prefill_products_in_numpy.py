@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels that make products of keys for the delta rule's prefill, run in NumPy, beside Triton's kernels."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -53,15 +54,15 @@ def draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm, *, kda=False):
     return Call(q, k, g, beta, chunks, options, config.pieces, wanted)
 
 
-def run(monkeypatch, module, call, axis, programs, given, outputs, scratch):
-    """Runs all programs of a kernel, and returns its outputs."""
+def run(monkeypatch, module, call, programs, given, outputs, one):
+    """Runs one(refs, chunk, program) for all programs and chunks, and returns the outputs."""
     given = {name: Ref(np.array(x)) for name, x in given.items()}
-    arrays = dict(cu_chunk_seqlens=call.chunks.cu_chunk_seqlens) | given | outputs | scratch
+    refs = dict(cu_chunk_seqlens=call.chunks.cu_chunk_seqlens) | given | outputs
     program = mosaic_in_numpy.patch(monkeypatch, module)
     for chunk in range(call.chunks.seq_idx.shape[0]):
         for number in range(programs):
-            program |= {"chunk": chunk, axis: number}
-            module.kernel([*arrays], *arrays.values(), **call.options)
+            program |= dict(chunk=chunk, pair=number)
+            one(refs, jnp.int32(chunk), jnp.int32(number))
     return {name: np.asarray(x.array, FLOAT32) for name, x in outputs.items()}
 
 
@@ -83,13 +84,26 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
     factors, decay = decays(call.g, call.beta, call.chunks, interpret=True)
     outputs = {name: memory(BFLOAT16, *call.wanted[name].shape) for name in ("solve", "attention")}
     outputs |= dict(scales=memory(FLOAT32, value_heads, factors.shape[1], 3, SIZE))
-    tokens = {name: memory(BFLOAT16, key_dim // SIZE, *SQUARE) for name in "kq"}
-    systems = memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, call.pieces, *SQUARE)
-    scratch = dict(memory=(tokens, tokens, *systems), attention_tile=memory(BFLOAT16, 2, *SQUARE))
-    scratch |= dict(per_row=memory(FLOAT32, 2, len(Factors()), SIZE), per_column=memory(FLOAT32, 2, 2, SIZE))
-    scratch |= dict(norms=memory(FLOAT32, SIZE), kinds=memory(FLOAT32, 2, 3, SIZE), full=None, factors_full=None)
+    tokens = [memory(BFLOAT16, key_dim // SIZE, *SQUARE) for _ in range(2)]
+    place = SimpleNamespace(
+        token_rows=tokens,
+        token_tiles=tokens,
+        system=memory(FLOAT32, 2, *SQUARE),
+        solution=memory(BFLOAT16, 2, call.pieces, *SQUARE),
+        attention_tile=memory(BFLOAT16, 2, *SQUARE),
+        per_row=memory(FLOAT32, 2, len(Factors()), SIZE),
+        per_column=memory(FLOAT32, 2, 2, SIZE),
+        norms=memory(FLOAT32, SIZE),
+        kinds=memory(FLOAT32, 2, 3, SIZE),
+        full=None,
+        factors_full=None,
+    )
+
+    def one(refs, chunk, key_head):
+        per_head.make_products(SimpleNamespace(**refs), place, chunk, key_head, **call.options)
+
     given = dict(q=call.q, k=call.k, factors=factors)
-    found = run(monkeypatch, per_head, call, "key_head", key_heads, given, outputs, scratch)
+    found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)
     total = lambda x: np.asarray(x, FLOAT32).sum(axis=0, keepdims=True)
     found |= dict(decay=np.asarray(decay), solve=total(found["solve"]).swapaxes(-1, -2))
     found["scales"] = np.moveaxis(found["scales"], 2, 0) * np.array([-1, 1, 1], FLOAT32)[:, None, None, None]
@@ -114,6 +128,11 @@ def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, 
     scratch |= dict(norms=memory(FLOAT32, SIZE), total=memory(FLOAT32, 2, key_dim), full=None)
     given = dict(q=call.q, k=call.k, g=call.g, beta=per_channel.of_chunks(call.beta, call.chunks))
     given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK), levels=per_channel.levels())
-    found = run(monkeypatch, per_channel, call, "pair", (heads + 1) // 2, given, outputs, scratch)
+
+    def one(refs, chunk, pair):
+        arrays = refs | scratch
+        per_channel.kernel([*arrays], *arrays.values(), **call.options)
+
+    found = run(monkeypatch, per_channel, call, (heads + 1) // 2, given, outputs, one)
     # Both round the same numbers, of which sums in another order may have another last bit, to bfloat16.
     assert_alike(found, call, dict.fromkeys(found, (2**-7, 1e-5)))

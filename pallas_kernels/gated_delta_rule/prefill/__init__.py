@@ -10,9 +10,10 @@ the state (the UT transform).
     inverse.py    one program per chunk and head: T beta
     states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
 
-On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. One does the work of the first two: with a decay per
-head products_mosaic.py, after decays.py, and with a decay per key channel products_per_channel_mosaic.py (substitution.py
-inverts for both). The third is states_mosaic.py.
+On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. products_mosaic.py makes what the first two kernels
+make with a decay per head, products_per_channel_mosaic.py does so with a decay per key channel, and substitution.py inverts
+for both. states_mosaic.py carries the states. With a decay per head all of it is one launch (per_head_mosaic.py), after a
+small one for the decays (decays.py).
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
 into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.

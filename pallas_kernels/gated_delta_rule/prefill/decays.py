@@ -11,6 +11,8 @@ from pallas_kernels._tiles import iota
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.products import decay_of, sums_on_scaled_grid
 
+_HEADS = 4  # of a program
+
 
 class Factors(NamedTuple):
     """The vectors of a chunk and value head, one value per token, in the order in which `decays` writes them.
@@ -35,15 +37,19 @@ def decays(g: jax.Array, beta: jax.Array, chunks: Chunks, *, interpret: bool = F
     heads, size, number = g.shape[1], chunks.chunk_size, chunks.seq_idx.shape[0]
 
     def kernel(refs: Refs) -> None:
-        head, chunk = pt.program_id(0), pt.program_id(1)
-        lane = iota((size,), 0)
+        group, chunk = pt.program_id(0), pt.program_id(1)
         start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-        take = lambda ref: pt.load(ref.at[start + lane, head], mask=lane < end - start, other=0.0)
+        shape = size, _HEADS
+        lane, head = iota(shape, 0), group * _HEADS + iota(shape, 1)
+        live = (lane < end - start) & (head < heads)
+        take = lambda ref: pt.load(ref.at[start + lane, head], mask=live, other=0.0)
         (coarse, coarse_total), (fine, fine_total) = sums_on_scaled_grid(take(refs.g))
         before, after = decay_of(coarse, fine), decay_of(coarse_total - coarse, fine_total - fine)
         for n, values in enumerate(Factors(coarse, pt.LOG2_E * fine, before, after, take(refs.beta))):
-            pt.store(refs.factors.at[head, chunk, jnp.int32(n), lane], values)
-        refs.decay[head, chunk] = decay_of(coarse_total, fine_total)
+            at = refs.factors.at[head, chunk, jnp.full(shape, n), lane]
+            pt.store(at, values, mask=head < heads)
+        head = group * _HEADS + iota((_HEADS,), 0)
+        pt.store(refs.decay.at[head, chunk], decay_of(coarse_total, fine_total), mask=head < heads)
 
     array = jax.ShapeDtypeStruct
     outputs = dict(factors=array((heads, number, len(Factors()), size), jnp.float32))
@@ -51,7 +57,7 @@ def decays(g: jax.Array, beta: jax.Array, chunks: Chunks, *, interpret: bool = F
     results = pt.call(
         kernel,
         name="gated_delta_rule_prefill_decays",
-        grid=(heads, number),
+        grid=(-(-heads // _HEADS), number),
         inputs=dict(g=g, beta=beta, cu_chunk_seqlens=chunks.cu_chunk_seqlens),
         outputs=outputs,
         updates={},

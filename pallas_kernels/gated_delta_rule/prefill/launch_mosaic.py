@@ -5,7 +5,7 @@ import jax
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
-from pallas_kernels.gated_delta_rule.prefill.products_mosaic import products
+from pallas_kernels.gated_delta_rule.prefill.per_head_mosaic import prefill
 from pallas_kernels.gated_delta_rule.prefill.products_per_channel_mosaic import products_per_channel
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import states
 
@@ -34,11 +34,11 @@ def gated_delta_rule_prefill(
     values = v.shape[1] * v.shape[2] * rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-    if per_channel:
-        made = products_per_channel(q, k, g, beta, chunks, **options)
-    else:
-        made = products(q, k, g, beta, chunks, **options, pieces=config.pieces)
-    made |= dict(q=q, k=k, v=v, layer=layer, query_start_loc=query_start_loc, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
-    made |= dict(first_chunk=chunks.first_chunk_indices, read_block=read_block, write_block=write_block)
+    made = dict(q=q, k=k, v=v, layer=layer.reshape(1), query_start_loc=query_start_loc)
+    made |= dict(first_chunk=chunks.first_chunk_indices, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+    made |= dict(read_block=read_block, write_block=write_block)
     checkpoints = dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    if not per_channel:
+        return prefill(made, g, beta, chunks, checkpoints, pool, **options, layout=layout, pieces=config.pieces)
+    made |= products_per_channel(q, k, g, beta, chunks, **options)
     return states(made, checkpoints, pool, layout=layout)

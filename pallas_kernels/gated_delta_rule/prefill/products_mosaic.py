@@ -4,7 +4,6 @@ A program has one chunk and key head, and all value heads of that key head, two 
 comes from a launch before this one (decays.py).
 """
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_triton import LOG2_E
-from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill.decays import Factors, decays
+from pallas_kernels.gated_delta_rule.prefill.decays import Factors
 from pallas_kernels.gated_delta_rule.prefill.substitution import SIZE, substitute
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
@@ -22,15 +20,19 @@ _SHAPE = SIZE, SIZE
 _AT = Factors()
 
 
-def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
-    """Handles one chunk and key head.
+def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: bool):
+    """Handles one chunk and key head, by one warpgroup.
 
-    `arrays` are, by their `names`, what `products` launches: the inputs, the outputs, shared memory and barriers.
+    Args:
+        refs: The inputs and outputs by name, see `outputs`.
+        place: The warpgroup's shared memory and barriers by name, see `memory`.
+        chunk: The chunk, which may be empty.
+        key_head: The key head.
+        scale: The factor of queries.
+        use_qk_l2norm: Whether queries and keys are normalised.
     """
-    refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-    token_rows, token_tiles, system, solution = refs.memory
+    (k_rows, q_rows), (k, q), system, solution = place.token_rows, place.token_tiles, place.system, place.solution
     pieces = range(refs.solve.shape[0])
-    key_head, chunk = pm.axis_index("key_head"), pm.axis_index("chunk")
     tiles, repeats = range(refs.k.shape[2] // SIZE), refs.factors.shape[0] // refs.k.shape[1]
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
     start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
@@ -45,9 +47,9 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         for half in range(0, 2, together):
             head, _ = head_of(pair, half)
             heads, here = pm.slice_of(head, together), pm.slice_of(half, together)
-            pm.copy_in(refs.factors.at[heads, chunk], refs.per_row.at[here], refs.factors_full)
+            pm.copy_in(refs.factors.at[heads, chunk], place.per_row.at[here], place.factors_full)
             sums = refs.factors.at[heads, chunk, pm.slice_of(0, 2)]
-            pm.copy_in(sums, refs.per_column.at[here], refs.factors_full)
+            pm.copy_in(sums, place.per_column.at[here], place.factors_full)
 
     def norm_of(tiles_of):
         """Returns the factors that normalise a chunk's keys or queries, [tokens]."""
@@ -59,13 +61,12 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
     @pm.when(end > start)
     def _():
-        for name in ("k", "q"):
+        for tokens, rows in ((refs.k, k_rows), (refs.q, q_rows)):
             for n in tiles:
-                source = getattr(refs, name).at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
-                pm.copy_in(source, token_rows[name].at[n], refs.full)
+                source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
+                pm.copy_in(source, rows.at[n], place.full)
         fetch_factors(0)
-        pm.wait(refs.full)
-        k, q = token_tiles["k"], token_tiles["q"]
+        pm.wait(place.full)
 
         @pm.when(end - start < SIZE)
         def _():
@@ -80,13 +81,13 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             # Norms come before the products, and one after the other: tokens in float32 would not fit beside them.
             k_norm = pm.computed(norm_of(k))
             q_norm = pm.computed(norm_of(q))
-            refs.norms[...] = k_norm
+            place.norms[...] = k_norm
             pm.commit()
         keys, queries = pm.multiply_all(
             _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]]
         )
         if use_qk_l2norm:
-            of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
+            of_columns = pm.along_columns(pm.load_per_column(place.norms), SIZE)
             keys = keys * (pm.along_rows(k_norm, SIZE) * of_columns)
             queries = queries * (pm.along_rows(scale * q_norm, SIZE) * of_columns)
         else:
@@ -95,21 +96,21 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         queries = jnp.where(column <= row, queries, nothing)
 
         def of_pair(pair, _):
-            pm.wait(refs.factors_full)
+            pm.wait(place.factors_full)
             pm.commit()  # no warp still reads what the memory had
             for half in (0, 1):
-                vector = lambda n, half=half: pm.load_per_row(refs.per_row.at[half, n])
+                vector = lambda n, half=half: pm.load_per_row(place.per_row.at[half, n])
                 per_row = lambda n, vector=vector: pm.along_rows(vector(n), SIZE)
-                column_of = lambda n, half=half: pm.load_per_column(refs.per_column.at[half, n])
+                column_of = lambda n, half=half: pm.load_per_column(place.per_column.at[half, n])
                 per_column = lambda n, column_of=column_of: pm.along_columns(column_of(n), SIZE)
                 coarse, fine = (per_row(n) - per_column(n) for n in (_AT.coarse, _AT.fine))
                 between = jnp.exp2(jnp.minimum(LOG2_E * coarse + fine, nothing))
                 system[half] = between * keys * per_row(_AT.beta)
-                refs.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
+                place.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
                 before, after = vector(_AT.before), vector(_AT.after)
                 kinds = -(before * k_norm), scale * (before * q_norm), after * k_norm
                 for kind, values in enumerate(kinds):
-                    refs.kinds[half, kind] = values
+                    place.kinds[half, kind] = values
             pm.commit()
             for half in range(0, 2, together):
                 head, is_own = head_of(pair, half)
@@ -117,16 +118,16 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                 @pm.when(is_own)
                 def _(half=half, head=head):
                     target = refs.scales.at[pm.slice_of(head, together), chunk]
-                    pm.copy_out(refs.kinds.at[pm.slice_of(half, together)], target)
+                    pm.copy_out(place.kinds.at[pm.slice_of(half, together)], target)
 
             for half in (0, 1):
                 head, is_own = head_of(pair, half)
 
                 @pm.when(is_own)
                 def _(half=half, head=head):
-                    pm.copy_out(refs.attention_tile.at[half], refs.attention.at[0, head, chunk])
+                    pm.copy_out(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
-            substitute(system, refs.per_row.at[:, _AT.beta], solution, transposed=True)
+            substitute(system, place.per_row.at[:, _AT.beta], solution, transposed=True)
             pm.commit()
             pm.when(2 * (pair + 1) < repeats)(lambda: fetch_factors(pair + 1))
             for half in (0, 1):
@@ -142,53 +143,48 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         jax.lax.fori_loop(0, (repeats + 1) // 2, of_pair, None)
 
 
-def products(
-    q: jax.Array,
-    k: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    chunks: Chunks,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    pieces: int,
-) -> dict[str, jax.Array]:
-    """Launches the kernel, and the one before it. Returns what states_mosaic.py reads.
+def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describes what all calls of `make_products` write together, by name.
 
-    That is `solve` and `attention` as in states.py, but the squares of `solve` are transposed, `decay`, and `scales` [value
-    heads, chunks, 3, tokens], of which the first is negative.
+    That is `solve` and `attention` as in states.py, but the squares of `solve` are transposed, and `scales` [value heads,
+    chunks, 3, tokens], of which the first is negative.
     """
-    (_, key_heads, key_dim), value_heads, number = k.shape, g.shape[1], chunks.seq_idx.shape[0]
-    factors, decay = decays(g, beta, chunks)
-    given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, factors=factors)
     array = jax.ShapeDtypeStruct
-    outputs = dict(
-        solve=array((pieces, value_heads, number, *_SHAPE), jnp.bfloat16),
-        attention=array((1, value_heads, number, *_SHAPE), jnp.bfloat16),
-        scales=array((value_heads, number, 3, SIZE), jnp.float32),
+    return dict(
+        solve=array((pieces, value_heads, chunks, *_SHAPE), jnp.bfloat16),
+        attention=array((1, value_heads, chunks, *_SHAPE), jnp.bfloat16),
+        scales=array((value_heads, chunks, 3, SIZE), jnp.float32),
     )
-    tiles = key_dim // SIZE
-    tokens = dict.fromkeys(("k", "q"), (tiles, *_SHAPE))
-    # The systems take the place of the tokens, and the solutions that of the systems.
-    memory = *pm.views_of_tokens(tokens, k.dtype), pm.tiled(2, *_SHAPE, dtype=jnp.float32)
-    repeats = value_heads // key_heads
-    scratch = dict(
-        memory=pm.union(*memory, pm.tiled(2, pieces, *_SHAPE, dtype=jnp.bfloat16)),
-        attention_tile=pm.tiled(2, *_SHAPE, dtype=jnp.bfloat16),
-        per_row=pm.shared((2, len(_AT), SIZE), jnp.float32),
-        per_column=pm.shared((2, 2, SIZE), jnp.float32),
-        norms=pm.shared((SIZE,), jnp.float32),
-        kinds=pm.shared((2, 3, SIZE), jnp.float32),
-        full=pm.Barrier(num_arrivals=2 * tiles),
-        factors_full=pm.Barrier(num_arrivals=2 * (1 + repeats % 2)),
+
+
+def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
+    """Describes the shared memory of some warpgroups, as views of the same place. See `place_of`."""
+    rows, tiles = pm.views_of_tokens((warpgroups, 2, 2, *_SHAPE), dtype)
+    others = dict(
+        attention_tile=pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.bfloat16),
+        per_row=pm.shared((warpgroups, 2, len(_AT), SIZE), jnp.float32),
+        per_column=pm.shared((warpgroups, 2, 2, SIZE), jnp.float32),
+        norms=pm.shared((warpgroups, SIZE), jnp.float32),
+        kinds=pm.shared((warpgroups, 2, 3, SIZE), jnp.float32),
     )
-    results = pm.kernel(
-        functools.partial(kernel, [*given, *outputs, *scratch], scale=scale, use_qk_l2norm=use_qk_l2norm),
-        out_type=tuple(outputs.values()),
-        grid=(number, key_heads),
-        grid_names=("chunk", "key_head"),
-        scratch_types=list(scratch.values()),
-        compiler_params=pm.fast_math(),
-        kernel_name="gated_delta_rule_prefill_products",
-    )(*given.values())
-    return dict(zip(outputs, results, strict=True)) | dict(decay=decay)
+    system = pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.float32)
+    solution = pm.tiled(warpgroups, 2, 2, *_SHAPE, dtype=jnp.bfloat16)
+    # Systems take the place of tokens, and solutions that of systems. All three have 32 KiB in each warpgroup.
+    return [(rows, others), (tiles,), (system,), (solution,)]
+
+
+def barriers(warpgroups: int, key_dim: int, repeats: int) -> dict[str, Any]:
+    """Describes the barriers of some warpgroups, for `repeats` value heads per key head."""
+    return dict(
+        full=pm.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups),
+        factors_full=pm.Barrier(num_arrivals=2 * (1 + repeats % 2), num_barriers=warpgroups),
+    )
+
+
+def place_of(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:
+    """Returns the part of `memory` and the `barriers` that belong to a warpgroup."""
+    (rows, others), (tiles,), (system,), (solution,) = memory
+    tokens = lambda view: (view.at[warpgroup, 0], view.at[warpgroup, 1])
+    named = {name: ref.at[warpgroup] for name, ref in (others | barriers).items()}
+    named |= dict(system=system.at[warpgroup], solution=solution.at[warpgroup])
+    return SimpleNamespace(token_rows=tokens(rows), token_tiles=tokens(tiles), **named)

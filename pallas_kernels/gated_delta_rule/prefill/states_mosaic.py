@@ -6,7 +6,7 @@ keys], and everything that it is multiplied with on the way from chunk to chunk 
 are then in registers already, and none waits for shared memory.
 """
 
-import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,18 +33,26 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> st
     return None
 
 
-def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
-    """Runs one row, head and tile of value dims.
+def carry_states(refs, memory, place, *, layout: StateLayout, wait_for_products: Callable[[Any], None] | None = None):
+    """Runs one row, head and tile of value dims, by three warpgroups.
 
-    `arrays` are, by their `names`, what `states` launches: the inputs, the pool, the outputs, shared memory and barriers.
     "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
+
+    Args:
+        refs: The inputs, the pool, the outputs and `barriers`, by name.
+        memory: The views of shared memory, see `memory`.
+        place: The row, the head, and the number of the tile.
+        layout: The layout of the states in the pool.
+        wait_for_products: Waits until what comes from products_mosaic.py is there, of a chunk. None if all is there.
     """
-    refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-    (token_rows, token_tiles), (out_rows, out_tile) = refs.tokens, refs.outputs
-    head, row, part = (pm.axis_index(axis) for axis in ("head", "row", "part"))
+    (token_rows, others), (token_tiles,) = memory
+    refs = SimpleNamespace(**vars(refs), **others)
+    out_rows, out_tile = token_rows["out"], token_tiles["out"]
+    row, head, part = place
+    per_channel = hasattr(refs, "k_before")
     value_heads, key_dim = refs.v.shape[1], refs.k.shape[2]
     key_head = jax.lax.div(head, jnp.int32(value_heads // refs.k.shape[1]))
-    stages = refs.factors.shape[0]
+    stages = refs.chunk_factors.shape[0]
     key_tiles, numbers = range(key_dim // TILE), range(refs.solve.shape[0])
     values = pm.slice_of(part * TILE, TILE)
     layer, read = refs.layer[0], refs.read_block[row]
@@ -76,10 +84,12 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             for name in ("k_before", "k_after") if per_channel else ("k",):
                 copy_tiles(name, here, number, at, full)
             pm.copy_in(refs.v.at[here, head, values], token_rows["v"].at[at], full)
+            if wait_for_products:
+                wait_for_products(number)
             for n in numbers:
                 pm.copy_in(refs.solve.at[n, head, number], refs.squares["solve"].at[at, n], full)
             factors = refs.decay.at[head, number] if per_channel else refs.scales.at[head, number]
-            pm.copy_in(factors, refs.factors.at[at], full)
+            pm.copy_in(factors, refs.chunk_factors.at[at], full)
             fetch_queries(chunk, here, number)
 
         def fetch_queries(chunk, here, number):
@@ -119,7 +129,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
             """Returns the factors of a chunk's tokens: of their keys before it (0), which are negative, and after it (2)."""
             if per_channel:
                 return 1.0
-            return pm.along_columns(pm.load_per_column(refs.factors.at[at, kind]), TILE)
+            return pm.along_columns(pm.load_per_column(refs.chunk_factors.at[at, kind]), TILE)
 
         def of_state(chunk):
             """Returns the factor of the state over a chunk, if it is one number."""
@@ -129,7 +139,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
         def of_keys(n, at):
             """Returns the factors of the state's n-th tile over a chunk, if there is one per key."""
             keys = pm.slice_of(n * TILE, TILE)
-            return pm.along_columns(pm.load_per_column(refs.factors.at[at, keys]), TILE)
+            return pm.along_columns(pm.load_per_column(refs.chunk_factors.at[at, keys]), TILE)
 
         def advance(chunk, carry):
             """Runs one chunk. Its `carry` is the factor of the state over the chunk, and the state's tiles."""
@@ -149,10 +159,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
 
             def publish_state():
                 pm.when(chunk > 0)(lambda: pm.wait(refs.state_free))
-                for n in key_tiles:
-                    refs.states[n] = split(state[n])[0]
-                pm.commit()
-                pm.arrive(refs.state_full)
+                pm.hand_over([split(x)[0] for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full)
 
             before, after = keys_of("k_before", at), keys_of("k_after", at)
             of_before = [(part(state[n], p), before[n].T) for p in numbers for n in key_tiles]
@@ -168,9 +175,7 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
 
             def publish_added():
                 pm.when(chunk > 0)(lambda: pm.wait(refs.added_free))
-                refs.added[...] = added.astype(jnp.bfloat16)
-                pm.commit()
-                pm.arrive(refs.added_full)
+                pm.hand_over([added.astype(jnp.bfloat16)], [refs.added], refs.added_full)
 
             changes = [[(part(weighted, p), after[n]) for p in numbers] for n in key_tiles]
             change = pm.multiply_all(SHAPE, changes, publish_added)
@@ -235,25 +240,10 @@ def _kernel(names, *arrays, layout: StateLayout, per_channel: bool):
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
-def states(
-    inputs: dict[str, jax.Array], checkpoints: dict[str, jax.Array | None], pool: jax.Array, *, layout: StateLayout
-) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel.
-
-    Args:
-        inputs: What `states.states` reads, by name, besides the checkpoints. See `products` in products_mosaic.py.
-        checkpoints: The offsets and blocks of checkpoints, or None.
-        pool: The states.
-        layout: The layout of the states in the pool.
-    """
-    k, v, solve = inputs["k"], inputs["v"], inputs["solve"]
-    key_dim, (_, value_heads, value_dim), rows = k.shape[2], v.shape, inputs["read_block"].shape[0]
-    count, tiles, per_channel = solve.shape[0], key_dim // TILE, "k_before" in inputs
-    given = inputs | {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
-    given |= dict(layer=given["layer"].reshape(1))
-    stages = 2 if per_channel else 3  # chunks whose keys and values are in shared memory: as many as fit
-    squares = dict(solve=(stages, count), attention=(_QUERY_STAGES,))
-    tokens = dict(v=(stages, *SHAPE))
+def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+    """Describes a program's shared memory, as views of the same place."""
+    tiles, stages = key_dim // TILE, _stages(per_channel)
+    tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))
     if per_channel:
         squares |= dict(k_before=(stages, tiles), k_after=(stages, tiles), q_before=(_QUERY_STAGES, tiles))
         factors = pm.shared((stages, key_dim), jnp.float32)
@@ -261,16 +251,23 @@ def states(
         tokens |= dict(k=(stages, tiles, *SHAPE), q=(_QUERY_STAGES, tiles, *SHAPE))
         factors = pm.shared((stages, 3, TILE), jnp.float32)
     tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
-    scratch: dict[str, Any] = dict(
-        tokens=pm.token_tiles(tokens, v.dtype),
+    others = dict(
         squares={name: tile(*shape) for name, shape in squares.items()},
-        factors=factors,
+        chunk_factors=factors,
         of_query=pm.shared((_QUERY_STAGES, TILE), jnp.float32),
         states=tile(tiles),
         added=tile(),
         identity=tile(),
-        outputs=pm.token_tiles(SHAPE, v.dtype),
-        full=pm.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + count + 1, num_barriers=stages),
+    )
+    rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
+    return [(rows, others), (tiles_of_tokens,)]
+
+
+def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
+    """Describes a program's barriers."""
+    tiles, stages = key_dim // TILE, _stages(per_channel)
+    return dict(
+        full=pm.Barrier(num_arrivals=(1 + per_channel) * tiles + 1 + pieces + 1, num_barriers=stages),
         free=pm.Barrier(num_barriers=stages),
         query_full=pm.Barrier(num_arrivals=tiles + 1 + (not per_channel), num_barriers=_QUERY_STAGES),
         query_free=pm.Barrier(num_barriers=_QUERY_STAGES),
@@ -280,13 +277,40 @@ def states(
         added_free=pm.Barrier(),
         done=pm.Barrier(num_arrivals=3),
     )
-    updated = jax.new_ref(pool)
-    body = functools.partial(
-        _kernel,
-        [*given, "pool", "out", *scratch],
-        layout=layout,
-        per_channel=per_channel,
+
+
+def _stages(per_channel: bool) -> int:
+    """Returns for how many chunks keys and values are in shared memory: as many as fit."""
+    return 2 if per_channel else 3
+
+
+def states(
+    inputs: dict[str, jax.Array], checkpoints: dict[str, jax.Array | None], pool: jax.Array, *, layout: StateLayout
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel for a decay per key channel.
+
+    Args:
+        inputs: What `states.states` reads, by name, besides the checkpoints.
+        checkpoints: The offsets and blocks of checkpoints, or None.
+        pool: The states.
+        layout: The layout of the states in the pool.
+    """
+    v, (pieces, *_), key_dim, rows = (
+        inputs["v"],
+        inputs["solve"].shape,
+        inputs["k"].shape[2],
+        inputs["read_block"].shape[0],
     )
+    _, value_heads, value_dim = v.shape
+    given = inputs | {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
+    names = [*given, "pool", "out"]
+
+    def body(*arrays):
+        *arrays, memory, barriers = arrays
+        refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)), **barriers)
+        carry_states(refs, memory, [pm.axis_index(axis) for axis in ("row", "head", "part")], layout=layout)
+
+    updated = jax.new_ref(pool)
     out = pm.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -294,7 +318,10 @@ def states(
         grid_names=("row", "head", "part"),
         num_threads=3,
         thread_name=pm.WARPGROUP,
-        scratch_types=list(scratch.values()),
+        scratch_types=[
+            pm.union(*memory(key_dim, pieces, v.dtype, per_channel=True)),
+            barriers(key_dim, pieces, per_channel=True),
+        ],
         kernel_name="gated_delta_rule_prefill_states",
     )(*given.values(), updated)
     return out, jax.freeze(updated)
