@@ -20,7 +20,7 @@ from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax.load.rows import Row
 from pallas_kernels import linear, linear_sums
 from pallas_kernels.linear.cases import CASES, Case
-from pallas_kernels.linear.config import Config
+from pallas_kernels.linear.config import Config, default_config
 
 ROTATION_BYTES = 10 * 60 * 2**20  # ten times an H200's L2, which keeps some of what three times its size brings
 LIMIT = 1e-2  # of the relative error
@@ -50,12 +50,28 @@ TRIED = (
 
 def tuned(case: Case) -> list[Config]:
     """The configurations that `--tune` tries: those that fit into shared memory and have enough programs."""
+    if case.tokens == 1:
+        return tuned_for_one(case)
     tile, found = max(16, case.tokens), []
     for outputs, inputs, shares, warps, stages in TRIED:
         programs = -(-case.outputs // (1 + case.is_gated) // outputs) * shares
         shared = stages * inputs * 2 * (tile + outputs * (1 + case.is_gated))
         if (shares == 1 or case.is_summed) and shared <= SHARED_BYTES and 72 <= programs <= 4000:
             found.append(Config(tile, outputs, inputs, shares, warps, stages))
+    return found
+
+
+def tuned_for_one(case: Case) -> list[Config]:
+    """Those that `--tune` tries for a single token: a tile of 16, and programs whose threads have 10 to 40 loads each."""
+    size = jnp.dtype(case.weight_dtype).itemsize
+    x, weight = (
+        jax.ShapeDtypeStruct(shape, case.weight_dtype) for shape in ((2, case.inputs), (case.outputs, case.inputs))
+    )
+    found = [default_config(x, weight, is_gated=case.is_gated, is_summed=case.is_summed)]
+    for outputs, shares, warps in itertools.product((1, 2, 4), (1, 2, 4), (1, 2)):
+        bytes_per_warp = case.inputs * size * (1 + case.is_gated) * outputs // (shares * warps)
+        if 5120 <= bytes_per_warp <= 20480 and (case.is_summed or shares == warps == 1) and (shares == 1 or warps == 1):
+            found.append(Config(1, outputs, warps * 512 // size, shares, warps, 1))
     return found
 
 

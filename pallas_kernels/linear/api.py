@@ -36,7 +36,8 @@ def linear(
 
     Numerics: sums are float32, and so are bias and gate until the result is rounded once. If results of more than
     `MAX_TOKENS` tokens have the weights' dtype, "xla" rounds products to it before bias and gate. float32 products are
-    three products of tf32 in "triton" and Precision.HIGHEST in "xla". There is no derivative.
+    three products of tf32 in "triton", or float32 ones in its kernel of a single token, and Precision.HIGHEST in "xla".
+    There is no derivative.
 
     Args:
         x: Inputs.

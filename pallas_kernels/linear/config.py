@@ -16,9 +16,10 @@ class Config:
     """How the kernel cuts a product. Sizes are powers of two.
 
     Attributes:
-        tokens: Tokens of a tile, at least 16.
-        outputs: Outputs of a tile, at least 16.
-        inputs: Inputs that are multiplied at a time, at least 16.
+        tokens: Tokens of a tile: at least 16, or 1 for the kernel of a single token.
+        outputs: Outputs of a tile, at least 16 if it has 16 tokens.
+        inputs: Inputs that are multiplied at a time, at least 16. The kernel of a single token loads all inputs at once, in
+            blocks of this size.
         shares: The number of programs that divide the inputs of a tile among them. Their sums are added by another kernel.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over inputs.
@@ -32,7 +33,24 @@ class Config:
     num_stages: int
 
 
-def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False, is_summed: bool = False) -> Config:
+def _of_one_token(row_bytes: int, itemsize: int, is_gated: bool) -> Config | None:
+    """Returns the configuration for a single token, or None if an output has more weights than registers hold.
+
+    A thread has about 20 loads of 16 bytes in flight, and a program is one warp, without shared memory.
+    """
+    if row_bytes * (1 + is_gated) > 20480:
+        return None
+    outputs = 1 if row_bytes * (1 + is_gated) > 5120 else 2
+    return Config(tokens=1, outputs=outputs, inputs=512 // itemsize, shares=1, num_warps=1, num_stages=1)
+
+
+def default_config(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    is_gated: bool = False,
+    is_summed: bool = False,
+) -> Config:
     """Returns the configuration for a product.
 
     For bfloat16 it is among the fastest of `benchmarks.linear --tune` on an H200 with JAX 0.11.2. Where the GPU has less
@@ -45,6 +63,11 @@ def default_config(x: jax.Array, weight: jax.Array, *, is_gated: bool = False, i
         is_summed: Whether what reads the product adds up its shares. If not, that is a launch of its own.
     """
     (num_tokens, num_inputs), num_outputs, itemsize = x.shape, weight.shape[0], weight.dtype.itemsize
+    # Fewer outputs are divided into shares, and more of them keep the memory busy anyhow.
+    if num_tokens == 1 and not is_summed and 32 * _PROGRAMS // 2 < num_outputs < 64 * 8 * _PROGRAMS:
+        of_one = _of_one_token(num_inputs * itemsize, itemsize, is_gated)
+        if of_one is not None:
+            return of_one
     tokens = min(64, max(16, 1 << (num_tokens - 1).bit_length()))
     num_warps, num_stages, shares = 4, 4, 1
     if is_gated:

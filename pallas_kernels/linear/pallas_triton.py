@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
-from pallas_kernels.linear import xla
+from pallas_kernels.linear import _one_token, xla
 from pallas_kernels.linear.config import Config, default_config
 
 
@@ -77,8 +77,9 @@ def _launch(
     """Launches the kernel. `outputs` are the parts, or sums."""
     tiles = -(-x.shape[0] // config.tokens), -(-weight.shape[0] // (1 + is_gated) // config.outputs)
     parts = [output.shape[1] for output in outputs.values()]
+    kernel = _one_token.kernel if config.tokens == 1 else _kernel
     return pt.call(
-        functools.partial(_kernel, config=config, parts=parts, is_gated=is_gated, interpret=interpret),
+        functools.partial(kernel, config=config, parts=parts, is_gated=is_gated, interpret=interpret),
         name="linear",
         grid=(*tiles, config.shares),
         inputs=dict(x=x, weight=weight, bias=bias),

@@ -94,6 +94,41 @@ def test_every_configuration_computes_the_same(rng):
         assert_close(np.concatenate(out, axis=1), wanted, jnp.float32, 100, str(config))
 
 
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [64, 100, 600])
+def test_configurations_of_a_single_token_match_the_oracle(rng, inputs, dtype, implementation):
+    """Full tiles, tiles that are not full, and shares of which the last have no inputs."""
+    x, weight, bias = draw(rng, dtype, 1, inputs, 90)
+    for outputs, block, shares, warps in ((1, 64, 1, 1), (2, 32, 2, 1), (4, 256, 4, 1), (16, 128, 1, 2)):
+        config = Config(1, outputs, block, shares, warps, 1)
+        for is_gated in (False, True):
+            out = linear(
+                x,
+                weight,
+                bias,
+                is_gated=is_gated,
+                parts=(40, 5 if is_gated else 50),
+                config=config,
+                **how(implementation),
+            )
+            assert_close(np.concatenate(out, axis=1), oracle(x, weight, bias, is_gated), dtype, inputs, str(config))
+        sums = linear_sums(x, weight, config=config, **how(implementation))
+        assert (sums.shape, sums.dtype) == ((shares, 1, 90), jnp.float32)
+        assert_close(np.asarray(sums, np.float64).sum(axis=0), oracle(x, weight), jnp.float32, inputs, str(config))
+
+
+def test_a_single_token_has_a_tile_of_its_own_if_registers_hold_the_weights_of_an_output():
+    def tokens(inputs, outputs, **options):
+        x, weight = (jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16) for rows in (1, outputs))
+        return default_config(x, weight, **options).tokens
+
+    assert tokens(2560, 12352) == tokens(2560, 18432, is_gated=True) == tokens(10240, 12352) == 1
+    assert tokens(10248, 12352) == tokens(5128, 18432, is_gated=True) == 16
+    # Those that are summed, and those with few outputs or very many, are as they are for more tokens.
+    assert tokens(2560, 12352, is_summed=True) == tokens(2560, 4224) == tokens(2560, 248320) == 16
+
+
 def test_a_call_without_tokens_has_results_without_tokens():
     x, weight = jnp.zeros((0, 8)), jnp.zeros((6, 8))
     assert [y.shape for y in linear(x, weight, parts=(2, 4))] == [(0, 2), (0, 4)]
