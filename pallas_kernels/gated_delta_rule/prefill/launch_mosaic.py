@@ -34,11 +34,12 @@ def gated_delta_rule_prefill(
     values = v.shape[1] * v.shape[2] * rows
     config = default_prefill_config(values, k.shape[2], k.dtype.itemsize, per_channel)
     options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-    made = dict(q=q, k=k, v=v, layer=layer.reshape(1), query_start_loc=query_start_loc)
-    made |= dict(first_chunk=chunks.first_chunk_indices, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
-    made |= dict(read_block=read_block, write_block=write_block)
-    checkpoints = dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    inputs = dict(q=q, k=k, v=v, layer=layer.reshape(1), query_start_loc=query_start_loc)
+    inputs |= dict(first_chunk=chunks.first_chunk_indices, cu_chunk_seqlens=chunks.cu_chunk_seqlens)
+    inputs |= dict(read_block=read_block, write_block=write_block)
+    if checkpoint_offset is not None and checkpoint_block is not None and checkpoint_block.shape[1]:
+        inputs |= dict(checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
     if not per_channel:
-        return prefill(made, g, beta, chunks, checkpoints, pool, **options, layout=layout, pieces=config.pieces)
-    made |= products_per_channel(q, k, g, beta, chunks, **options)
-    return states(made, checkpoints, pool, layout=layout)
+        return prefill(inputs, g, beta, chunks, pool, **options, layout=layout, pieces=config.pieces)
+    inputs |= products_per_channel(q, k, g, beta, chunks, **options)
+    return states(inputs, pool, layout=layout)

@@ -16,9 +16,9 @@ from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill import products_mosaic, states_mosaic
 from pallas_kernels.gated_delta_rule.prefill.decays import decays
+from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
-_CORES = 132  # of a Hopper GPU. Another number is slower, but as right.
-_WARPGROUPS = 3  # of a program
+_CORES = 132  # of a Hopper GPU. With another number the launch is slower, and its results are the same.
 
 
 def _makers(carriers: int) -> int:
@@ -31,7 +31,6 @@ def prefill(
     g: jax.Array,
     beta: jax.Array,
     chunks: Chunks,
-    checkpoints: dict[str, jax.Array | None],
     pool: jax.Array,
     *,
     scale: float,
@@ -47,9 +46,8 @@ def prefill(
     makers = _makers(carriers)
     factors, decay = decays(g, beta, chunks)
     given = inputs | dict(factors=factors, decay=decay)
-    given |= {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
     outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | products_mosaic.outputs(value_heads, number, pieces)
-    names, products_memory = [*given, "pool", *outputs], products_mosaic.memory(_WARPGROUPS, k.dtype)
+    names, products_memory = [*given, "pool", *outputs], products_mosaic.memory(WARPGROUPS, k.dtype)
 
     def body(*arrays):
         *arrays, memory, products_barriers, states_barriers = arrays
@@ -61,8 +59,8 @@ def prefill(
         @pm.when(program < makers)
         def _():
             warpgroup = pm.axis_index(pm.WARPGROUP)
-            # Of every `step` items, in order, this warpgroup has one.
-            first, step = warpgroup * makers + program, jnp.int32(_WARPGROUPS * makers)
+            # An item is a chunk and key head. Of every `step` items, in order, this warpgroup has one.
+            first, step = warpgroup * makers + program, jnp.int32(WARPGROUPS * makers)
 
             def one(n, here):
                 # The compiler would keep every address in registers over the loop if it knew that none changes.
@@ -83,8 +81,7 @@ def prefill(
             index = program - makers
             part, index = jax.lax.rem(index, jnp.int32(parts)), jax.lax.div(index, jnp.int32(parts))
             head, row = jax.lax.rem(index, jnp.int32(value_heads)), jax.lax.div(index, jnp.int32(value_heads))
-            key_head = jax.lax.div(head, jnp.int32(value_heads // key_heads))
-            wait = lambda chunk: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])
+            wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])
             named = SimpleNamespace(**vars(refs), **states_barriers)
             states_mosaic.carry_states(named, of_states, (row, head, part), layout=layout, wait_for_products=wait)
 
@@ -94,11 +91,11 @@ def prefill(
         out_type=tuple(outputs.values()),
         grid=(makers + carriers,),
         grid_names=("program",),
-        num_threads=_WARPGROUPS,
+        num_threads=WARPGROUPS,
         thread_name=pm.WARPGROUP,
         scratch_types=[
             pm.union(*products_memory, *states_mosaic.memory(key_dim, pieces, v.dtype, per_channel=False)),
-            products_mosaic.barriers(_WARPGROUPS, key_dim, value_heads // key_heads),
+            products_mosaic.barriers(WARPGROUPS, key_dim, value_heads // key_heads),
             states_mosaic.barriers(key_dim, pieces, per_channel=False),
         ],
         compiler_params=pm.fast_math(),

@@ -158,7 +158,10 @@ def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDt
 
 
 def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
-    """Describes the shared memory of some warpgroups, as views of the same place. See `place_of`."""
+    """Describes the shared memory of some warpgroups, as views of the same place: see `place_of`.
+
+    Solutions have two pieces.
+    """
     rows, tiles = pm.views_of_tokens((warpgroups, 2, 2, *_SHAPE), dtype)
     others = dict(
         attention_tile=pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.bfloat16),

@@ -18,6 +18,7 @@ from pallas_kernels._dot import pieces
 from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 
+WARPGROUPS = 3  # of a program
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
 
 
@@ -33,7 +34,9 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, chunk_size: int) -> st
     return None
 
 
-def carry_states(refs, memory, place, *, layout: StateLayout, wait_for_products: Callable[[Any], None] | None = None):
+def carry_states(
+    refs, memory, place, *, layout: StateLayout, wait_for_products: Callable[[Any, Any], None] | None = None
+):
     """Runs one row, head and tile of value dims, by three warpgroups.
 
     "full" barriers tell that a place in shared memory has been filled, "free" ones that it may be filled again.
@@ -43,7 +46,8 @@ def carry_states(refs, memory, place, *, layout: StateLayout, wait_for_products:
         memory: The views of shared memory, see `memory`.
         place: The row, the head, and the number of the tile.
         layout: The layout of the states in the pool.
-        wait_for_products: Waits until what comes from products_mosaic.py is there, of a chunk. None if all is there.
+        wait_for_products: wait_for_products(chunk, key_head) waits until what products_mosaic.py makes of them is there.
+            None if all is there.
     """
     (token_rows, others), (token_tiles,) = memory
     refs = SimpleNamespace(**vars(refs), **others)
@@ -85,7 +89,7 @@ def carry_states(refs, memory, place, *, layout: StateLayout, wait_for_products:
                 copy_tiles(name, here, number, at, full)
             pm.copy_in(refs.v.at[here, head, values], token_rows["v"].at[at], full)
             if wait_for_products:
-                wait_for_products(number)
+                wait_for_products(number, key_head)
             for n in numbers:
                 pm.copy_in(refs.solve.at[n, head, number], refs.squares["solve"].at[at, n], full)
             factors = refs.decay.at[head, number] if per_channel else refs.scales.at[head, number]
@@ -275,7 +279,7 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
         state_free=pm.Barrier(),
         added_full=pm.Barrier(),
         added_free=pm.Barrier(),
-        done=pm.Barrier(num_arrivals=3),
+        done=pm.Barrier(num_arrivals=WARPGROUPS),
     )
 
 
@@ -284,26 +288,17 @@ def _stages(per_channel: bool) -> int:
     return 2 if per_channel else 3
 
 
-def states(
-    inputs: dict[str, jax.Array], checkpoints: dict[str, jax.Array | None], pool: jax.Array, *, layout: StateLayout
-) -> tuple[jax.Array, jax.Array]:
+def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel for a decay per key channel.
 
     Args:
-        inputs: What `states.states` reads, by name, besides the checkpoints.
-        checkpoints: The offsets and blocks of checkpoints, or None.
+        inputs: What `states.states` reads, by name.
         pool: The states.
         layout: The layout of the states in the pool.
     """
-    v, (pieces, *_), key_dim, rows = (
-        inputs["v"],
-        inputs["solve"].shape,
-        inputs["k"].shape[2],
-        inputs["read_block"].shape[0],
-    )
-    _, value_heads, value_dim = v.shape
-    given = inputs | {name: x for name, x in checkpoints.items() if x is not None and x.shape[1]}
-    names = [*given, "pool", "out"]
+    v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
+    rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
+    names = [*inputs, "pool", "out"]
 
     def body(*arrays):
         *arrays, memory, barriers = arrays
@@ -316,12 +311,12 @@ def states(
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
         grid=(rows, value_heads, value_dim // TILE),
         grid_names=("row", "head", "part"),
-        num_threads=3,
+        num_threads=WARPGROUPS,
         thread_name=pm.WARPGROUP,
         scratch_types=[
             pm.union(*memory(key_dim, pieces, v.dtype, per_channel=True)),
             barriers(key_dim, pieces, per_channel=True),
         ],
         kernel_name="gated_delta_rule_prefill_states",
-    )(*given.values(), updated)
+    )(*inputs.values(), updated)
     return out, jax.freeze(updated)
