@@ -175,5 +175,5 @@ def _parts(begin: int, entries: np.ndarray) -> tuple[list[int], list[np.ndarray]
 
 
 def _sha256(pieces: np.ndarray) -> bytes:
-    """Returns the SHA-256 of each piece, one after the other."""
+    """Returns the SHA-256 digests of the pieces, joined in order."""
     return b"".join(hashlib.sha256(piece).digest() for piece in pieces)

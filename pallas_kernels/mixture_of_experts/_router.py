@@ -155,7 +155,7 @@ def _of_best_groups(choice: jax.Array, rule: Rule) -> jax.Array:
 
 
 def _best(candidates: list[tuple[jax.Array, jax.Array]], count: int) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yields the best candidates, one after the other: which lane has it, and the expert of each lane.
+    """Yields the best candidate, then the next best one, and so on: whether each lane has it, and the expert of each lane.
 
     Candidates are experts [lanes] and what is to be maximised [lanes]. Of equal ones, the first expert is the best.
     """

@@ -75,7 +75,7 @@ def _load_keys(refs, pair: jax.Array, experts: int) -> jax.Array:
 
 
 def _count_kernel(refs, *, experts: int, block: int):
-    """Counts the pairs of each class in a block of pairs."""
+    """Counts the pairs of each expert in a block of pairs, and those without one."""
     number, classes = pt.program_id(0), refs.counts.shape[1]
     class_, _ = pt.lanes(0, classes, classes)
 
