@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.mlir import ir as ir
 from jax.extend.mlir.dialects import arith as arith
@@ -19,7 +22,7 @@ from jax.extend.mlir.dialects import math as math
 from jax.extend.mlir.dialects import memref as memref
 from jax.extend.mlir.dialects import scf as scf
 from jax.extend.mlir.dialects import vector as vector
-from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir.dialects import llvm, nvvm
 
 plgpu: Any = mosaic_gpu  # what it has depends on JAX's version, so types are not checked
 HOPPER = "9.0"  # the compute capability for which the tensor cores' instructions are written
@@ -45,6 +48,7 @@ axis_index = lax.axis_index
 computed = lax.optimization_barrier  # values that have been computed before what follows
 thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
+Fragments = fragments.FragmentedArray  # an array in registers, in `inline`
 
 
 def counters(count: int) -> Any:
@@ -127,6 +131,81 @@ def inline(body: Callable[..., None], *refs: tuple[Any, tuple[Any, ...]]) -> Non
         refs: Shared memory, and the `tiling` of each, or ().
     """
     plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType(t) for _, t in refs))(body)(*(ref for ref, _ in refs))
+
+
+def inline_array(body: Callable[..., Any], ref: Any, length: int) -> jax.Array:
+    """Runs code of single threads that returns a float32 array [length] in the layout `spread`.
+
+    Args:
+        body: Gets the lowering's context and `ref`, and returns an array of `fragments_of_spread`.
+        ref: An array in the GPU's memory.
+        length: A multiple of 128.
+    """
+    shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(()),), return_type=shape)(body)(ref)
+
+
+def inline_of_warps(body: Callable[..., None], value: jax.Array, ref: Any) -> None:
+    """Runs code of single threads on `ref`, an array in the GPU's memory, and on an array with a number for each warp."""
+    plgpu.inline_mgpu(arg_types=(_by_warp().reduce(1), plgpu.RefType(())))(body)(value, ref)
+
+
+def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any]) -> Any:
+    """Writes instructions in `inline`. Their effects keep their order."""
+    return llvm.inline_asm(results, operands, text, constraints, has_side_effects=True)
+
+
+def address(ref: Any, index: Any) -> Any:
+    """Returns the address of an element of an array of one axis, in `inline`."""
+    return utils.getelementptr(utils.memref_ptr(ref), [index], ir.MemRefType(ref.type).element_type)
+
+
+def constant(number: int) -> Any:
+    """Returns an int32 number, in `inline`."""
+    return utils.c(number, ir.IntegerType.get_signless(32))
+
+
+def element_of_struct(struct: Any, place: int, kind: Any) -> Any:
+    """Returns one of the results of `assembly`, in `inline`."""
+    return llvm.extractvalue(kind, struct, [place])
+
+
+def pack_of_spread(length: int) -> int:
+    """Returns how many elements that follow each other a thread has in the layout `spread`."""
+    return next(pack for pack in (4, 2, 1) if length % (128 * pack) == 0)
+
+
+def spread(length: int) -> Any:
+    """The layout of a vector that a warpgroup's threads share. Its length is a multiple of 128."""
+    return plgpu.Layout.WG_STRIDED((length,), vec_size=pack_of_spread(length))
+
+
+def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
+    """Makes an array in the layout `spread` of each thread's vectors of `pack_of_spread` elements, in `inline`."""
+    held = np.empty((len(registers),), object)
+    held[:] = registers
+    layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
+    return Fragments(_registers=held, _layout=layout, _is_signed=None)
+
+
+def load_spread(ref: Any) -> jax.Array:
+    """Loads a vector that a warpgroup's threads share, as float32."""
+    return plgpu.load(ref, layout=spread(ref.shape[0])).astype(jnp.float32)
+
+
+def _by_warp() -> Any:
+    tiling = fragments.Tiling(((4, 256), (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def load_rows_by_warp(ref: Any) -> jax.Array:
+    """Loads a tile [4, 256 n] whose rows belong to the four warps, as float32. A lane has eight columns of each 256."""
+    return plgpu.load(ref, layout=_by_warp()).astype(jnp.float32)
+
+
+def load_for_each_warp(ref: Any) -> jax.Array:
+    """Loads a vector [256 n] that every warp has, with the columns of `load_rows_by_warp`."""
+    return plgpu.load(ref, layout=_by_warp().reduce(0), optimized=False)
 
 
 def hand_over(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: Any) -> None:

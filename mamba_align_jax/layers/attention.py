@@ -15,6 +15,7 @@ from jax.lax import Precision
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import old_mixer_call
+from mamba_align_jax.layers.chain import Inputs, like
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.rotation import make_rotation
@@ -123,6 +124,7 @@ class Attention(nnx.Module):
     """
 
     kind = "attention"
+    takes_chains = True
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class Attention(nnx.Module):
         """The key heads, the dims of a key and the dims of a value."""
         return self.kv_heads, self.head_dim, self.head_dim
 
-    def projections(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def projections(self, x: Inputs, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projects the inputs [tokens, hidden] to queries with their gates, keys and values, each [tokens, channels].
 
         With `is_wide`, the queries may have the channels of keys and values after their own.
@@ -190,9 +192,7 @@ class Attention(nnx.Module):
     def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
         return self.rotation.angles(positions) if self.rotation else (None, None)
 
-    def _inputs(
-        self, x: jax.Array, *, is_wide: bool = False
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    def _inputs(self, x: Inputs, *, is_wide: bool = False) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Projects the inputs [tokens, hidden], and norms queries and keys if the norm takes all heads together.
 
         Args:
@@ -204,8 +204,8 @@ class Attention(nnx.Module):
             [tokens, kv_heads, head_dim], and the queries' [query | gate] as they were projected, None without gates.
             With `is_wide`, queries and gates may have more heads, which mean nothing.
         """
-        heads = lambda y, dim=self.head_dim: y.reshape(x.shape[0], -1, dim)
-        flat = lambda y: y.reshape(x.shape[0], -1)
+        heads = lambda y, dim=self.head_dim: y.reshape(y.shape[0], -1, dim)
+        flat = lambda y: y.reshape(y.shape[0], -1)
         is_normed = self.norm_whole and self.q_norm is not None
         q, k, v = self.projections(x, is_wide=is_wide and not is_normed)
         q = heads(q, (1 + self.gated) * self.head_dim)
@@ -251,7 +251,7 @@ class Attention(nnx.Module):
         return ()
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
+    def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools
         pages = at.token_pages
@@ -276,7 +276,7 @@ class Attention(nnx.Module):
             implementation=at.implementation,
         )
         attended = paged_attention(q, at, keys, values, self.scale, gates=gates)
-        return self.output(attended, None), keys, values
+        return self.o_proj.sums(like(x, attended.reshape(attended.shape[0], -1))), keys, values
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

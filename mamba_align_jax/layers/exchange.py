@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax.layers.chain import Chain
 from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
 from pallas_kernels.rms_norm.xla import sum_of_shares
 
@@ -32,8 +33,9 @@ class Partial:
         return jax.lax.psum(sum_of_shares(self.sums), self.axis)
 
 
-# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, or a summand.
-Outputs: TypeAlias = jax.Array | Partial
+# What a layer returns: outputs [tokens, hidden], sums [shares, tokens, hidden] whose total they are, a summand, or a chain
+# that computes sums.
+Outputs: TypeAlias = jax.Array | Partial | Chain
 
 
 class Exchange:

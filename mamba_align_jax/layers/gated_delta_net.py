@@ -10,6 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
+from mamba_align_jax.layers.chain import Inputs, like
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
@@ -35,6 +36,7 @@ class GatedDeltaNet(nnx.Module):
 
     kind = "gdn"
     keeps_interior = True
+    takes_chains = True
     window_layout: WindowLayout = "SD"
     state_layout: StateLayout = "VK"
 
@@ -89,7 +91,7 @@ class GatedDeltaNet(nnx.Module):
         return DeltaRuleRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
+    def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         qkv, z, b, a = self.in_proj_qkvzba.with_wide_first(x, is_wide=not at.has_decode_rows)
         out, *pools_ = convolved_delta_rule(
@@ -105,8 +107,8 @@ class GatedDeltaNet(nnx.Module):
             window_layout=self.window_layout,
             state_layout=self.state_layout,
         )
-        normed = self.norm(out, z.reshape(out.shape)).reshape(x.shape[0], -1)
-        return self.out_proj.sums(normed), *pools_
+        normed = self.norm(out, z.reshape(out.shape)).reshape(qkv.shape[0], -1)
+        return self.out_proj.sums(like(x, normed)), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

@@ -10,6 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
+from mamba_align_jax.layers.chain import Inputs, like
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
@@ -40,6 +41,7 @@ class KimiDeltaAttention(nnx.Module):
 
     kind = "kda"
     keeps_interior = True
+    takes_chains = True
     window_layout: WindowLayout = "SD"
     state_layout: StateLayout = "VK"
 
@@ -96,7 +98,7 @@ class KimiDeltaAttention(nnx.Module):
         return DeltaRuleRing(self.heads, self.head_dim, self.heads, self.head_dim, dtype, per_channel=True)
 
     @old_mixer_call
-    def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
+    def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
 
         def heads(y: jax.Array) -> jax.Array:
@@ -117,7 +119,7 @@ class KimiDeltaAttention(nnx.Module):
             state_layout=self.state_layout,
         )
         z = heads(g if self.g_b_proj is None else self.g_b_proj(g))
-        return self.o_proj.sums(self.o_norm(out, z).reshape(x.shape[0], -1)), *pools_
+        return self.o_proj.sums(like(x, self.o_norm(out, z).reshape(qkv.shape[0], -1))), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.lax import Precision
 
 import pallas_kernels as ops
+from mamba_align_jax.layers.chain import Chain, Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs, Partial
 from pallas_kernels.linear.config import MAX_TOKENS
 from pallas_kernels.rows import cut_columns
@@ -54,8 +55,20 @@ class Linear(nnx.Module):
         self.axis: str | None = None
         self.implementation: ops.Implementation | None = None
 
-    def __call__(self, x: jax.Array) -> Any:
-        """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given."""
+    def _continues(self, x: Inputs) -> bool:
+        """Whether the product is a step of the chain `x`."""
+        is_alone = self.axis is None and self.bias is None and self.implementation is None
+        return isinstance(x, Chain) and is_alone
+
+    def __call__(self, x: Inputs) -> Any:
+        """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given.
+
+        A chain is launched.
+        """
+        if isinstance(x, Chain) and self._continues(x):
+            outs = x.product(self.weight[...]).launch(self.parts)
+            return outs[0] if self._is_whole else outs
+        x = settled(x)
         rows = self._rows(x)
         if self.axis is None:
             outs = self._product(rows, parts=self.parts)
@@ -64,7 +77,7 @@ class Linear(nnx.Module):
         outs = tuple(out.reshape(*x.shape[:-1], out.shape[1]) for out in outs)
         return outs[0] if self._is_whole else outs
 
-    def with_wide_first(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, ...]:
+    def with_wide_first(self, x: Inputs, *, is_wide: bool) -> tuple[jax.Array, ...]:
         """Takes [tokens, in] to the parts, of which the first may have the columns of the others after its own.
 
         Cutting the first part of a long prompt's product off would be a copy. Kernels can do without it.
@@ -73,24 +86,28 @@ class Linear(nnx.Module):
             x: The inputs.
             is_wide: Whether what reads the first part ignores the columns after its own.
         """
-        if not is_wide or self.axis is not None:
+        if not is_wide or self.axis is not None or isinstance(x, Chain):
             return self(x)
         (whole,) = self._product(self._rows(x))
         return whole, *cut_columns(whole, self.parts)[1:]
 
-    def gated(self, x: jax.Array) -> jax.Array:
-        """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts."""
-        (out,) = self._product(self._rows(x), is_gated=True)
+    def gated(self, x: Inputs) -> Inputs:
+        """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts. It continues a chain."""
+        if isinstance(x, Chain) and self._continues(x):
+            return x.product(self.weight[...], is_gated=True)
+        (out,) = self._product(self._rows(settled(x)), is_gated=True)
         return out
 
-    def sums(self, x: jax.Array) -> Outputs:
+    def sums(self, x: Inputs) -> Outputs:
         """Computes the product of [tokens, in] as sums [shares, tokens, out], whose total over the shares it is.
 
         The sums are float32, or of the weights' dtype where `ops.linear_sums` rounds them. If the inputs are split over
         devices, each device has a summand of the product, in float32. A product with a bias is added up at once, so that
-        the bias is added once.
+        the bias is added once. A chain is continued, and returned.
         """
-        rows = self._rows(x)
+        if isinstance(x, Chain) and self._continues(x):
+            return x.product(self.weight[...])
+        rows = self._rows(settled(x))
         if self.bias is not None:
             return self._whole(rows)[None]
         return self.shares(rows) if self.axis is None else self._summand(rows, self.axis)

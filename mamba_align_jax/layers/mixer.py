@@ -28,6 +28,8 @@ class Mixer(Protocol):
     A mixer may also have an attribute `keeps_interior`. It is true if its prefill ops take `LayerRows.checkpoints`, so
     that the boundaries inside prefill rows are kept in mode "all". Without it the mixer does not serve that mode.
 
+    A mixer may also have an attribute `takes_chains`. It is true if its inputs may be a `Chain`. Its outputs are one then.
+
     A mixer may also have a method `ring(dtype) -> Ring`, with the dtype of the model. Under policy
     "deferred" the arrays of its ring (`StatePool.rings`) then follow its pools, and its decode and verify rows have
     `LayerRows.fold`. Without it the mixer does not serve that policy.

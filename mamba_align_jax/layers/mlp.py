@@ -3,9 +3,9 @@
 Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
-import jax
 from flax import nnx
 
+from mamba_align_jax.layers.chain import Inputs
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.split import Cut
@@ -27,8 +27,10 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), dtype, rngs)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> Outputs:
-        """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`."""
+    takes_chains = True
+
+    def __call__(self, x: Inputs) -> Outputs:
+        """Takes [tokens, hidden] to sums [shares, tokens, hidden]: see `Linear.sums`. It continues a chain."""
         return self.down_proj.sums(self.gate_up_proj.gated(x))
 
     def split(self, cut: Cut) -> None:

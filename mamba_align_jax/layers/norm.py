@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
+from mamba_align_jax.layers.exchange import Exchange, Partial
 from pallas_kernels import add_rms_norm
+from pallas_kernels.product_chain import Norm
 
 
 def rms(x: jax.Array, epsilon: float) -> jax.Array:
@@ -38,10 +39,16 @@ class RMSNorm(nnx.Module):
         """Normalises the last axis."""
         return (rms(x, self.epsilon) * (self.offset + self.weight[...].astype(jnp.float32))).astype(x.dtype)
 
+    def step(self, scale: float = 1.0, dtype: Any = None) -> Norm:
+        """Returns the norm as a step of a chain. Its arguments are those of `after`."""
+        return Norm(
+            self.weight[...], self.epsilon, self.offset, scale, None if dtype is None else str(jnp.dtype(dtype))
+        )
+
     def after(
         self,
         x: jax.Array,
-        addend: Outputs,
+        addend: jax.Array | Partial,
         *,
         scale: float = 1.0,
         dtype: Any = None,

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
 from mamba_align_jax.layers.norm import RMSNorm
+from pallas_kernels.product_chain import Norm
 from pallas_kernels.rms_norm.xla import sum_of_shares
 
 
@@ -19,11 +21,13 @@ def total(outputs: Outputs, dtype: Any) -> jax.Array:
 
     Args:
         outputs: [tokens, hidden], or sums [shares, tokens, hidden] whose total the outputs are, or a summand of them:
-            see `Linear.sums`.
+            see `Linear.sums`; or a chain that computes sums, which is launched.
         dtype: The dtype.
     """
     if isinstance(outputs, Partial):
         return outputs.total().astype(dtype)
+    if isinstance(outputs, Chain):
+        outputs = outputs.launch()
     if outputs.ndim == 2:
         return outputs.astype(dtype)
     return sum_of_shares(outputs).astype(dtype)
@@ -34,22 +38,23 @@ class Residual:
     """The residual stream within a step.
 
     Attributes:
-        value: The stream without what waits. [tokens, hidden]
+        value: The stream without what waits, [tokens, hidden], or the chain whose last norm computes it.
         waiting: Outputs that are still to be added: see `total`; None if nothing waits.
         scale: Factor of what waits.
         exchange: Adds up the summands of all devices; None leaves that to XLA.
     """
 
-    value: jax.Array
+    value: jax.Array | Chain
     waiting: Outputs | None = None
     scale: float = 1.0
     exchange: Exchange | None = None
 
     def add(self, outputs: Outputs, scale: float = 1.0) -> "Residual":
-        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], or a summand."""
-        return self.after(self.settled(), outputs, scale)
+        """Adds `scale` times outputs, which are [tokens, hidden], sums [shares, tokens, hidden], a summand, or a chain."""
+        is_continued = isinstance(outputs, Chain) and outputs is self.value
+        return self.after(self.value if is_continued else self.settled(), outputs, scale)
 
-    def after(self, value: jax.Array, outputs: Outputs, scale: float = 1.0) -> "Residual":
+    def after(self, value: jax.Array | Chain, outputs: Outputs, scale: float = 1.0) -> "Residual":
         """Returns the stream of which a layer has computed the value itself, with outputs that are to be added to it."""
         return replace(self, value=value, waiting=outputs, scale=scale)
 
@@ -61,10 +66,11 @@ class Residual:
 
     def settled(self) -> jax.Array:
         """Returns the stream, [tokens, hidden], with everything added."""
-        if self.waiting is None:
-            return self.value
-        summed = self.total(self.waiting, jnp.float32)
-        return (self.value.astype(jnp.float32) + self.scale * summed).astype(self.value.dtype)
+        summed = None if self.waiting is None else self.total(self.waiting, jnp.float32)
+        value = self.value.total() if isinstance(self.value, Chain) else self.value
+        if summed is None:
+            return value
+        return (value.astype(jnp.float32) + self.scale * summed).astype(value.dtype)
 
     def normed(self, norm: RMSNorm, dtype: Any = None) -> tuple[jax.Array, "Residual"]:
         """Normalises the stream.
@@ -77,7 +83,32 @@ class Residual:
             The normed values [tokens, hidden], and the stream, to which nothing is left to add.
         """
         if self.waiting is None:
-            return norm(self.value).astype(dtype or self.value.dtype), self
+            value = self.settled()
+            return norm(value).astype(dtype or value.dtype), replace(self, value=value)
+        if isinstance(self.waiting, Chain):
+            chain = self._continued(self.waiting, norm.step(self.scale, dtype))
+            return chain.launch(), Residual(chain.total(), exchange=self.exchange)
         options = dict(scale=self.scale, dtype=dtype, exchange=self.exchange)
-        value, normed = norm.after(self.value, self.waiting, **options)
+        value, normed = norm.after(replace(self, waiting=None).settled(), self.waiting, **options)
         return normed, Residual(value, exchange=self.exchange)
+
+    def chained(self, norm: RMSNorm) -> tuple[Inputs, "Residual"]:
+        """Normalises the stream of a single token later, together with what follows: see `Chain`.
+
+        Returns:
+            The chain that computes the normed values, and the stream, whose value it computes too. With several tokens, or
+            where sums are added up over devices, they are those of `normed`.
+        """
+        waiting = self.waiting
+        if waiting is None or isinstance(waiting, Partial) or self.exchange is not None:
+            return self.normed(norm)
+        if not isinstance(waiting, Chain):
+            if waiting.shape[-2] != 1:
+                return self.normed(norm)
+            waiting = Chain(waiting if waiting.ndim == 3 else waiting[None])
+        chain = self._continued(waiting, norm.step(self.scale))
+        return chain, Residual(chain)
+
+    def _continued(self, chain: Chain, step: Norm) -> Chain:
+        """Lets a chain add what it computes to the stream and normalise it."""
+        return chain.norm(step, None if self.value is chain else replace(self, waiting=None).settled())

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from mamba_align_jax.layers.attention import Attention
+from mamba_align_jax.layers.chain import Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.norm import RMSNorm
@@ -110,6 +111,8 @@ class AdaptedMLP(nnx.Module):
 class AdaptedAttention(Attention):
     """Shared attention with a layer's adapters of its queries, keys and values. Every layer has pages of its own."""
 
+    takes_chains = False  # adapters read the inputs too
+
     def __init__(self, shared: Attention, rank: int | None, dtype: str, rngs: nnx.Rngs) -> None:
         """Makes adapters of rank `rank` with random weights; None makes none."""
         self.heads, self.kv_heads, self.head_dim = shared.heads, shared.kv_heads, shared.head_dim
@@ -121,12 +124,13 @@ class AdaptedAttention(Attention):
         if rank is not None:
             self.q_up, self.k_up, self.v_up = (Linear(rank, size, dtype, rngs) for size in shared.qkv_proj.parts)
 
-    def projections(self, x: jax.Array, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def projections(self, x: Inputs, *, is_wide: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Projects the inputs [tokens, 2 * hidden] to queries, keys and values, each [tokens, channels].
 
         Queries are never wide, because adapters are added to them.
         """
         del is_wide
+        x = settled(x)
         q, k, v = self.qkv_proj(x)
         if self.down is None:
             return q, k, v

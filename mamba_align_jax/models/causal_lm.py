@@ -12,6 +12,7 @@ from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages, KVSpec
+from mamba_align_jax.layers.chain import Inputs, settled
 from mamba_align_jax.layers.exchange import Exchange, Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
@@ -48,27 +49,34 @@ class Carry:
     embedded: jax.Array | None = None
     passed: tuple[str, ...] = ()
 
-    def mix(self, mixer: Mixer, x: jax.Array, step: StepInputs) -> tuple[Outputs, "Carry"]:
-        """Runs the next mixer of its kind on packed tokens [tokens, hidden].
+    def mix(self, mixer: Mixer, x: Inputs, step: StepInputs) -> tuple[Outputs, "Carry"]:
+        """Runs the next mixer of its kind on packed tokens [tokens, hidden], or on the chain that computes them.
 
         Returns:
             The mixer's outputs, as `Residual.add` takes them, and the carry for the next mixer.
         """
+        inputs = _inputs_for(mixer, x)
         number, passed = self.passed.count(mixer.kind), (*self.passed, mixer.kind)
         if mixer.kind == ATTENTION:
             at = step.layer(number, implementation=self.implementation)
-            out, keys, values = mixer(x, at, self.kv.keys, self.kv.values)
+            out, keys, values = mixer(inputs, at, self.kv.keys, self.kv.values)
             return out, replace(self, kv=KVPages(keys=keys, values=values), passed=passed)
         group = self.kinds.index(mixer.kind)
         at = step.layer(number, group=group, implementation=self.implementation)
-        out, *states = mixer(x, at, *self.pool.states[group], *self.pool.ring(group))
+        out, *states = mixer(inputs, at, *self.pool.states[group], *self.pool.ring(group))
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
 
-    def feed_forward(self, layer: Any, x: jax.Array, step: StepInputs) -> Outputs:
+    def feed_forward(self, layer: Any, x: Inputs, step: StepInputs) -> Outputs:
         """Runs a feed-forward layer on packed tokens [tokens, hidden]. Padding tokens choose no experts."""
+        inputs = _inputs_for(layer, x)
         if isinstance(layer, MixtureOfExperts):
-            return layer(x, step.valid, self.implementation)
-        return layer(x)
+            return layer(inputs, step.valid, self.implementation)
+        return layer(inputs)
+
+
+def _inputs_for(layer: Any, x: Inputs) -> Any:
+    """Returns inputs as a layer takes them: a chain only where `takes_chains` says so."""
+    return x if getattr(layer, "takes_chains", False) else settled(x)
 
 
 class Layer(Protocol):

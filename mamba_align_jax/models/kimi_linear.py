@@ -188,9 +188,9 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Residual, step: StepInputs, carry: Carry) -> tuple[Residual, Carry]:
         """Runs a step's packed tokens: see `causal_lm.Layer`."""
-        normed, x = x.normed(self.input_layernorm)
+        normed, x = x.chained(self.input_layernorm)
         out, carry = carry.mix(self.self_attn, normed, step)
-        normed, x = x.add(out).normed(self.post_attention_layernorm)
+        normed, x = x.add(out).chained(self.post_attention_layernorm)
         return x.add(carry.feed_forward(self.mlp, normed, step)), carry
 
 

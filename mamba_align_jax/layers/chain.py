@@ -1,0 +1,67 @@
+"""Products and norms of a step that follow each other, and are launched together.
+
+A step of a single token spends much of its time on starting launches. From the end of one mixer to the beginning of the
+next, everything is products and norms: see `pallas_kernels.product_chain`.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+
+from pallas_kernels import product_chain
+from pallas_kernels.product_chain import Norm, Product
+
+
+class Chain:
+    """Steps that are still to be launched. Whoever continues a chain changes it, and nobody else may continue it then.
+
+    A chain belongs to the trace in which it was made.
+    """
+
+    def __init__(self, x: jax.Array) -> None:
+        """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
+        self._x = x
+        self._residual: jax.Array | None = None
+        self._steps: tuple[Product | Norm, ...] = ()
+        self._total: jax.Array | None = None
+
+    def product(self, weight: jax.Array, *, is_gated: bool = False) -> "Chain":
+        """Adds a product: see `Product`."""
+        self._steps += (Product(weight, is_gated),)
+        return self
+
+    def norm(self, norm: Norm, residual: jax.Array | None = None) -> "Chain":
+        """Adds a norm. The first one adds to `residual`, the residual stream, and each later one to the sum before."""
+        if residual is not None:
+            self._residual = residual
+        self._steps += (norm,)
+        return self
+
+    def launch(self, parts: tuple[int, ...] | None = None) -> Any:
+        """Computes the last step's results: see `product_chain`. The chain has ended then."""
+        if not self._steps:
+            return self._x
+        out, self._total = product_chain(self._x, self._steps, self._residual, parts=parts)
+        self._x, self._steps = out, ()
+        return out
+
+    def total(self) -> jax.Array:
+        """Returns the residual stream after the last norm. It launches what has not been launched."""
+        if self._total is None:
+            self.launch()
+        assert self._total is not None, "there was no norm"
+        return self._total
+
+
+# The input of a mixer or of a feed-forward layer: [tokens, hidden], or the chain that computes it.
+Inputs: TypeAlias = jax.Array | Chain
+
+
+def settled(x: Inputs) -> jax.Array:
+    """Returns the input of a layer as an array [tokens, hidden]."""
+    return x.launch() if isinstance(x, Chain) else x
+
+
+def like(x: Inputs, y: jax.Array) -> Inputs:
+    """Returns what a layer that got `x` projects to its outputs: a new chain that begins with `y` if `x` is a chain."""
+    return Chain(y) if isinstance(x, Chain) else y

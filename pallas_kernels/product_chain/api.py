@@ -1,0 +1,119 @@
+"""The public function of product_chain: its contract, checks and dispatch."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import device
+from pallas_kernels._check import checked, require
+from pallas_kernels._pallas_mosaic import unavailable
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.product_chain import mosaic_gpu, schedule, separate
+from pallas_kernels.product_chain.steps import Norm, Product, Step
+
+
+@checked
+def product_chain(
+    x: Float[Array, "tokens inputs"] | Float[Array, "shares tokens inputs"],
+    steps: Sequence[Any],
+    residual: Float[Array, "tokens channels"] | None = None,
+    *,
+    parts: tuple[int, ...] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, Float[Array, "tokens channels"] | None]:
+    """Runs products and norms of tokens, one after the other: each step takes what the step before has computed.
+
+    In a decode step of a single request, the time of these steps is that of reading their weights. In each launch there are
+    about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
+    all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
+
+    A chain of more than one token, or of one step, runs each step by an op of its own: `linear`, `linear_sums` and
+    `add_rms_norm`.
+
+    Numerics: products are summed in float32. A gated product, the residual stream and normed values are rounded to their
+    dtype, also within the launch, so results differ from those of separate ops by the order of sums only. The order depends
+    on shapes and on the number of the GPU's cores. There is no derivative.
+
+    Args:
+        x: What the first step takes. Only a norm takes shares, whose total is meant.
+        steps: `Product` and `Norm` objects. A norm follows a product, or is the first step.
+        residual: The residual stream, which norms add to. It is needed if there is a norm.
+        parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
+            have the dtype of the weights. None returns its sums.
+        implementation: "mosaic_gpu" names the one launch; "xla" and "triton" name implementations of the separate ops. None
+            selects one launch if the GPU has it for these arguments, and else separate ops.
+
+    Returns:
+        The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
+        are a tuple with an array [tokens, size] for each of `parts`; or sums [shares, tokens, outputs] whose total they
+        are, as of `linear_sums`; or an array [tokens, outputs] of a gated product; or normed values [tokens, channels].
+
+    Raises:
+        ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
+        UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
+    """
+    steps = tuple(steps)
+    _check(x, steps, residual, parts)
+    reason = schedule.unsupported(x, steps, residual, parts, device.cores())
+    if reason is None and implementation != "mosaic_gpu":
+        reason = unavailable(implementation, None, False)
+    if implementation in ("xla", "triton"):
+        reason = f"implementation is {implementation!r}"
+    return _run(x, steps, residual, parts, implementation, reason)
+
+
+def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None) -> None:
+    require(len(steps) > 0, "product_chain: steps must not be empty")
+    channels, can_norm = x.shape[-1], True
+    for number, step in enumerate(steps):
+        name = f"product_chain: step {number}"
+        if isinstance(step, Norm):
+            require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
+            require(residual is not None, f"{name}: a norm needs a residual stream, got residual=None")
+            if residual is not None:
+                wanted = (x.shape[-2], channels)
+                require(
+                    residual.shape == wanted, f"{name}: residual must be {list(wanted)}, got {list(residual.shape)}"
+                )
+            require(
+                step.weight.shape == (channels,), f"{name}: weight must be [{channels}], got {list(step.weight.shape)}"
+            )
+            can_norm = False
+        elif isinstance(step, Product):
+            require(number > 0 or x.ndim == 2, f"{name}: a product takes no shares, got x {list(x.shape)}")
+            shape = step.weight.shape
+            is_right = len(shape) == 2 and shape[1] == channels
+            require(is_right, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
+            require(not step.is_gated or shape[0] % 2 == 0, f"{name}: gated weights must have an even number of rows")
+            channels, can_norm = step.outputs, not step.is_gated
+        else:
+            raise ValueError(f"{name}: must be a Product or a Norm, got {type(step).__name__}")
+    if parts is not None:
+        last = steps[-1]
+        require(
+            isinstance(last, Product) and not last.is_gated,
+            "product_chain: parts are those of a last product that is not gated",
+        )
+        require(
+            sum(parts) == channels and min(parts) > 0,
+            f"product_chain: parts must add up to {channels}, got {list(parts)}",
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
+def _run(x, steps, residual, parts, implementation, reason):
+    alone = functools.partial(separate.product_chain, parts=parts, implementation=implementation)
+    if reason is not None and implementation != "mosaic_gpu":
+        return alone(x, steps, residual)
+    return dispatch(
+        "product_chain",
+        implementation,
+        (x, steps, residual),
+        xla=alone,
+        triton=alone,
+        mosaic_gpu=functools.partial(mosaic_gpu.product_chain, parts=parts),
+        no_mosaic_gpu=reason,
+    )

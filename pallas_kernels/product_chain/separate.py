@@ -1,0 +1,49 @@
+"""product_chain with a launch for each step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.linear import linear, linear_sums
+from pallas_kernels.product_chain.steps import Norm, Step
+from pallas_kernels.rms_norm import add_rms_norm
+
+
+def product_chain(
+    x: jax.Array,
+    steps: Sequence[Step],
+    residual: jax.Array | None,
+    *,
+    parts: tuple[int, ...] | None,
+    implementation: Implementation | None,
+) -> tuple[Any, jax.Array | None]:
+    """See api.py."""
+    value = x
+    for number, step in enumerate(steps):
+        if isinstance(step, Norm):
+            assert residual is not None
+            shares = value if value.ndim == 3 else value[None]
+            residual, value = add_rms_norm(
+                residual,
+                shares,
+                step.weight,
+                epsilon=step.epsilon,
+                offset=step.offset,
+                scale=step.scale,
+                out_dtype=step.out_dtype,
+                implementation=implementation,
+            )
+            continue
+        weight, is_last = step.weight, number + 1 == len(steps)
+        value = value.astype(weight.dtype)
+        if is_last and parts is not None:
+            return linear(value, weight, parts=parts, implementation=implementation), residual
+        if step.is_gated:
+            value = linear(value, weight, is_gated=True, implementation=implementation)[0]
+        elif is_last or isinstance(steps[number + 1], Norm):
+            value = linear_sums(value, weight, implementation=implementation)
+        else:
+            value = linear(value, weight, implementation=implementation)[0]
+    return value, residual

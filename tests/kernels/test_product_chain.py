@@ -1,0 +1,205 @@
+"""product_chain: chains of one and of several tokens against float64, step by step, and what one launch refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
+from oracles.ops import add_rms_norm, linear
+
+from pallas_kernels import UnsupportedError, product_chain
+from pallas_kernels.product_chain import Norm, Product, schedule
+from pallas_kernels.product_chain.cases import CASES, Case
+
+EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5
+SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
+# Shapes that one launch runs: shares and parts, norms first, last and in the middle, few outputs and many inputs.
+ODD = [
+    Case("one block", (4, 4), 256, (4,)),
+    Case("parts within few blocks", (512, "norm", 20), 768, (4, 12, 4)),
+    Case("many shares", (128, "norm"), 12800),
+    Case("fewer blocks than programs", (256, "norm", ("gated", 256), 128), 256),
+    Case("norm of shares, then sums", ("norm", 384), 256, shares=3),
+    Case("two norms in a row of layers", (256, "norm", ("gated", 512), 256, "norm"), 512, dtype="float16"),
+    Case("ends with a norm", (256, "norm"), 512),
+]
+BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD]]
+
+
+def draw(rng, case, tokens=1):
+    """Returns the arguments of a case, at about unit scale after each step."""
+    channels, steps, hidden = case.inputs, [], None
+    cast = lambda x, dtype=case.dtype: jnp.asarray(x, dtype)
+    for step in case.steps:
+        if step == "norm":
+            weight = cast(0.1 * rng.standard_normal(channels, np.float32), jnp.float32)
+            steps.append(Norm(weight, EPSILON, OFFSET, SCALE))
+            hidden = channels
+        else:
+            outputs = step[1] if isinstance(step, tuple) else step
+            rows = outputs * (1 + isinstance(step, tuple))
+            weight = rng.standard_normal((rows, channels), np.float32) * channels**-0.5
+            steps.append(Product(cast(weight), isinstance(step, tuple)))
+            channels = outputs
+    x = rng.standard_normal((*([case.shares] if case.shares else []), tokens, case.inputs), np.float32)
+    residual = None if hidden is None else cast(rng.standard_normal((tokens, hidden), np.float32))
+    return cast(x), tuple(steps), residual
+
+
+def oracle(x, steps, residual, dtype):
+    """Runs the steps in float64, with what a step hands to the next one rounded to `dtype`."""
+    rounded = lambda y: np.asarray(jnp.asarray(y, dtype), np.float64)
+    for number, step in enumerate(steps):
+        if isinstance(step, Norm):
+            shares = np.asarray(x, np.float64)
+            shares = shares if shares.ndim == 3 else shares[None]
+            total, _ = add_rms_norm(residual, shares, step.weight, EPSILON, OFFSET, SCALE)
+            residual = rounded(total)
+            zero = np.zeros((1, *residual.shape))
+            _, x = add_rms_norm(residual, zero, step.weight, EPSILON, OFFSET)
+        else:
+            x = linear(x, step.weight, is_gated=step.is_gated)
+        if number + 1 < len(steps) and not isinstance(steps[number + 1], Norm):
+            x = rounded(x)
+    return x, residual
+
+
+def whole(out):
+    """Joins parts, or adds up shares."""
+    if isinstance(out, tuple):
+        return np.concatenate([np.asarray(part, np.float64) for part in out], axis=1)
+    return np.asarray(out, np.float64).sum(axis=0) if out.ndim == 3 else np.asarray(out, np.float64)
+
+
+def check(rng, case, tokens=1, **options):
+    """Compares a case with the oracle. What a step rounds differently travels on, so the bound grows with the steps."""
+    x, steps, residual = draw(rng, case, tokens)
+    out, total = product_chain(x, steps, residual, parts=case.parts, **options)
+    wanted, wanted_total = oracle(x, steps, residual, case.dtype)
+    found = whole(out)
+    assert found.shape == wanted.shape
+    if case.parts:
+        assert [(part.shape, part.dtype) for part in out] == [((tokens, n), case.dtype) for n in case.parts]
+    roundings = 2 * len(steps)
+    terms = max(step.weight.shape[-1] for step in steps)
+    assert_close(found / roundings, wanted / roundings, case.dtype, terms, "results")
+    if residual is None:
+        assert total is None
+    else:
+        assert (total.shape, total.dtype) == (residual.shape, residual.dtype)
+        assert_close(np.asarray(total, np.float64) / roundings, wanted_total / roundings, case.dtype, terms, "residual")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[::2])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("case", [*SMALL, *ODD[:2], *ODD[3:]], ids=lambda case: case.name)
+def test_separate_launches_match_the_oracle(rng, case, tokens, implementation):
+    check(rng, case, tokens, **how(implementation))
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+@pytest.mark.parametrize("case", BY_ONE_LAUNCH)
+def test_one_launch_matches_the_oracle(rng, case, implementation):
+    check(rng, case, **how(implementation))
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+def test_launches_that_follow_each_other_have_the_same_bits_as_alone(rng, implementation):
+    """What programs send each other is fresh in every launch, and no launch leaves anything to the next one."""
+    skip_if_unavailable(implementation)
+    case = ODD[5]
+    arguments = [draw(rng, case) for _ in range(3)]
+    one = lambda x, steps, residual: product_chain(x, steps, residual, implementation=implementation)
+    alone = [jax.jit(one)(*given) for given in arguments]
+
+    @jax.jit
+    def together(arguments):
+        return [one(*given) for given in [*arguments, *arguments[::-1]]]
+
+    for _ in range(20):
+        found = together(arguments)
+        for (out, total), (wanted, wanted_total) in zip(found, [*alone, *alone[::-1]], strict=True):
+            np.testing.assert_array_equal(out, wanted)
+            np.testing.assert_array_equal(total, wanted_total)
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
+    """+0 is how memory says that a number is not there yet, so zeros must not be waited for. NaN must not be lost."""
+    skip_if_unavailable(implementation)
+    x, steps, residual = draw(rng, ODD[6])
+    weight = steps[0].weight.at[:4].set(0.0).at[5].set(-0.0)
+    steps = (Product(weight), steps[1])
+    _, total = product_chain(x, steps, residual, implementation=implementation)
+    np.testing.assert_array_equal(total[0, :4], residual[0, :4])
+    steps = (Product(weight.at[7].set(jnp.nan)), steps[1])
+    out, total = product_chain(x, steps, residual, implementation=implementation)
+    assert np.flatnonzero(np.isnan(np.asarray(total, np.float32)[0])).tolist() == [7]
+    assert np.isnan(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.parametrize("programs", [132, 114, 78, 16])
+@pytest.mark.parametrize("case", [*CASES, *ODD], ids=lambda case: case.name)
+def test_programs_share_the_work_without_gaps(case, programs, rng):
+    """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
+    shapes = jax.eval_shape(lambda: draw(rng, case))
+    plan = schedule.schedule(shapes[1], case.parts, 2)
+    assert 2 <= plan.depth <= plan.slots
+    for phase in plan.phases:
+        if phase.shares > programs:
+            continue
+        found = []
+        for program in range(programs):
+            share, first, after = (int(n) for n in phase.work(jnp.int32(program), programs))
+            found += [(share, block) for block in range(first, after)]
+        assert sorted(found) == [(share, block) for share in range(phase.shares) for block in range(phase.blocks)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(tokens=2), "there must be one token, got 2"),
+        (dict(dtype="float32"), "all weights must be bfloat16 or all float16"),
+        (dict(inputs=500), "a product must have a multiple of 256 inputs, got 500"),
+        (dict(steps=(258, "norm")), "a product must have a multiple of 4 outputs, got 258"),
+        (dict(steps=(260, "norm")), "a norm must have a multiple of 128 channels, got 260"),
+        (dict(steps=(256,)), "there must be a product and another step, got 1 steps"),
+        (dict(steps=(256, ("gated", 256))), "the last product must not be gated"),
+        (dict(steps=(256, "norm", 18), parts=(10, 8)), "a product must have a multiple of 4 outputs, got 18"),
+        (dict(steps=(256, "norm", 20), parts=(10, 10)), "parts must be multiples of 4"),
+        (dict(inputs=8192, steps=(256, 256)), "a product has too many inputs, 8192"),
+    ],
+)
+def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
+    changes = dict(changes)
+    tokens = changes.pop("tokens", 1)
+    case = Case("refused", **(dict(steps=(256, "norm", 256), inputs=256) | changes))
+    with pytest.raises(UnsupportedError, match=message):
+        product_chain(*draw(rng, case, tokens), parts=case.parts, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, p, n, r: (x, (), r), "steps must not be empty"),
+        (lambda x, p, n, r: (x, (p, n, n), r), "step 2: a norm must be the first step or follow a product"),
+        (lambda x, p, n, r: (x, (p, n), None), "step 1: a norm needs a residual stream"),
+        (lambda x, p, n, r: (x, (p, n), r[:, 1:]), r"step 1: residual must be \[1, 256\], got \[1, 255\]"),
+        (lambda x, p, n, r: (x[:, 1:], (p, n), r), r"step 0: weight must be \[outputs, 255\], got \[256, 256\]"),
+        (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no shares"),
+        (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a Product or a Norm, got int"),
+        (lambda x, p, n, r: (x, (p, Norm(n.weight[1:], 1e-6)), r), r"step 1: weight must be \[256\], got \[255\]"),
+    ],
+)
+def test_bad_steps_are_refused(rng, change, message):
+    x, (product, norm), residual = draw(rng, Case("bad", (256, "norm"), 256))
+    with pytest.raises(ValueError, match=message):
+        product_chain(*change(x, product, norm, residual))
+
+
+def test_parts_belong_to_a_last_product(rng):
+    x, steps, residual = draw(rng, Case("bad", (256, "norm"), 256))
+    with pytest.raises(ValueError, match="parts are those of a last product"):
+        product_chain(x, steps, residual, parts=(256,))
+    with pytest.raises(ValueError, match=r"parts must add up to 256, got \[100, 100\]"):
+        product_chain(x, steps[:1], parts=(100, 100))

@@ -1,0 +1,107 @@
+"""Chains: the residual stream of a single token computes the same with them, and launches together what can be."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mamba_align_jax.layers import chain as module
+from mamba_align_jax.layers.chain import Chain, settled
+from mamba_align_jax.layers.linear import Linear
+from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.residual import Residual
+from pallas_kernels.product_chain import Norm, Product
+
+HIDDEN = 32
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Records the kinds of the steps of each launch."""
+    found, original = [], module.product_chain
+
+    def record(x, steps, *arguments, **options):
+        found.append([type(step) for step in steps])
+        return original(x, steps, *arguments, **options)
+
+    monkeypatch.setattr(module, "product_chain", record)
+    return found
+
+
+class TwoLayers:
+    """Two layers of a projection, its inverse's stand-in, and an MLP, as models put them together."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norms = [RMSNorm(HIDDEN, 1e-6, offset=1.0) for _ in range(5)]
+        self.into = [Linear(HIDDEN, (24, 16), "float32", rngs) for _ in range(2)]
+        self.out = [Linear(24, HIDDEN, "float32", rngs) for _ in range(2)]
+        self.mlps = [GatedMLP(HIDDEN, 48, "float32", rngs) for _ in range(2)]
+
+    def __call__(self, x, *, chained, scale=1.0):
+        stream = Residual(x)
+        normed_by = lambda stream, norm: stream.chained(norm) if chained else stream.normed(norm)
+        for layer in range(2):
+            normed, stream = normed_by(stream, self.norms[2 * layer])
+            y, _ = self.into[layer](normed)
+            y = Chain(y) if chained and y.shape[0] == 1 else y
+            normed, stream = normed_by(stream.add(self.out[layer].sums(y), scale), self.norms[2 * layer + 1])
+            stream = stream.add(self.mlps[layer](normed), scale)
+        return stream
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_model_computes_the_same_with_chains(rng, launches, scale):
+    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(1, HIDDEN)), jnp.float32)
+    wanted, wanted_stream = model(x, chained=False, scale=scale).normed(model.norms[4])
+    assert not launches
+    found, stream = model(x, chained=True, scale=scale).normed(model.norms[4])
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(stream.value, wanted_stream.value)
+    # From one mixer to the next one, and from the last mixer to the head.
+    assert launches == [
+        [Product, Norm, Product, Product, Norm, Product],
+        [Product, Norm, Product, Product, Norm],
+    ]
+
+
+def test_a_stream_that_ends_without_a_norm_adds_what_its_chain_computes(rng):
+    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(1, HIDDEN)), jnp.float32)
+    wanted, found = (model(x, chained=chained).settled() for chained in (False, True))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_several_tokens_have_no_chains(rng, launches):
+    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(3, HIDDEN)), jnp.float32)
+    normed, _ = model(x, chained=True).normed(model.norms[4])
+    assert isinstance(normed, jnp.ndarray)
+    assert not launches
+
+
+def test_outputs_that_are_arrays_begin_a_chain(rng, launches):
+    x, sums = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, HIDDEN), (9, 1, HIDDEN)))
+    linear, norm = Linear(HIDDEN, (8, 4), "float32", nnx.Rngs(0)), RMSNorm(HIDDEN, 1e-6)
+    for outputs in (sums, sums[0]):
+        normed, stream = Residual(x).add(outputs).chained(norm)
+        wanted, wanted_stream = Residual(x).add(outputs).normed(norm)
+        for part, wanted_part in zip(linear(normed), linear(wanted), strict=True):
+            np.testing.assert_array_equal(part, wanted_part)
+        np.testing.assert_array_equal(stream.settled(), wanted_stream.value)
+    assert launches == [[Norm, Product]] * 2
+
+
+def test_a_product_with_a_bias_ends_a_chain(rng, launches):
+    x, sums = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, HIDDEN), (1, 1, HIDDEN)))
+    norm, linear = RMSNorm(HIDDEN, 1e-6), Linear(HIDDEN, 8, "float32", nnx.Rngs(0), bias=True)
+    normed, _ = Residual(x).add(sums).chained(norm)
+    wanted, _ = Residual(x).add(sums).normed(norm)
+    np.testing.assert_array_equal(linear(normed), linear(wanted))
+    assert launches == [[Norm]]
+
+
+def test_an_empty_chain_is_its_inputs(launches):
+    x = jnp.ones((1, HIDDEN))
+    assert settled(Chain(x)) is x
+    assert settled(x) is x
+    assert not launches
