@@ -15,7 +15,7 @@ EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
 # Shapes that one launch runs: shares and parts, norms first, last and in the middle, few outputs and many inputs.
 ODD = [
-    Case("one block", (4, 4), 256, (4,)),
+    Case("one block", (256, 4), 256, (4,)),
     Case("parts within few blocks", (512, "norm", 20), 768, (4, 12, 4)),
     Case("many shares", (128, "norm"), 12800),
     Case("fewer blocks than programs", (256, "norm", ("gated", 256), 128), 256),
