@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 
 _WARP = 32  # lanes of a warp
+# The key of an expert that has been chosen, and the number of one that is not the best.
+_TAKEN = -(2**31), 2**31 - 1
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -61,21 +63,36 @@ def _all(reduce, tile):
     return reduce(reduce(tile, axis=1), axis=0)
 
 
-def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callable[[], jax.Array]]:
-    """Chooses a token's experts inside a kernel.
+class _Candidates(NamedTuple):
+    """What a program knows of a token before it chooses.
 
-    Args:
-        refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
-        token: The token.
-        rule: The static arguments.
-
-    Returns:
-        The experts, padded to a power of two, [places], and a function that returns their weights, float32 [places].
+    Attributes:
+        experts: The experts, int32 [lanes] in each of some tiles.
+        keys: A number for each, in the order of what is to be maximised. int32 [lanes] in each tile
+        score: Takes logits to scores.
+        load: Loads the logits of some experts, of which some exist.
     """
-    num_experts = rule.experts
+
+    experts: list[jax.Array]
+    keys: list[jax.Array]
+    score: Callable[[jax.Array], jax.Array]
+    load: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def take_best(self, keys: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the expert with the largest key, of equal ones the first, and the keys without it.
+
+        A warp finds the largest integer of its lanes by one instruction.
+        """
+        largest = jnp.max(functools.reduce(jnp.maximum, keys), axis=0)
+        first = [jnp.where(key == largest, expert, _TAKEN[1]) for expert, key in zip(self.experts, keys, strict=True)]
+        best = jnp.min(functools.reduce(jnp.minimum, first), axis=0)
+        return best, [jnp.where(expert == best, _TAKEN[0], key) for expert, key in zip(self.experts, keys, strict=True)]
+
+
+def _candidates(refs, token: jax.Array | int, rule: Rule) -> _Candidates:
+    """Loads a token's logits and computes what is to be maximised. The arguments are those of `choose`."""
 
     def load(expert, exists):
-        """Loads the logits of some experts."""
         shares = range(refs.logits.shape[0])
         return rule.total(pt.load(refs.logits.at[share, token, expert], mask=exists, other=0.0) for share in shares)
 
@@ -88,7 +105,7 @@ def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callabl
         score = lambda logits: jnp.exp(logits - largest) / total
     else:
         score = jax.nn.sigmoid
-    candidates = []
+    keys = []
     for (expert, exists), tile in zip(tiles, logits, strict=True):
         choice = score(tile)
         if refs.bias is not None:
@@ -96,17 +113,34 @@ def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callabl
         choice = jnp.where(exists, choice, -jnp.inf)
         if rule.top_groups < rule.groups:
             choice = _of_best_groups(choice, rule)
-        candidates.append((expert.reshape(-1), choice.reshape(-1)))
+        bits = jax.lax.bitcast_convert_type(choice.reshape(-1), jnp.int32)
+        keys.append(jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
+    return _Candidates([expert.reshape(-1) for expert, _ in tiles], keys, score, load)
 
+
+def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callable[[], jax.Array]]:
+    """Chooses a token's experts inside a kernel.
+
+    Args:
+        refs: Has `logits` [shares, tokens, outputs], `bias` [experts] or None, and `valid` int32 [tokens] or None.
+        token: The token.
+        rule: The static arguments.
+
+    Returns:
+        The experts, padded to a power of two, [places], and a function that returns their weights, float32 [places].
+    """
+    num_experts, found = rule.experts, _candidates(refs, token, rule)
     places = pt.power_of_two(rule.top_k + rule.shared)
     place, _ = pt.lanes(0, places, places)
-    chosen = jnp.full((places,), num_experts, jnp.int32)
-    for turn, (is_best, expert) in enumerate(_best(candidates, rule.top_k)):
-        chosen = jnp.where(place == turn, jnp.sum(jnp.where(is_best, expert, 0), axis=0), chosen)
+    chosen, keys = jnp.full((places,), num_experts, jnp.int32), found.keys
+    for turn in range(rule.top_k):
+        best, keys = found.take_best(keys)
+        chosen = jnp.where(place == turn, best, chosen)
     is_routed = (place < rule.top_k) & (chosen < num_experts)
 
     def weigh():
-        weights = jnp.where(is_routed, score(load(jnp.where(is_routed, chosen, 0), is_routed)), 0.0)
+        logits = found.load(jnp.where(is_routed, chosen, 0), is_routed)
+        weights = jnp.where(is_routed, found.score(logits), 0.0)
         if rule.renormalise:
             weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
         weights = weights * rule.scale
@@ -120,11 +154,27 @@ def choose(refs, token: jax.Array | int, rule: Rule) -> tuple[jax.Array, Callabl
     return experts if refs.valid is None else jnp.where(refs.valid[token] > 0, experts, -1), weigh
 
 
+def choose_one(refs, token: jax.Array | int, rule: Rule, place: jax.Array) -> jax.Array:
+    """Returns only the expert at one place of those that `choose` returns.
+
+    The first places are known early, and a shared expert at once: without the logits.
+    """
+
+    def routed():
+        found = _candidates(refs, token, rule)
+        advance = lambda turn, carry: found.take_best(carry[1])
+        return jax.lax.fori_loop(jnp.int32(0), place + 1, advance, (jnp.int32(rule.experts), found.keys))[0]
+
+    shared = rule.experts + place - rule.top_k
+    expert = jax.lax.cond(place < rule.top_k, routed, lambda: shared) if rule.shared else routed()
+    return expert if refs.valid is None else jnp.where(refs.valid[token] > 0, expert, -1)
+
+
 def _tiles(rule: Rule) -> list[pt.Lanes]:
     """Returns the experts, in one or several tiles of two axes, and which of them exist.
 
     A tile with groups is [groups, experts of a group]. Without groups each tile has an expert per lane of a warp, so that
-    every warp holds all of them, and no reduction has to wait for other warps. A lane's experts follow each other.
+    every warp holds all of them, and no reduction has to wait for other warps.
     """
     if rule.top_groups < rule.groups:
         size = rule.experts // rule.groups
@@ -133,8 +183,7 @@ def _tiles(rule: Rule) -> list[pt.Lanes]:
         exists = is_group[:, None] & is_of_group[None, :]
         return [(jnp.where(exists, group[:, None] * size + of_group[None, :], rule.experts), exists)]
     lane, _ = pt.lanes(0, _WARP, _WARP)
-    count = -(-rule.experts // _WARP)
-    experts = [(lane * count + number)[None, :] for number in range(count)]
+    experts = [(number * _WARP + lane)[None, :] for number in range(-(-rule.experts // _WARP))]
     return [(expert, expert < rule.experts) for expert in experts]
 
 
@@ -152,26 +201,6 @@ def _of_best_groups(choice: jax.Array, rule: Rule) -> jax.Array:
         allowed = jnp.where(group == chosen_group, 1, allowed)
         group_scores = jnp.where(group == chosen_group, -jnp.inf, group_scores)
     return jnp.where((allowed == 1)[:, None], choice, -jnp.inf)
-
-
-def _best(candidates: list[tuple[jax.Array, jax.Array]], count: int) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yields the best candidate, then the next best one, and so on: whether each lane has it, and the expert of each lane.
-
-    Candidates are experts [lanes] and what is to be maximised [lanes]. Of equal ones, the first expert is the best.
-    """
-    experts, choices = zip(*candidates, strict=True)
-    lane, _ = pt.lanes(0, experts[0].shape[0], experts[0].shape[0])
-    for _ in range(count):
-        expert, largest = experts[0], choices[0]
-        for other, choice in zip(experts[1:], choices[1:], strict=True):
-            expert, largest = jnp.where(choice > largest, other, expert), jnp.maximum(largest, choice)
-        # One reduction finds both the largest value and the first lane that has it.
-        is_best = lane == jnp.argmax(largest, axis=0).astype(jnp.int32)
-        yield is_best, expert
-        choices = [
-            jnp.where(is_best & (other == expert), -jnp.inf, choice)
-            for other, choice in zip(experts, choices, strict=True)
-        ]
 
 
 def _kernel(refs, *, rule: Rule):

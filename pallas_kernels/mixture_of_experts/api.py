@@ -153,8 +153,9 @@ def mixture_of_experts(
     other bits in a call of another size. What a token without experts holds, NaN included, never reaches a result.
 
     Numerics: products, activations and the weighted sum are float32; the activation's result and an expert's output are
-    rounded to the dtype of `x`, and the sum to `out_dtype`. float32 products are three products of tf32 in "triton" and
-    Precision.HIGHEST in "xla". There is no derivative in "triton".
+    rounded to the dtype of `x`, and the sum to `out_dtype`. "triton" does not round the outputs of a single token's experts.
+    float32 products are three products of tf32 in "triton", or of float32 for a single token, and Precision.HIGHEST in
+    "xla". There is no derivative in "triton".
 
     Args:
         x: Inputs.
@@ -203,7 +204,8 @@ def mixture_of_experts_sums(
 
     What reads the weighted sum, such as `add_rms_norm`, adds the shares on the way, and no kernel is launched for it. There
     is a share for each of a token's experts, in order: its weighted output, in x's dtype, which is rounded once. It is 0
-    for none. Otherwise arguments, numerics and errors are those of `mixture_of_experts`.
+    for none. A single token has one share, its whole sum in float32, and its experts' outputs are not rounded. Otherwise
+    arguments, numerics and errors are those of `mixture_of_experts`.
     """
     _check("mixture_of_experts_sums", x, up, down, activation)
     if 0 in chosen.shape or 0 in up.shape:
@@ -238,7 +240,7 @@ def routed_experts_sums(
     """Chooses each token's experts, and computes the weighted sum of their outputs, in shares that the caller adds up.
 
     It is `mixture_of_experts_sums` of what `choose_experts` returns: see there. With a single token, "triton" launches no
-    kernel for the choice: every program of the first product chooses the token's experts for itself.
+    kernel for the choice: every program of the first product chooses its expert for itself.
 
     Raises:
         ValueError: if a shape, a dtype or a number breaks the contract.

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Product:
-    """How one of the two products is cut. Sizes are powers of two, and at least 16.
+    """How one of the two products is cut. Sizes are powers of two, and at least 16 unless there is a single token.
 
     Attributes:
         columns: The number of an expert's outputs per program.
         depth: The number of inputs that are multiplied at a time.
         num_warps: Warps of a program.
-        num_stages: The software-pipelining depth of the loop over inputs.
+        num_stages: The software-pipelining depth of the loop over inputs. The kernels of a single token load so many blocks
+            of `depth` inputs at once.
     """
 
     columns: int
@@ -25,7 +26,8 @@ class Config:
     """How the kernels cut pairs of a token and one of its experts, and the products.
 
     Attributes:
-        rows: The most pairs of a tile, all of one expert. A power of two, at least 16.
+        rows: The most pairs of a tile, all of one expert. A power of two, at least 16; or 1 for the kernels of a single
+            token.
         up: The first product. With "swiglu", a program has `columns` gates and as many others.
         down: The second product.
         searched_pairs: The most pairs of a call in which programs find their tiles themselves. More pairs are sorted first,
@@ -42,12 +44,21 @@ class Config:
     short_rows: int | None = None
 
 
+def config_of_one_token(itemsize: int, parts: int) -> Config:
+    """The configuration for a single token, with elements of `itemsize` bytes and `parts` parts of the first product.
+
+    A program is one warp, whose threads load 16 bytes at a time.
+    """
+    depth = 512 // itemsize
+    return Config(1, Product(1, depth, 1, 16 // parts), Product(1, depth, 1, 18))
+
+
 def default_config(num_pairs: int, experts: int, itemsize: int) -> Config:
     """The configuration for `num_pairs` pairs over `experts` experts, with elements of `itemsize` bytes.
 
     Decode rows give an expert few pairs, and its weights have to come quickly. Prompts give it many, and tiles are as large
-    as tensor cores want them. For two-byte elements, the sizes are among the fastest of `benchmarks.experts --tune` for 1,
-    16, 64, 2048 and 8192 tokens of Qwen3.5-35B-A3B on an H200 with JAX 0.11.2.
+    as tensor cores want them. For two-byte elements, the sizes are among the fastest of `benchmarks.experts --tune` for 16,
+    64, 2048 and 8192 tokens of Qwen3.5-35B-A3B on an H200 with JAX 0.11.2.
     """
     each = num_pairs / experts
     if itemsize == 4:

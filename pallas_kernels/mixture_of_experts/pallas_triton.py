@@ -11,8 +11,9 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._dot import dot
 from pallas_kernels.mixture_of_experts import _router
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS
+from pallas_kernels.mixture_of_experts._one_token import one_token
 from pallas_kernels.mixture_of_experts._tiles import tiles_by_kernels
-from pallas_kernels.mixture_of_experts.config import Config, Product, default_config
+from pallas_kernels.mixture_of_experts.config import Config, Product, config_of_one_token, default_config
 from pallas_kernels.mixture_of_experts.xla import weighted_sum
 
 _BLOCK = 128  # pairs that a program looks at together while it finds its tile
@@ -43,11 +44,10 @@ class _Tile(NamedTuple):
     length: jax.Array | None = None
 
 
-def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
+def _own_tile(refs, rows: int, experts: int) -> _Tile:
     """The tile that begins with the program's pair.
 
-    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have none. With a single token,
-    whose experts differ as a rule, each pair is a tile, and no program has to look at the others.
+    A tile begins with every `rows`-th of an expert's pairs, so the programs of most pairs have none.
     """
     begin, num_pairs = pt.program_id(1), refs.chosen.shape[0]
     expert = refs.chosen[begin]
@@ -55,9 +55,6 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
     def same(pair):
         """Whether each pair has the program's expert, as int32."""
         return (pt.load(refs.chosen.at[pair], mask=pair < num_pairs, other=-1) == expert).astype(jnp.int32)
-
-    if is_single:
-        return _only_pair(expert, experts, num_pairs)
 
     every, _ = pt.lanes(0, pt.power_of_two(num_pairs), num_pairs)
     first = jnp.sum(jnp.where(every < begin, same(every), 0), axis=0)
@@ -83,35 +80,6 @@ def _own_tile(refs, rows: int, experts: int, is_single: bool) -> _Tile:
     return _Tile(expert, in_range & (jax.lax.rem(first, jnp.int32(rows)) == 0), find)
 
 
-def _only_pair(expert: jax.Array, experts: int, num_pairs: int) -> _Tile:
-    """The tile of the program's pair alone."""
-    number = pt.program_id(1)
-
-    def find(rows):
-        lane, _ = pt.lanes(0, rows, rows)
-        return jnp.where(lane == 0, number, num_pairs), lane == 0
-
-    return _Tile(expert, (expert >= 0) & (expert < experts), find)
-
-
-def _chosen_pair(refs, rule: _router.Rule, experts: int) -> _Tile:
-    """The tile of the program's pair of the only token, whose experts every program chooses for itself.
-
-    There is a program without a pair, which writes the choice for the second product.
-    """
-    number, num_pairs = pt.program_id(1), rule.top_k + rule.shared
-    chosen, weigh = _router.choose(refs, 0, rule)
-    place, is_place = pt.lanes(0, chosen.shape[0], num_pairs)
-
-    @pt.when((number == num_pairs) & (pt.program_id(0) == 0))
-    def _():
-        pt.store(refs.pair_experts.at[place], chosen, mask=is_place)
-        pt.store(refs.pair_weights.at[place], weigh(), mask=is_place)
-
-    own = jnp.sum(jnp.where(place == number, chosen, 0), axis=0)
-    return _only_pair(jnp.where(number < num_pairs, own, -1), experts, num_pairs)
-
-
 def _sorted_tile(refs, experts: int) -> _Tile:
     """The tile that `tiles_by_kernels` has cut for the program."""
     number = pt.program_id(1)
@@ -130,27 +98,21 @@ def _kernel(
     *,
     config: Config,
     product: Product,
-    is_single: bool,
     pairs_per_input: int,
     parts: int,
     activate: Callable[..., jax.Array],
-    rule: _router.Rule | None,
     interpret: bool,
 ):
     """Computes `product.columns` outputs of a tile of pairs of one expert, in each part of the expert's weights.
 
     `refs.out` is [choices, pairs / choices, outputs]. With `refs.factors`, each pair's result is multiplied by its own, and
     the result of a pair without an expert is 0.
-    With `rule`, the only token's experts are chosen first.
     """
     experts, outputs, inputs = refs.weights.shape
     outputs = outputs // parts
     depth = min(product.depth, max(16, pt.power_of_two(inputs)))
-    if rule is not None:
-        tile = _chosen_pair(refs, rule, experts)
-    else:
-        is_sorted = refs.order is not None
-        tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts, is_single)
+    is_sorted = refs.order is not None
+    tile = _sorted_tile(refs, experts) if is_sorted else _own_tile(refs, config.rows, experts)
     column, is_column = pt.lanes(pt.program_id(0), product.columns, outputs)
     is_column = None if outputs % product.columns == 0 else is_column
 
@@ -219,7 +181,6 @@ class _Launch(NamedTuple):
     """What both products' launches have in common: see `_kernel`."""
 
     config: Config
-    is_single: bool
     interpret: bool
 
     def multiply(
@@ -233,12 +194,11 @@ class _Launch(NamedTuple):
         *,
         slots: int,
         factors: jax.Array | None = None,
-        rule: _router.Rule | None = None,
         **options: Any,
     ) -> dict[str, jax.Array]:
         """Launches a product. `pairs` say what the tiles are, of which there are at most `slots`."""
         return pt.call(
-            functools.partial(_kernel, product=product, rule=rule, **self._asdict(), **options),
+            functools.partial(_kernel, product=product, **self._asdict(), **options),
             name=f"mixture_of_experts_{name}",
             # The programs of one tile are neighbours, because they share its inputs.
             grid=(-(-outputs["out"].shape[2] // product.columns), slots),
@@ -275,7 +235,7 @@ def _launch(
     factors: jax.Array | None,
     *,
     activation: str,
-    config: Config | None,
+    config: Config,
     interpret: bool,
 ) -> jax.Array:
     """Runs both products.
@@ -284,21 +244,28 @@ def _launch(
         The outputs of each pair, rounded to the dtype of `x`, [1, tokens * top_k, hidden]. With `factors`, float32
         [tokens, top_k], they are multiplied by them before that, and [top_k, tokens, hidden].
     """
-    (experts, _, size), (tokens, top_k), num_pairs = down.shape, chosen.shape, chosen.size
-    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
+    (experts, _, size), top_k, num_pairs = down.shape, chosen.shape[1], chosen.size
     flat = chosen.reshape(-1)
     if num_pairs <= config.searched_pairs:
         pairs, slots = dict(chosen=flat, order=None), num_pairs
     else:
         cut = tiles_by_kernels(flat, experts, config.rows, has_rest=factors is not None, interpret=interpret)
         pairs, slots = cut._asdict(), cut.start.shape[0]
-    launch = _Launch(config, tokens == 1, interpret)
+    launch = _Launch(config, interpret)
     parts, activate = ACTIVATIONS[activation]
     outputs = dict(out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype))
     options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
     middle = launch.multiply("up", x, up, config.up, pairs, outputs, **options)["out"][0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
     return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
+
+
+def _config(tokens: int, top_k: int, down: jax.Array, activation: str) -> Config:
+    """The default configuration for tokens that have `top_k` experts each."""
+    itemsize = down.dtype.itemsize
+    if tokens == 1:
+        return config_of_one_token(itemsize, ACTIVATIONS[activation].parts)
+    return default_config(tokens * top_k, down.shape[0], itemsize)
 
 
 def routed_experts_sums(
@@ -315,21 +282,15 @@ def routed_experts_sums(
     interpret: bool = False,
 ) -> jax.Array:
     """See api.py. There is a single token. The first product chooses its experts, and no kernel is launched for that."""
-    (experts, _, size), num_pairs = down.shape, rule.top_k + rule.shared
-    config = config or default_config(num_pairs, experts, x.dtype.itemsize)
-    valid = None if valid is None else valid.astype(jnp.int32)
-    launch = _Launch(config, True, interpret)
-    parts, activate = ACTIVATIONS[activation]
-    outputs = dict(
-        out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype),
-        pair_experts=jax.ShapeDtypeStruct((num_pairs,), jnp.int32),
-        pair_weights=jax.ShapeDtypeStruct((num_pairs,), jnp.float32),
-    )
-    options = dict(pairs_per_input=num_pairs, parts=parts, activate=activate, slots=num_pairs + 1, rule=rule)
-    found = launch.multiply("up", x, up, config.up, dict(logits=logits, bias=bias, valid=valid), outputs, **options)
-    chosen, factors, middle = found["pair_experts"], found["pair_weights"], found["out"][0]
-    pairs = dict(chosen=chosen, order=None)
-    return launch.down(middle, down, config.down, pairs, slots=num_pairs, factors=factors, choices=num_pairs)
+    num_pairs = rule.top_k + rule.shared
+    config = config or _config(1, num_pairs, down, activation)
+    if config.rows > 1:
+        chosen, weights = _router.triton(logits, bias, valid, rule=rule, interpret=interpret)
+        options = dict(activation=activation, config=config, interpret=interpret)
+        return mixture_of_experts_sums(x, up, down, chosen, weights, **options)
+    routing = dict(logits=logits, bias=bias, valid=None if valid is None else valid.astype(jnp.int32))
+    options = dict(activation=activation, out_dtype="float32", config=config, interpret=interpret)
+    return one_token(x, up, down, routing, num_pairs, rule=rule, **options).reshape(1, *x.shape)
 
 
 def mixture_of_experts(
@@ -345,7 +306,12 @@ def mixture_of_experts(
     interpret: bool = False,
 ):
     """See api.py."""
-    out = _launch(x, up, down, chosen, None, activation=activation, config=config, interpret=interpret)
+    config = config or _config(x.shape[0], chosen.shape[1], down, activation)
+    options = dict(activation=activation, config=config, interpret=interpret)
+    if x.shape[0] == config.rows == 1:
+        routing = dict(chosen=chosen[0], factors=weights[0])
+        return one_token(x, up, down, routing, chosen.size, rule=None, out_dtype=out_dtype, **options)
+    out = _launch(x, up, down, chosen, None, **options)
     return weighted_sum(out[0], chosen, weights, down.shape[0], out_dtype)
 
 
@@ -360,5 +326,9 @@ def mixture_of_experts_sums(
     config: Config | None = None,
     interpret: bool = False,
 ):
-    """See api.py. There is a share for each expert of a token."""
+    """See api.py. There is a share for each expert of a token, and one share of a single token."""
+    if x.shape[0] == 1:
+        options = dict(activation=activation, out_dtype="float32", config=config, interpret=interpret)
+        return mixture_of_experts(x, up, down, chosen, weights, **options).reshape(1, *x.shape)
+    config = config or _config(x.shape[0], chosen.shape[1], down, activation)
     return _launch(x, up, down, chosen, weights, activation=activation, config=config, interpret=interpret)

@@ -74,8 +74,10 @@ def mixture_of_experts(x, up, down, chosen, weights, *, activation: str, out_dty
 
 
 def mixture_of_experts_sums(x, up, down, chosen, weights, *, activation: str):
-    """See api.py. There is a share for each expert of a token."""
+    """See api.py. There is a share for each expert of a token, and one share of a single token."""
     outputs = _outputs(x, up, down, chosen, activation, jnp.float32)
+    if x.shape[0] == 1:
+        return weighted_sum(outputs, chosen, weights, down.shape[0], "float32")[None]
     return _weighted(outputs, chosen, weights, down.shape[0]).astype(x.dtype).transpose(1, 0, 2)
 
 
