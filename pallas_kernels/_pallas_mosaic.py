@@ -48,7 +48,6 @@ axis_index = lax.axis_index
 computed = lax.optimization_barrier  # values that have been computed before what follows
 thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
-Fragments = fragments.FragmentedArray  # an array in registers, in `inline`
 
 
 def counters(count: int) -> Any:
@@ -134,13 +133,7 @@ def inline(body: Callable[..., None], *refs: tuple[Any, tuple[Any, ...]]) -> Non
 
 
 def inline_array(body: Callable[..., Any], ref: Any, length: int) -> jax.Array:
-    """Runs code of single threads that returns a float32 array [length] in the layout `spread`.
-
-    Args:
-        body: Gets the lowering's context and `ref`, and returns an array of `fragments_of_spread`.
-        ref: An array in the GPU's memory.
-        length: A multiple of 128.
-    """
+    """Runs code of single threads on `ref`, in the GPU's memory, that returns a float32 array of `fragments_of_spread`."""
     shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(()),), return_type=shape)(body)(ref)
 
@@ -185,7 +178,7 @@ def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
     held = np.empty((len(registers),), object)
     held[:] = registers
     layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
-    return Fragments(_registers=held, _layout=layout, _is_signed=None)
+    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
 
 
 def load_spread(ref: Any) -> jax.Array:
