@@ -30,8 +30,8 @@ def product_chain(
     about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
     all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
 
-    A chain of more than one token, or of one step, runs each step by an op of its own: `linear`, `linear_sums` and
-    `add_rms_norm`.
+    A chain of more than one token, or of fewer than `FEWEST_STEPS` steps, runs each step by an op of its own: `linear`,
+    `linear_sums` and `add_rms_norm`.
 
     Numerics: products are summed in float32. A gated product, the residual stream and normed values are rounded to their
     dtype, also within the launch, so results differ from those of separate ops by the order of sums only. The order depends
@@ -62,6 +62,8 @@ def product_chain(
         reason = unavailable(implementation, None, False)
     if implementation in ("xla", "triton"):
         reason = f"implementation is {implementation!r}"
+    if implementation is None and len(steps) < schedule.FEWEST_STEPS:
+        reason = "so few steps save less time than the launch costs"
     return _run(x, steps, residual, parts, implementation, reason)
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from pallas_kernels.product_chain.steps import Norm, Product, Step
 
+# In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
+FEWEST_STEPS = 4
 WIDTH = 256  # inputs that a warp multiplies at a time, eight per lane
 ROWS = 4  # outputs of a block, one for each warp of a warpgroup
 _MAX_PIECES = 16  # of `WIDTH` inputs, which a warp keeps in registers
