@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from pallas_kernels import product_chain
+from pallas_kernels import Implementation, product_chain
 from pallas_kernels.product_chain import Norm, Product
 
 
@@ -16,11 +16,14 @@ class Chain:
     """Steps that are still to be launched. Whoever continues a chain changes it, and nobody else may continue it then.
 
     A chain belongs to the trace in which it was made.
+
+    Attributes:
+        implementation: Implementation of the op; None chooses by platform.
     """
 
-    def __init__(self, x: jax.Array) -> None:
+    def __init__(self, x: jax.Array, implementation: Implementation | None = None) -> None:
         """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
-        self._x = x
+        self._x, self.implementation = x, implementation
         self._residual: jax.Array | None = None
         self._steps: tuple[Product | Norm, ...] = ()
         self._total: jax.Array | None = None
@@ -41,7 +44,9 @@ class Chain:
         """Computes the last step's results: see `product_chain`. The chain has ended then."""
         if not self._steps:
             return self._x
-        out, self._total = product_chain(self._x, self._steps, self._residual, parts=parts)
+        # A model that names Mosaic GPU means the ops that have such kernels for its arguments.
+        how = None if self.implementation == "mosaic_gpu" else self.implementation
+        out, self._total = product_chain(self._x, self._steps, self._residual, parts=parts, implementation=how)
         self._x, self._steps = out, ()
         return out
 
@@ -64,4 +69,4 @@ def settled(x: Inputs) -> jax.Array:
 
 def like(x: Inputs, y: jax.Array) -> Inputs:
     """Returns what a layer that got `x` projects to its outputs: a new chain that begins with `y` if `x` is a chain."""
-    return Chain(y) if isinstance(x, Chain) else y
+    return Chain(y, x.implementation) if isinstance(x, Chain) else y

@@ -12,7 +12,7 @@ from mamba_align_jax.align.config import GroupSpec
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring import Ring
 from mamba_align_jax.kv import KVPages, KVSpec
-from mamba_align_jax.layers.chain import Inputs, settled
+from mamba_align_jax.layers.chain import Chain, Inputs, settled
 from mamba_align_jax.layers.exchange import Exchange, Outputs
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mixer import ATTENTION, AttentionMixer, Mixer
@@ -55,7 +55,7 @@ class Carry:
         Returns:
             The mixer's outputs, as `Residual.add` takes them, and the carry for the next mixer.
         """
-        inputs = _inputs_for(mixer, x)
+        inputs = self._inputs_for(mixer, x)
         number, passed = self.passed.count(mixer.kind), (*self.passed, mixer.kind)
         if mixer.kind == ATTENTION:
             at = step.layer(number, implementation=self.implementation)
@@ -66,17 +66,18 @@ class Carry:
         out, *states = mixer(inputs, at, *self.pool.states[group], *self.pool.ring(group))
         return out, replace(self, pool=self.pool.with_group(group, states), passed=passed)
 
+    def _inputs_for(self, layer: Any, x: Inputs) -> Any:
+        """Returns inputs as a layer takes them: a chain only where `takes_chains` says so."""
+        if isinstance(x, Chain):
+            x.implementation = self.implementation
+        return x if getattr(layer, "takes_chains", False) else settled(x)
+
     def feed_forward(self, layer: Any, x: Inputs, step: StepInputs) -> Outputs:
         """Runs a feed-forward layer on packed tokens [tokens, hidden]. Padding tokens choose no experts."""
-        inputs = _inputs_for(layer, x)
+        inputs = self._inputs_for(layer, x)
         if isinstance(layer, MixtureOfExperts):
             return layer(inputs, step.valid, self.implementation)
         return layer(inputs)
-
-
-def _inputs_for(layer: Any, x: Inputs) -> Any:
-    """Returns inputs as a layer takes them: a chain only where `takes_chains` says so."""
-    return x if getattr(layer, "takes_chains", False) else settled(x)
 
 
 class Layer(Protocol):

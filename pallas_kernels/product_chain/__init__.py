@@ -1,5 +1,5 @@
 """Products and norms of one token that follow each other, in one launch."""
 
+from pallas_kernels.product_chain._steps import Norm as Norm
+from pallas_kernels.product_chain._steps import Product as Product
 from pallas_kernels.product_chain.api import product_chain as product_chain
-from pallas_kernels.product_chain.steps import Norm as Norm
-from pallas_kernels.product_chain.steps import Product as Product

@@ -11,8 +11,8 @@ from pallas_kernels import device
 from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.product_chain import mosaic_gpu, schedule, separate
-from pallas_kernels.product_chain.steps import Norm, Product, Step
+from pallas_kernels.product_chain import _schedule, _separate, mosaic_gpu
+from pallas_kernels.product_chain._steps import Norm, Product, Step
 
 
 @checked
@@ -57,12 +57,12 @@ def product_chain(
     """
     steps = tuple(steps)
     _check(x, steps, residual, parts)
-    reason = schedule.unsupported(x, steps, residual, parts, device.cores())
+    reason = _schedule.unsupported(x, steps, residual, parts, device.cores())
     if reason is None and implementation != "mosaic_gpu":
         reason = unavailable(implementation, None, False)
     if implementation in ("xla", "triton"):
         reason = f"implementation is {implementation!r}"
-    if implementation is None and len(steps) < schedule.FEWEST_STEPS:
+    if implementation is None and len(steps) < _schedule.FEWEST_STEPS:
         reason = "so few steps save less time than the launch costs"
     return _run(x, steps, residual, parts, implementation, reason)
 
@@ -107,7 +107,7 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
 def _run(x, steps, residual, parts, implementation, reason):
-    alone = functools.partial(separate.product_chain, parts=parts, implementation=implementation)
+    alone = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     if reason is not None and implementation != "mosaic_gpu":
         return alone(x, steps, residual)
     return dispatch(

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
-from pallas_kernels.product_chain import messages
-from pallas_kernels.product_chain.schedule import ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain.steps import Norm, Product, Step
+from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain._schedule import ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
+from pallas_kernels.product_chain._steps import Norm, Product, Step
 
 _WARPGROUPS = 2
 
@@ -34,7 +34,7 @@ def product_chain(
     cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
     given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(step.weight) for step in products])
     given |= dict(norms=[step.weight for step in norms], residual=[] if residual is None else [residual[0]])
-    # What programs send each other begins as +0: see messages.py.
+    # What programs send each other begins as +0: see _messages.py.
     sent = sum(phase.shares * phase.outputs for phase in plan.phases)
     given |= dict(sent=jax.new_ref(jnp.zeros((sent,), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))

@@ -29,6 +29,7 @@ from pallas_kernels import (
     mixture_of_experts,
     mixture_of_experts_sums,
     paged_attention,
+    product_chain,
     rotate_and_store,
     routed_experts_sums,
     selective_scan,
@@ -47,6 +48,8 @@ from pallas_kernels.least_kept import cases as least_kept_cases
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
+from pallas_kernels.product_chain import Norm, Product
+from pallas_kernels.product_chain import cases as product_chain_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
@@ -396,8 +399,27 @@ OPS = {
     "ssd": (lower_ssd, ssd_cases.CASES, ssd_cases.CASES[0]),
     "selective_scan": (lower_selective_scan, selective_scan_cases.CASES, selective_scan_cases.CASES[0]),
 }
+
+
+def lower_product_chain(device, case, implementation="triton"):
+    channels, steps, hidden = case.inputs, [], None
+    for step in case.steps:
+        if step == "norm":
+            steps.append(Norm(array(jnp.float32, channels), 1e-6))
+            hidden = channels
+        else:
+            outputs, is_gated = (step[1], True) if isinstance(step, tuple) else (step, False)
+            steps.append(Product(array(case.dtype, outputs * (1 + is_gated), channels), is_gated))
+            channels = outputs
+    x = array(case.dtype, *([case.shares] if case.shares else []), 1, case.inputs)
+    residual = None if hidden is None else array(case.dtype, 1, hidden)
+    run = lambda x, steps, residual: product_chain(x, steps, residual, parts=case.parts, implementation=implementation)
+    return lower(device, run, x, tuple(steps), residual, donated=())
+
+
 # Ops without pools.
 DENSE = {
+    "product_chain": (lower_product_chain, product_chain_cases.CASES, product_chain_cases.CASES[-1]),
     "linear": (lower_linear, linear_cases.CASES, linear_cases.CASES[0]),
     "choose_experts": (
         lower_choose_experts,
@@ -606,3 +628,9 @@ def test_weights_of_more_than_2_to_the_31_elements_have_64_bit_offsets(monkeypat
 
     assert "xi64>" not in triton_ir(800000)
     assert "xi64>" in triton_ir(840000)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize("case", product_chain_cases.CASES, ids=lambda case: case.name)
+def test_chains_of_products_lower_by_mosaic_gpu(case):
+    assert "mosaic_gpu" in lower_product_chain("NVIDIA H200", case, implementation="mosaic_gpu")

@@ -1,5 +1,7 @@
 """product_chain: chains of one and of several tokens against float64, step by step, and what one launch refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_
 from oracles.ops import add_rms_norm, linear
 
 from pallas_kernels import UnsupportedError, product_chain
-from pallas_kernels.product_chain import Norm, Product, schedule
+from pallas_kernels.product_chain import Norm, Product, _schedule, api
 from pallas_kernels.product_chain.cases import CASES, Case
 
 EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5
@@ -143,7 +145,7 @@ def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
 def test_programs_share_the_work_without_gaps(case, programs, rng):
     """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
     shapes = jax.eval_shape(lambda: draw(rng, case))
-    plan = schedule.schedule(shapes[1], case.parts, 2)
+    plan = _schedule.schedule(shapes[1], case.parts, 2)
     assert 2 <= plan.depth <= plan.slots
     for phase in plan.phases:
         if phase.shares > programs:
@@ -153,6 +155,18 @@ def test_programs_share_the_work_without_gaps(case, programs, rng):
             share, first, after = (int(n) for n in phase.work(jnp.int32(program), programs))
             found += [(share, block) for block in range(first, after)]
         assert sorted(found) == [(share, block) for share in range(phase.shares) for block in range(phase.blocks)]
+
+
+def test_short_chains_are_separate_launches_unless_one_is_named(rng, monkeypatch):
+    """One launch of few steps costs more than it saves."""
+    by_one_launch = []
+    monkeypatch.setattr(api, "unavailable", lambda *arguments: None)
+    monkeypatch.setattr(
+        api, "_run", lambda x, steps, residual, parts, how, reason: by_one_launch.append(reason is None)
+    )
+    for case in [*CASES[:5], *ODD]:
+        product_chain(*draw(rng, dataclasses.replace(case, dtype="bfloat16")), parts=case.parts)
+        assert by_one_launch.pop() == (len(case.steps) >= _schedule.FEWEST_STEPS), case
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear, linear_sums
-from pallas_kernels.product_chain.steps import Norm, Step
+from pallas_kernels.product_chain._steps import Norm, Step
 from pallas_kernels.rms_norm import add_rms_norm
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.product_chain.steps import Norm, Product, Step
+from pallas_kernels.product_chain._steps import Norm, Product, Step
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
 FEWEST_STEPS = 4
