@@ -239,7 +239,7 @@ def load_directly(ref: Any, *, transposed: bool = False) -> jax.Array:
 
 
 def store_directly(ref: Any, tile: jax.Array, *, transposed: bool = False) -> None:
-    """Stores a tile, or its transpose, from registers to the GPU's memory, without shared memory between."""
+    """Stores a tile, its transpose, or a vector from registers to the GPU's memory, without shared memory between."""
     if transposed:
         ref, tile = ref.T, plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
     if hasattr(plgpu, "store"):  # from JAX 0.12 on, where plain stores must fill whole sectors of 32 bytes

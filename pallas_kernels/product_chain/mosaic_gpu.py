@@ -198,13 +198,13 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
             messages.send(sent(number, share, row, ROWS), value)
             return
         if parts is None:
-            refs.out[-1].at[pm.slice_of(share * phase.outputs + row, ROWS)][...] = value
+            pm.store_directly(refs.out[-1].at[pm.slice_of(share * phase.outputs + row, ROWS)], value)
             return
         start = 0
         for part, ref in zip(parts, refs.out[len(norms) > 0 :], strict=True):
 
             def put(ref=ref, start=start):
-                ref.at[pm.slice_of(row - start, ROWS)][...] = value.astype(dtype)
+                pm.store_directly(ref.at[pm.slice_of(row - start, ROWS)], value.astype(dtype))
 
             pm.when((row >= start) & (row < start + part))(put)
             start += part
