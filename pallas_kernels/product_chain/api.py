@@ -34,8 +34,8 @@ def product_chain(
     `linear_sums` and `add_rms_norm`.
 
     Numerics: products are summed in float32. A gated product, the residual stream and normed values are rounded to their
-    dtype, also within the launch, so results differ from those of separate ops by the order of sums only. The order depends
-    on shapes and on the number of the GPU's cores. There is no derivative.
+    dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which depends on
+    shapes and not on the GPU. There is no derivative.
 
     Args:
         x: What the first step takes. Only a norm takes shares, whose total is meant.
