@@ -2,6 +2,8 @@
 
 A thread of Pallas is a warpgroup, four warps of a GPU. Tensor cores take tiles from shared memory that are stored in pieces
 of eight rows, swizzled (`tiled`), or their left operand from registers. Kernels run on Hopper GPUs and need JAX 0.11.2.
+
+The file has more than 400 lines, so that all that may change with JAX is in one place.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,14 +124,44 @@ def token_tiles(shapes: Any, dtype: Any) -> Any:
     return union(*views_of_tokens(shapes, dtype))
 
 
-def inline(body: Callable[..., None], *refs: tuple[Any, tuple[Any, ...]]) -> None:
+def inline(body: Callable[..., None], *operands: Any) -> None:
     """Runs code of single threads, which `body` writes as operations of MLIR.
 
     Args:
-        body: Gets the lowering's context, and each of `refs` as its bytes are: a tiled one has its pieces' axes last.
-        refs: Shared memory, and the `tiling` of each, or ().
+        body: Gets the lowering's context, and each of `operands` as its bytes are: a tiled one has its pieces' axes last.
+        operands: Pairs of a reference to memory and its `tiling`, or () if it has none. Numbers are passed as they are.
     """
-    plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType(t) for _, t in refs))(body)(*(ref for ref, _ in refs))
+    kind = lambda x: plgpu.RefType(x[1]) if isinstance(x, tuple) else plgpu.Layout.WG_SPLAT
+    value = lambda x: x[0] if isinstance(x, tuple) else x
+
+    def run(context: Any, *given: Any) -> None:
+        # A number comes as an array without axes.
+        body(context, *(x.registers.item() if isinstance(x, mosaic.FragmentedArray) else x for x in given))
+
+    plgpu.inline_mgpu(arg_types=tuple(map(kind, operands)))(run)(*map(value, operands))
+
+
+def repeated(start: Any, stop: Any, body: Callable[[Any, list[Any]], list[Any]], values: Sequence[Any]) -> list[Any]:
+    """Runs values = body(n, values) for each n from `start` up to `stop`, in `inline`. Returns the last values."""
+    repeat = scf.ForOp(start, stop, arith.constant(ir.IndexType.get(), 1), list(values))
+    with ir.InsertionPoint(repeat.body):
+        scf.yield_(body(repeat.induction_variable, list(repeat.inner_iter_args)))
+    return list(repeat.results)
+
+
+def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
+    """Returns another thread's float32 number, in `inline`. All threads of a warp must take part.
+
+    Args:
+        x: This thread's number.
+        distance: A power of two. The two threads whose numbers differ in this bit exchange theirs.
+        earlier: Take the number of the thread so many threads before instead. The first threads get their own.
+    """
+    int32 = ir.IntegerType.get_signless(32)
+    number = lambda n: arith.constant(int32, n)
+    kind, last = (nvvm.ShflKind.up, 0) if earlier else (nvvm.ShflKind.bfly, 31)
+    found = nvvm.shfl_sync(number(-1), arith.bitcast(int32, x), number(distance), number(last), kind)
+    return arith.bitcast(x.type, found)
 
 
 def inline_array(body: Callable[..., Any], ref: Any, length: int) -> jax.Array:
@@ -246,6 +278,11 @@ def store_directly(ref: Any, tile: jax.Array, *, transposed: bool = False) -> No
         plgpu.store(ref, tile, optimized=False)
     else:
         ref[...] = tile
+
+
+def store_transposed(ref: Any, tile: jax.Array) -> None:
+    """Stores the transpose of a tile in shared memory."""
+    ref.T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def load_transposed(ref: Any) -> jax.Array:
@@ -387,12 +424,17 @@ def store_rows(source: Any, count: jax.Array, target: Callable[[jax.Array, int],
 
 
 def run_by_warpgroup(bodies: Sequence[Callable[[], None]], done: Any) -> None:
-    """Runs each of `bodies` in a warpgroup of its own. `done` is a barrier with as many arrivals.
-
-    All wait for the last one: a warpgroup that ends while another one multiplies can make the GPU stop the program.
-    """
+    """Runs each of `bodies` in a warpgroup of its own, and then `finish_together`."""
     index = lax.axis_index(WARPGROUP)
     for number, body in enumerate(bodies):
         when(index == number)(body)
+    finish_together(done)
+
+
+def finish_together(done: Any) -> None:
+    """Waits until all warpgroups are here. `done` is a barrier with as many arrivals.
+
+    A warpgroup that ends while another one multiplies can make the GPU stop the program.
+    """
     arrive(done)
     wait(done)

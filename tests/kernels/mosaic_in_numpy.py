@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernels import mlir_in_numpy
+
+from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
 
 
 class Slice:
@@ -111,6 +114,12 @@ def _substitute(system, beta, solution, *, transposed=False):
             rest = rest - part
 
 
+def _sum_log_decays(g, beta, start, count, heads, *refs):
+    """Runs sums_mosaic.py for all threads."""
+    of = lambda ref: mlir_in_numpy.Memory(ref.array)
+    sums_mosaic.sum_log_decays(of(g), of(beta), int(start), int(count), [int(x) for x in heads], *map(of, refs))
+
+
 def _loop(start, stop):
     def run(body):
         for n in range(start, stop):
@@ -150,4 +159,6 @@ def patch(monkeypatch, module):
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", _Jax())
     monkeypatch.setattr(module, "substitute", _substitute)
+    monkeypatch.setattr(sums_mosaic, "pm", mlir_in_numpy.fake(0))
+    monkeypatch.setattr(module, "sum_log_decays", _sum_log_decays, raising=False)
     return program

@@ -21,6 +21,8 @@ from pallas_kernels.gated_delta_rule.config import PrefillConfig
 CHUNK = 64
 GPU = pytest.mark.gpu
 DIMS = test_gated_delta_rule.DIMS | {"64 x 128": Dims(2, 4, 64, 128), "three heads": Dims(1, 3, 128, 64)}
+# So many heads that the Mosaic GPU kernels take 128 value dims of a head at a time.
+DIMS |= {"16 of 32": Dims(16, 32, 128, 128), "32 of 32": Dims(32, 32, 128, 128)}
 # Sizes that the Mosaic GPU kernels take. With a decay per key channel, key heads are value heads.
 MOSAIC_GPU_DIMS = [("kimi", False), ("kimi", True), ("64 x 128", False), ("three heads", False)]
 
@@ -113,6 +115,10 @@ CASES = [
         pytest.param(dims, jnp.bfloat16, state_dtype, kda, "mosaic_gpu", marks=GPU)
         for dims, kda in MOSAIC_GPU_DIMS
         for state_dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+    ),
+    *(
+        pytest.param(dims, jnp.bfloat16, jnp.float32, kda, "mosaic_gpu", marks=GPU)
+        for dims, kda in (("16 of 32", False), ("32 of 32", True))
     ),
 ]
 

@@ -552,16 +552,23 @@ def test_ssd_lowers_by_mosaic_gpu(state_dtype, changes):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
 @pytest.mark.parametrize(
     "changes",
-    [{}, dict(layout="KV"), dict(key_dim=64, value_dim=192), dict(value_heads=48), dict(kda=True, key_heads=32)],
+    [
+        {},
+        dict(lengths=(130,)),
+        dict(layout="KV"),
+        dict(key_dim=64, value_dim=192),
+        dict(value_heads=48),
+        dict(kda=True, key_heads=32),
+        dict(kda=True, key_heads=32, lengths=(130,)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "float16"])
 def test_prefill_of_the_delta_rule_lowers_by_mosaic_gpu(state_dtype, changes):
     base = gated_delta_rule_cases.PREFILL_CASES[0]
-    case = dataclasses.replace(base, lengths=(130, 0, 65), state_dtype=state_dtype, **changes)
+    case = dataclasses.replace(base, **dict(lengths=(130, 0, 65), state_dtype=state_dtype) | changes)
     text = lower_gated_delta_rule_prefill("NVIDIA H200", case, implementation="mosaic_gpu")
-    assert "mosaic_gpu" in text
-    assert ("gated_delta_rule_prefill_decays" in text) == (not case.kda)
+    assert text.count("@mosaic_gpu_v2(") == 1 + case.kda  # launches
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")

@@ -13,9 +13,9 @@ from pallas_kernels.chunks import Chunks, chunk_rows
 from pallas_kernels.gated_delta_rule.config import default_prefill_config
 from pallas_kernels.gated_delta_rule.prefill import products_mosaic as per_head
 from pallas_kernels.gated_delta_rule.prefill import products_per_channel_mosaic as per_channel
-from pallas_kernels.gated_delta_rule.prefill.decays import Factors, decays
 from pallas_kernels.gated_delta_rule.prefill.launch import invert, multiply
 from pallas_kernels.gated_delta_rule.prefill.products import decay_spans
+from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors
 
 LENGTHS, COMPUTED = (130, 0, 65), (7, 0, 0)  # the first row's chunks have 57, 64 and 9 tokens
 EXTRA = 9  # tokens after the last row, which hold NaN
@@ -81,9 +81,8 @@ def assert_alike(found, call, tolerances):
 def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, value_heads, key_dim, use_qk_l2norm):
     """A program takes two value heads of a key head at a time, of which the last may be alone."""
     call = draw(rng, key_heads, value_heads, key_dim, use_qk_l2norm)
-    factors, decay = decays(call.g, call.beta, call.chunks, interpret=True)
     outputs = {name: memory(BFLOAT16, *call.wanted[name].shape) for name in ("solve", "attention")}
-    outputs |= dict(scales=memory(FLOAT32, value_heads, factors.shape[1], 3, SIZE))
+    outputs |= dict(scales=memory(FLOAT32, value_heads, call.chunks.seq_idx.shape[0], 4, SIZE))
     tokens = [memory(BFLOAT16, key_dim // SIZE, *SQUARE) for _ in range(2)]
     place = SimpleNamespace(
         token_rows=tokens,
@@ -94,19 +93,19 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
         per_row=memory(FLOAT32, 2, len(Factors()), SIZE),
         per_column=memory(FLOAT32, 2, 2, SIZE),
         norms=memory(FLOAT32, SIZE),
-        kinds=memory(FLOAT32, 2, 3, SIZE),
+        sums=memory(FLOAT32, 3, 4),
+        kinds=memory(FLOAT32, 2, 4, SIZE),
         full=None,
-        factors_full=None,
     )
 
     def one(refs, chunk, key_head):
         per_head.make_products(SimpleNamespace(**refs), place, chunk, key_head, **call.options)
 
-    given = dict(q=call.q, k=call.k, factors=factors)
+    given = dict(q=call.q, k=call.k, g=call.g, beta=call.beta)
     found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)
     total = lambda x: np.asarray(x, FLOAT32).sum(axis=0, keepdims=True)
-    found |= dict(decay=np.asarray(decay), solve=total(found["solve"]).swapaxes(-1, -2))
-    found["scales"] = np.moveaxis(found["scales"], 2, 0) * np.array([-1, 1, 1], FLOAT32)[:, None, None, None]
+    scales, found["solve"] = np.moveaxis(found["scales"], 2, 0), total(found["solve"]).swapaxes(-1, -2)
+    found |= dict(decay=scales[3, :, :, -1], scales=scales[:3] * np.array([-1, 1, 1], FLOAT32)[:, None, None, None])
     call.wanted["solve"] = total(call.wanted["solve"])
     # Products of queries are rounded to bfloat16, and the two pieces of a solution have a relative error of 2^-16.
     tolerances = dict.fromkeys(found, (2**-15, 2e-5)) | dict(attention=(2**-7, 2e-5))

@@ -11,9 +11,10 @@ the state (the UT transform).
     states.py     one program per row, head and tile of value dims: runs the row's chunks in order, with S in registers
 
 On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. products_mosaic.py makes what the first two kernels
-make with a decay per head, products_per_channel_mosaic.py does so with a decay per key channel, and substitution.py inverts
-for both. states_mosaic.py carries the states. With a decay per head all of it is one launch (per_head_mosaic.py), after a
-small one for the decays (decays.py).
+make with a decay per head, and sums_mosaic.py sums the log decays for it. products_per_channel_mosaic.py does so with a
+decay per key channel, and substitution.py inverts for both. The states are carried by states_mosaic.py, or where there are
+many rows by heads_mosaic.py, and carry_mosaic.py has what both do. With a decay per head all of it is one launch
+(per_head_mosaic.py).
 
 Only the third kernel touches the pool. bfloat16 inputs are multiplied as they are, with float32 values that are split
 into pieces of bfloat16 (see `PrefillConfig`). Other inputs are multiplied as float32, in three products of tf32.

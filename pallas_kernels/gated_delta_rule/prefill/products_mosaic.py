@@ -1,7 +1,6 @@
 """The first two prefill kernels in one, on Hopper GPUs, for decays per head: products of keys, and solved systems.
 
-A program has one chunk and key head, and all value heads of that key head, two at a time. What log decays alone decide
-comes from a launch before this one (decays.py).
+A program has one chunk and key head, and all value heads of that key head, two at a time.
 """
 
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_triton import LOG2_E
-from pallas_kernels.gated_delta_rule.prefill.decays import Factors
 from pallas_kernels.gated_delta_rule.prefill.substitution import SIZE, substitute
+from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, sum_log_decays
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _SHAPE = SIZE, SIZE
@@ -33,7 +32,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
     """
     (k_rows, q_rows), (k, q), system, solution = place.token_rows, place.token_tiles, place.system, place.solution
     pieces = range(refs.solve.shape[0])
-    tiles, repeats = range(refs.k.shape[2] // SIZE), refs.factors.shape[0] // refs.k.shape[1]
+    tiles, repeats = range(refs.k.shape[2] // SIZE), refs.g.shape[1] // refs.k.shape[1]
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
     start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
     row, column, nothing = pm.rows(_SHAPE), pm.columns(_SHAPE), pm.zeros(_SHAPE, jnp.float32)
@@ -43,13 +42,9 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
         number = 2 * pair + half
         return key_head * repeats + jnp.minimum(number, repeats - 1), number < repeats
 
-    def fetch_factors(pair):
-        for half in range(0, 2, together):
-            head, _ = head_of(pair, half)
-            heads, here = pm.slice_of(head, together), pm.slice_of(half, together)
-            pm.copy_in(refs.factors.at[heads, chunk], place.per_row.at[here], place.factors_full)
-            sums = refs.factors.at[heads, chunk, pm.slice_of(0, 2)]
-            pm.copy_in(sums, place.per_column.at[here], place.factors_full)
+    def sum_decays(pair):
+        memory = place.per_row, place.per_column, place.sums
+        sum_log_decays(refs.g, refs.beta, start, end - start, [head_of(pair, half)[0] for half in (0, 1)], *memory)
 
     def norm_of(tiles_of):
         """Returns the factors that normalise a chunk's keys or queries, [tokens]."""
@@ -65,7 +60,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
             for n in tiles:
                 source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
                 pm.copy_in(source, rows.at[n], place.full)
-        fetch_factors(0)
+        sum_decays(0)
         pm.wait(place.full)
 
         @pm.when(end - start < SIZE)
@@ -96,8 +91,6 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
         queries = jnp.where(column <= row, queries, nothing)
 
         def of_pair(pair, _):
-            pm.wait(place.factors_full)
-            pm.commit()  # no warp still reads what the memory had
             for half in (0, 1):
                 vector = lambda n, half=half: pm.load_per_row(place.per_row.at[half, n])
                 per_row = lambda n, vector=vector: pm.along_rows(vector(n), SIZE)
@@ -107,8 +100,8 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
                 between = jnp.exp2(jnp.minimum(LOG2_E * coarse + fine, nothing))
                 system[half] = between * keys * per_row(_AT.beta)
                 place.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
-                before, after = vector(_AT.before), vector(_AT.after)
-                kinds = -(before * k_norm), scale * (before * q_norm), after * k_norm
+                before, after, total = (jnp.exp2(vector(n)) for n in (_AT.before, _AT.after, _AT.total))
+                kinds = -(before * k_norm), scale * (before * q_norm), after * k_norm, total
                 for kind, values in enumerate(kinds):
                     place.kinds[half, kind] = values
             pm.commit()
@@ -129,7 +122,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
 
             substitute(system, place.per_row.at[:, _AT.beta], solution, transposed=True)
             pm.commit()
-            pm.when(2 * (pair + 1) < repeats)(lambda: fetch_factors(pair + 1))
+            pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(pair + 1))
             for half in (0, 1):
                 head, is_own = head_of(pair, half)
 
@@ -147,13 +140,13 @@ def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDt
     """Describes what all calls of `make_products` write together, by name.
 
     That is `solve` and `attention` as in states.py, but the squares of `solve` are transposed, and `scales` [value heads,
-    chunks, 3, tokens], of which the first is negative.
+    chunks, 4, tokens], of which the first is negative and the last is the decay over the chunk, for each token.
     """
     array = jax.ShapeDtypeStruct
     return dict(
         solve=array((pieces, value_heads, chunks, *_SHAPE), jnp.bfloat16),
         attention=array((1, value_heads, chunks, *_SHAPE), jnp.bfloat16),
-        scales=array((value_heads, chunks, 3, SIZE), jnp.float32),
+        scales=array((value_heads, chunks, 4, SIZE), jnp.float32),
     )
 
 
@@ -168,7 +161,8 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
         per_row=pm.shared((warpgroups, 2, len(_AT), SIZE), jnp.float32),
         per_column=pm.shared((warpgroups, 2, 2, SIZE), jnp.float32),
         norms=pm.shared((warpgroups, SIZE), jnp.float32),
-        kinds=pm.shared((warpgroups, 2, 3, SIZE), jnp.float32),
+        sums=pm.shared((warpgroups, 3, 4), jnp.float32),
+        kinds=pm.shared((warpgroups, 2, 4, SIZE), jnp.float32),
     )
     system = pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.float32)
     solution = pm.tiled(warpgroups, 2, 2, *_SHAPE, dtype=jnp.bfloat16)
@@ -176,12 +170,9 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
     return [(rows, others), (tiles,), (system,), (solution,)]
 
 
-def barriers(warpgroups: int, key_dim: int, repeats: int) -> dict[str, Any]:
-    """Describes the barriers of some warpgroups, for `repeats` value heads per key head."""
-    return dict(
-        full=pm.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups),
-        factors_full=pm.Barrier(num_arrivals=2 * (1 + repeats % 2), num_barriers=warpgroups),
-    )
+def barriers(warpgroups: int, key_dim: int) -> dict[str, Any]:
+    """Describes the barriers of some warpgroups."""
+    return dict(full=pm.Barrier(num_arrivals=2 * (key_dim // SIZE), num_barriers=warpgroups))
 
 
 def place_of(warpgroup: Any, memory: Any, barriers: dict[str, Any]) -> SimpleNamespace:

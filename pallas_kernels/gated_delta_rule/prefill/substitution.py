@@ -2,7 +2,8 @@
 
 All products and sums are in float32, in a fixed order, so the error is only rounding, whatever the systems hold. A row of a
 system is the same for all threads of a warp, so shared memory hands out four of its elements at once. Columns of the right
-half have no elements in the upper half of the rows, and their warps leave those rows out.
+half have no elements in the upper half of the rows, and their warps leave those rows out. The code is a loop, because cores
+take long to fetch instructions that they run once.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from pallas_kernels import _pallas_mosaic as pm
 
 SIZE = 64  # the rows of a system
 _WARP = SIZE // 2  # threads of a warp, each with a column
-_GROUP = 4  # rows that are found one after the other, and then taken out of all rows below them
-_ROWS = 8  # rows whose elements are in registers at the same time
+_GROUP = (
+    8  # rows that are found one after the other, and then taken out of all rows below them: those of a tile's piece
+)
+_VECTOR = 4  # elements that are loaded at once
 
 
 def substitute(system: Any, beta: Any, solution: Any, *, transposed: bool = False) -> None:
@@ -38,36 +41,58 @@ def substitute(system: Any, beta: Any, solution: Any, *, transposed: bool = Fals
         half, is_right = pm.arith.divui(warp, number(2)), pm.arith.remui(warp, number(2))
         column = pm.arith.addi(pm.arith.muli(is_right, number(_WARP)), lane)
         equal = lambda x, n: pm.arith.cmpi(pm.arith.CmpIPredicate.eq, x, number(n))
-        vector, tile = pm.ir.VectorType.get([_GROUP], float32), pm.SWIZZLE // 4  # elements in a row of a tile
+        vector, tile = pm.ir.VectorType.get([_VECTOR], float32), pm.SWIZZLE // 4  # elements in a row of a tile
+        groups, of_tile = SIZE // _GROUP, tile // _GROUP
 
-        def elements(row, first):
-            """Loads the elements of a row from column `first` on, from where the swizzle of their tile puts them."""
-            place = ((first % tile) // _GROUP ^ row % 8) * _GROUP
-            at = [half, *map(number, (row // 8, first // tile, row % 8, place))]
-            loaded = pm.vector.load(vector, system, at, alignment=16)
-            return [pm.vector.extract(loaded, [], [n]) for n in range(_GROUP)]
+        def eliminate(group, rest):
+            """Finds the rows of a group, and takes what they give out of all rows below.
 
-        def eliminate(rest, begin, end):
-            """Finds the rows from `begin` to `end` of the column, and takes what they give out of all rows below each."""
-            rest = list(rest)
-            for first in range(begin, end, _GROUP):
-                for start in range(first, SIZE, _ROWS):
-                    rows = range(max(start, first + 1), min(start + _ROWS, SIZE))
-                    loaded = {row: elements(row, first) for row in rows}
-                    for n in range(_GROUP):
-                        for row in rows:
-                            if row > first + n:
-                                rest[row] = pm.math.fma(loaded[row][n], pm.arith.negf(rest[first + n]), rest[row])
-            return rest
+            `rest` are the rows from the group's first one on, and then those that have been found. It is returned with the
+            group's rows at its end.
+            """
+            at_tile, in_tile = pm.arith.divui(group, number(of_tile)), pm.arith.remui(group, number(of_tile))
+            # Where the swizzle puts the parts of a row that are multiplied with this group.
+            part = lambda n: pm.arith.addi(pm.arith.muli(in_tile, number(_GROUP // _VECTOR)), number(n))
+            places = [
+                [pm.arith.muli(pm.arith.xori(part(n), number(row)), number(_VECTOR)) for n in range(_GROUP // _VECTOR)]
+                for row in range(_GROUP)
+            ]
+
+            def elements(below, row, n):
+                """Loads the n-th part of a row of the group that comes so many groups later."""
+                at = [half, pm.arith.addi(group, number(below)), at_tile, number(row), places[row][n]]
+                loaded = pm.vector.load(vector, system, at, alignment=16)
+                return [pm.vector.extract(loaded, [], [i]) for i in range(_VECTOR)]
+
+            def take_out(below, rows, found):
+                """Takes the found rows out of the rows of a group, which may be the same ones."""
+                rows = list(rows)
+                for n in range(_GROUP // _VECTOR):
+                    last = lambda row: row if below == 0 else _GROUP  # of the found rows that this row has elements of
+                    loaded = {row: elements(below, row, n) for row in range(_GROUP) if last(row) > n * _VECTOR}
+                    for i in range(n * _VECTOR, (n + 1) * _VECTOR):
+                        factor = pm.arith.negf(rows[i] if below == 0 else found[i])
+                        for row in range(_GROUP):
+                            if last(row) > i:
+                                rows[row] = pm.math.fma(loaded[row][i - n * _VECTOR], factor, rows[row])
+                return rows
+
+            found, after = take_out(0, rest[:_GROUP], None), []
+            for below in range(1, groups):
+                rows = rest[below * _GROUP : (below + 1) * _GROUP]
+                exists = pm.arith.cmpi(pm.arith.CmpIPredicate.ult, pm.arith.addi(group, number(below)), number(groups))
+                branch: Any = pm.scf.IfOp(exists, [float32] * _GROUP, has_else=True)
+                with pm.ir.InsertionPoint(branch.then_block):
+                    pm.scf.yield_(take_out(below, rows, found))
+                with pm.ir.InsertionPoint(branch.else_block):
+                    pm.scf.yield_(rows)
+                after += branch.results
+            return [*after, *found]
 
         zero, factor = pm.arith.constant(float32, 0.0), pm.memref.load(beta, [half, column])
-        own, none = [pm.arith.select(equal(lane, n), factor, zero) for n in range(_WARP)], [zero] * _WARP
-        upper: Any = pm.scf.IfOp(equal(is_right, 0), [float32] * SIZE, has_else=True)
-        with pm.ir.InsertionPoint(upper.then_block):
-            pm.scf.yield_(eliminate(own + none, 0, _WARP))
-        with pm.ir.InsertionPoint(upper.else_block):
-            pm.scf.yield_(none + own)
-        found = eliminate(upper.results, _WARP, SIZE)
+        own = [pm.arith.select(equal(lane, n), factor, zero) for n in range(_WARP)]
+        first = pm.arith.muli(is_right, number(groups // 2))
+        found = pm.repeated(first, number(groups), eliminate, own + [zero] * _WARP)
         pm.warpgroup_barrier()  # all threads have read the systems
         (_store_column if transposed else _store_elements)(found, solution, half, column)
 

@@ -1,0 +1,144 @@
+"""What the two kernels that carry states on Hopper GPUs share: a head of a row, and the steps from state to state."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._dot import pieces
+from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels.blocks import NULL_BLOCK, StateLayout
+
+
+class Head:
+    """One head of one row. A part of its state is transposed, [values, keys], in tiles of 64 values and 64 keys."""
+
+    def __init__(self, refs: Any, memory: Any, row: jax.Array, head: jax.Array, layout: StateLayout) -> None:
+        """Reads where the row is.
+
+        Args:
+            refs: The inputs, the pool, the outputs and barriers, by name.
+            memory: The views of shared memory. The first has tokens for copies, and a dict of all else by name. The second
+                has tokens for tensor cores.
+            row: The row.
+            head: The value head.
+            layout: The layout of the states in the pool.
+        """
+        (self.token_rows, others), (self.token_tiles,) = memory
+        self.refs, self.head, self.layout = SimpleNamespace(**vars(refs), **others), head, layout
+        self.per_channel = hasattr(refs, "k_before")
+        self.key_head = jax.lax.div(head, jnp.int32(refs.v.shape[1] // refs.k.shape[1]))
+        self.key_tiles, self.pieces = range(refs.k.shape[2] // TILE), range(refs.solve.shape[0])
+        self.layer, self.read = refs.layer[0], refs.read_block[row]
+        self.row = PrefillRow.of(refs, row)
+        self.count, self.first = self.row.chunks_up_to(self.row.end - self.row.start), self.row.first_chunk
+
+    def copy_keys(self, name: str, here: Any, number: Any, at: Any, full: Any) -> None:
+        """Copies a chunk's keys or queries. Decayed ones are stored chunk by chunk, others token by token."""
+        source = getattr(self.refs, name)
+        for n in self.key_tiles:
+            keys = pm.slice_of(n * TILE, TILE)
+            if self.per_channel:
+                pm.copy_in(source.at[0, self.head, number, :, keys], self.refs.squares[name].at[at, n], full)
+            else:
+                pm.copy_in(source.at[here, self.key_head, keys], self.token_rows[name].at[at, n], full)
+
+    def copy_products(self, number: Any, at: Any, full: Any) -> None:
+        """Copies the solved system of a chunk, and its factors."""
+        refs = self.refs
+        for n in self.pieces:
+            pm.copy_in(refs.solve.at[n, self.head, number], refs.squares["solve"].at[at, n], full)
+        factors = refs.decay.at[self.head, number] if self.per_channel else refs.scales.at[self.head, number]
+        pm.copy_in(factors, refs.chunk_factors.at[at], full)
+
+    def keys_of(self, name: str, at: Any) -> list[Any]:
+        """Returns the tiles [tokens, keys] of a chunk's decayed keys or queries, or of its keys or queries."""
+        if self.per_channel:
+            return [self.refs.squares[name].at[at, n] for n in self.key_tiles]
+        return [self.token_tiles[name[0]].at[at, n] for n in self.key_tiles]
+
+    def of_tokens(self, kind: int, at: Any) -> Any:
+        """Returns the factors of a chunk's tokens: of keys before it (0), negative, of queries (1), of keys after it (2)."""
+        if self.per_channel:
+            return 1.0
+        return pm.along_columns(pm.load_per_column(self.refs.chunk_factors.at[at, kind]), TILE)
+
+    def of_state(self, n: int, at: Any) -> Any:
+        """Returns the factors of the state's n-th tile over a chunk: one per key, or one."""
+        if not self.per_channel:
+            return self.refs.chunk_factors[at, 3, 0]
+        keys = pm.slice_of(n * TILE, TILE)
+        return pm.along_columns(pm.load_per_column(self.refs.chunk_factors.at[at, keys]), TILE)
+
+    def piece(self, tile: jax.Array, n: int) -> Callable[[], jax.Array]:
+        """Returns a function that returns one of a tile's pieces, a left operand for `multiply_all`."""
+        return lambda: pieces(tile, len(self.pieces))[n]
+
+    def keep_tokens(self, live: Any, v_tile: Any, at: Any) -> None:
+        """Sets what a chunk that is not full has of its neighbours to zero."""
+
+        @pm.when(live < TILE)
+        def _():
+            for tile in [v_tile] + ([] if self.per_channel else self.keys_of("k", at)):
+                pm.keep_rows(tile, live)
+            pm.commit()
+
+    def of_before(self, state: Sequence[jax.Array], at: Any) -> list[Any]:
+        """Returns the products that make what the state knows of a chunk's values."""
+        before = self.keys_of("k_before", at)
+        return [(self.piece(state[n], p), before[n].T) for p in self.pieces for n in self.key_tiles]
+
+    def of_wanted(self, known: jax.Array, v: jax.Array, at: Any) -> list[Any]:
+        """Returns the products that make a chunk's corrections, given its values and what the state knows of them."""
+        wanted = v - known if self.per_channel else v + self.of_tokens(0, at) * known
+        solve = [self.refs.squares["solve"].at[at, n] for n in self.pieces]
+        if self.per_channel:  # they are transposed if there is a decay per head
+            solve = [x.T for x in solve]
+        numbers = self.pieces
+        return [(self.piece(wanted, i), solve[j]) for i in numbers for j in numbers if i + j < len(numbers)]
+
+    def of_added(self, added: jax.Array, at: Any) -> list[list[Any]]:
+        """Returns the products of a chunk's corrections that change the state, for each of its tiles."""
+        weighted, after = self.of_tokens(2, at) * added, self.keys_of("k_after", at)
+        return [[(self.piece(weighted, p), after[n]) for p in self.pieces] for n in self.key_tiles]
+
+    def changed(self, state: Sequence[jax.Array], change: Sequence[jax.Array], at: Any) -> list[jax.Array]:
+        """Returns the state after a chunk."""
+        decays = [self.of_state(n, at) for n in self.key_tiles]
+        return [d * s + c for d, s, c in zip(decays, state, change, strict=True)]
+
+    def initial(self, values: Any) -> list[jax.Array]:
+        """Returns the row's initial state for a slice of 64 values."""
+
+        def tile(n):
+            load = lambda: pm.load_directly(self._block(self.read, values, n), transposed=self.layout == "KV")
+            is_there = (self.read != NULL_BLOCK) & (self.count > 0)
+            return jax.lax.cond(is_there, lambda: load().astype(jnp.float32), lambda: pm.zeros(SHAPE, jnp.float32))
+
+        return [tile(n) for n in self.key_tiles]
+
+    def store(self, block: jax.Array, state: Sequence[jax.Array], values: Any) -> None:
+        """Stores the state of a slice of 64 values in a block."""
+        for n in self.key_tiles:
+            tile = state[n].astype(self.refs.pool.dtype)
+            pm.store_directly(self._block(block, values, n), tile, transposed=self.layout == "KV")
+
+    def _block(self, block: jax.Array, values: Any, n: int) -> Any:
+        keys = pm.slice_of(n * TILE, TILE)
+        if self.layout == "VK":
+            return self.refs.pool.at[self.layer, block, self.head, values, keys]
+        return self.refs.pool.at[self.layer, block, self.head, keys, values]
+
+    def store_outputs(self, token: Any, live: Any, rows: Any, values: Any) -> None:
+        """Stores the first `live` rows of a tile of outputs, of which `rows` is the view for copies."""
+        target = lambda n, size: self.refs.out.at[pm.slice_of(token + n, size), self.head, values]
+        pm.store_rows(rows, live, target)
+
+    def make_identity(self) -> None:
+        """Writes ones on a diagonal to shared memory. A product with them is a transposition."""
+        diagonal = (pm.rows(SHAPE) == pm.columns(SHAPE)).astype(jnp.float32)
+        self.refs.identity[...] = diagonal.astype(jnp.bfloat16)
+        pm.commit()

@@ -1,0 +1,142 @@
+"""The third prefill kernel on Hopper GPUs, where there are many rows. A program has 128 value dims of one head of one row.
+
+It computes the bits that states_mosaic.py computes, with other work for each of the three warpgroups: one fetches what the
+chunks to come need, and the two others have 64 value dims each. They carry their part of the state and make its outputs.
+While one waits for its products, the other one keeps the tensor cores busy, and both read the same keys and squares. For
+few rows that would leave most cores idle. Outputs are transposed, [values, tokens], as states are: their left operands are
+then in registers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_rows import SHAPE, TILE
+from pallas_kernels.blocks import StateLayout
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head
+
+PARTS = 2  # of a program's value dims
+_STAGES = 2  # chunks that are in shared memory
+
+
+def carry_states(
+    refs,
+    memory,
+    place,
+    *,
+    layout: StateLayout,
+    wait_for_products: Callable[[Any, Any], None] | None = None,
+    begin: Callable[[], None] = lambda: None,
+):
+    """Runs one row, head and pair of tiles of value dims, by three warpgroups.
+
+    The arguments are those of states_mosaic.py, but the third number of `place` is that of the pair.
+    """
+    row, head_index, pair = place
+    head = Head(refs, memory, row, head_index, layout)
+    refs, per_channel, count = head.refs, head.per_channel, head.count
+    stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
+    values_of = lambda part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
+
+    def fetch():
+        """Fetches what the chunks to come need."""
+        pm.set_max_registers(40, action="decrease")
+        begin()
+
+        def one(chunk, _):
+            token, _ = head.row.tokens_of(chunk)
+            here, number, at = pm.slice_of(token, TILE), head.first + chunk, stage_of(chunk)
+            full = refs.full.at[at]
+            pm.when(chunk >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
+            for n in range(PARTS):
+                pm.copy_in(refs.v.at[here, head.head, values_of(n)], head.token_rows["v"].at[at, n], full)
+            for name in ("k_before", "k_after", "q_before") if per_channel else ("k", "q"):
+                head.copy_keys(name, here, number, at, full)
+            if wait_for_products:
+                wait_for_products(number, head.key_head)
+            head.copy_products(number, at, full)
+            pm.copy_in(refs.attention.at[0, head.head, number], refs.squares["attention"].at[at], full)
+
+        jax.lax.fori_loop(0, count, one, None)
+
+        # A barrier has one phase bit, so each of its completions must be waited for.
+        @pm.loop(jnp.maximum(count - _STAGES, 0), count)
+        def _(chunk):
+            pm.wait(refs.free.at[stage_of(chunk)])
+
+    def carry_part():
+        """Runs the chunks' way from state to state for one part of the value dims, and makes its outputs."""
+        begin()
+        pm.set_max_registers(232, action="increase")
+        part = pm.axis_index(pm.WARPGROUP) - 1
+        values = values_of(part)
+        out_rows, out_tile = head.token_rows["out"].at[part], head.token_tiles["out"].at[part]
+        store_tokens = lambda token, live: head.store_outputs(token, live, out_rows, values)
+
+        def advance(chunk, state):
+            """Runs one chunk. Takes and returns the state's tiles."""
+            at = stage_of(chunk)
+            token, live = head.row.tokens_of(chunk)
+            v_tile = head.token_tiles["v"].at[at, part]
+            pm.wait(refs.full.at[at])
+            head.keep_tokens(live, v_tile, at)  # both parts' warpgroups write the same keys
+            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at), [(v_tile.T, refs.identity)]])
+            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v, at)])
+            queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
+            of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
+            of_attention = [(lambda: added.astype(jnp.bfloat16), attention.T)]
+            out, of_added = pm.multiply_all(SHAPE, [of_queries, of_attention])
+            out = out if per_channel else head.of_tokens(1, at) * out
+            out = (out + of_added).astype(jnp.bfloat16)
+            state = head.changed(state, pm.multiply_all(SHAPE, head.of_added(added, at)), at)
+            pm.arrive(refs.free.at[at])
+            pm.wait_for_copies_out(0, wait_read_only=True)
+            pm.store_transposed(out_tile, out)
+            pm.commit()
+            store_tokens(token, live)
+            return state
+
+        head.make_identity()  # both warpgroups write the same
+
+        @pm.when(count > 0)
+        def _():
+            advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
+            head.row.run(refs, head.initial(values), advance_to, lambda block, state: head.store(block, state, values))
+
+        pm.wait_for_copies_out(0, wait_read_only=True)
+        head.row.clear(refs.v.shape[0], out_tile, store_tokens)
+
+    warpgroup = pm.axis_index(pm.WARPGROUP)
+    pm.when(warpgroup == 0)(fetch)
+    pm.when(warpgroup > 0)(carry_part)
+    pm.finish_together(refs.done)
+
+
+def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+    """Describes a program's shared memory, as views of the same place."""
+    tiles = key_dim // TILE
+    tokens, squares = dict(out=(PARTS, *SHAPE), v=(_STAGES, PARTS, *SHAPE)), dict(solve=(_STAGES, pieces))
+    squares |= dict(attention=(_STAGES,))
+    if per_channel:
+        squares |= dict.fromkeys(("k_before", "k_after", "q_before"), (_STAGES, tiles))
+        factors = pm.shared((_STAGES, key_dim), jnp.float32)
+    else:
+        tokens |= dict.fromkeys(("k", "q"), (_STAGES, tiles, *SHAPE))
+        factors = pm.shared((_STAGES, 4, TILE), jnp.float32)
+    tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
+    squares = {name: tile(*shape) for name, shape in squares.items()}
+    rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
+    return [(rows, dict(squares=squares, chunk_factors=factors, identity=tile())), (tiles_of_tokens,)]
+
+
+def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
+    """Describes a program's barriers."""
+    copies = (2 + per_channel) * (key_dim // TILE) + PARTS + pieces + 2
+    return dict(
+        full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
+        free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        done=pm.Barrier(num_arrivals=1 + PARTS),
+    )

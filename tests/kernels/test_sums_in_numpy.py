@@ -1,0 +1,39 @@
+"""The sums of log decays of the Mosaic GPU kernels, written in operations of MLIR, run in NumPy for all threads."""
+
+import numpy as np
+import pytest
+from kernels.mlir_in_numpy import Memory, fake
+
+from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
+from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
+
+
+@pytest.mark.parametrize("warpgroup", [0, 1])
+@pytest.mark.parametrize("count", [1, 31, 33, 64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count, warpgroup):
+    """Differences of sums lose no digits, even if one token's decay is much smaller than that of all the others."""
+    start, heads, size = 3, (4, 1), (3 + count, 5)
+    g, beta = (-0.1 * np.abs(rng.normal(size=size))).astype(np.float32), rng.uniform(size=size).astype(np.float32)
+    g[start + count // 2] *= scale
+    empty = lambda *shape: Memory(np.full(shape, np.nan, np.float32))
+    per_row, per_column = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE)
+    monkeypatch.setattr(sums_mosaic, "pm", fake(warpgroup))
+    refs = Memory(g), Memory(beta)
+    sums_mosaic.sum_log_decays(*refs, start, count, heads, per_row, per_column, empty(3, 4))
+
+    np.testing.assert_array_equal(per_column.array, per_row.array[:, :2])
+    for half, head in enumerate(heads):
+        padded = lambda x, head=head: np.concatenate([x[start:, head], np.zeros(SIZE - count)])
+        found = Factors(*per_row.array[half].astype(np.float64))
+        np.testing.assert_array_equal(found.beta, padded(beta))
+        exact = np.cumsum(padded(g))
+        log2 = np.log2(np.e)
+        np.testing.assert_allclose(found.before, log2 * exact, rtol=1e-6)
+        np.testing.assert_allclose(found.after, log2 * (exact[-1] - exact), rtol=1e-6)
+        np.testing.assert_allclose(found.total, np.full(SIZE, log2 * exact[-1]), rtol=1e-6)
+        apart = found.coarse[:, None] - found.coarse, found.fine[:, None] - found.fine
+        wanted, is_later = exact[:, None] - exact, np.tri(SIZE, k=-1, dtype=bool)
+        np.testing.assert_allclose(
+            (log2 * apart[0] + apart[1])[is_later], log2 * wanted[is_later], rtol=1e-6, atol=1e-12
+        )
