@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_triton as pt
 
 _WARP = 32  # lanes of a warp
-# The key of an expert that has been chosen, and the number of one that is not the best.
-_TAKEN = -(2**31), 2**31 - 1
+_TAKEN, _NO_EXPERT = -(2**31), 2**31 - 1  # the key of an expert that has been chosen, and a number that no expert has
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -84,9 +83,10 @@ class _Candidates(NamedTuple):
         A warp finds the largest integer of its lanes by one instruction.
         """
         largest = jnp.max(functools.reduce(jnp.maximum, keys), axis=0)
-        first = [jnp.where(key == largest, expert, _TAKEN[1]) for expert, key in zip(self.experts, keys, strict=True)]
+        pairs = [*zip(self.experts, keys, strict=True)]
+        first = [jnp.where(key == largest, expert, _NO_EXPERT) for expert, key in pairs]
         best = jnp.min(functools.reduce(jnp.minimum, first), axis=0)
-        return best, [jnp.where(expert == best, _TAKEN[0], key) for expert, key in zip(self.experts, keys, strict=True)]
+        return best, [jnp.where(expert == best, _TAKEN, key) for expert, key in pairs]
 
 
 def _candidates(refs, token: jax.Array | int, rule: Rule) -> _Candidates:

@@ -190,25 +190,25 @@ class _Launch(NamedTuple):
         weights: jax.Array,
         product: Product,
         pairs: Mapping[str, jax.Array | None],
-        outputs: Mapping[str, jax.ShapeDtypeStruct],
+        out: jax.ShapeDtypeStruct,
         *,
         slots: int,
         factors: jax.Array | None = None,
         **options: Any,
-    ) -> dict[str, jax.Array]:
+    ) -> jax.Array:
         """Launches a product. `pairs` say what the tiles are, of which there are at most `slots`."""
         return pt.call(
             functools.partial(_kernel, product=product, **self._asdict(), **options),
             name=f"mixture_of_experts_{name}",
             # The programs of one tile are neighbours, because they share its inputs.
-            grid=(-(-outputs["out"].shape[2] // product.columns), slots),
+            grid=(-(-out.shape[2] // product.columns), slots),
             inputs=dict(x=x, weights=weights, factors=factors, **pairs),
-            outputs=outputs,
+            outputs=dict(out=out),
             updates={},
             num_warps=product.num_warps,
             num_stages=product.num_stages,
             interpret=self.interpret,
-        )
+        )["out"]
 
     def down(
         self,
@@ -224,7 +224,7 @@ class _Launch(NamedTuple):
         """Runs the second product, whose outputs are [choices, pairs / choices, hidden]."""
         out = jax.ShapeDtypeStruct((choices, middle.shape[0] // choices, down.shape[1]), middle.dtype)
         options = dict(pairs_per_input=1, parts=1, activate=lambda sum_: sum_, factors=factors, slots=slots)
-        return self.multiply("down", middle, down, product, pairs, dict(out=out), **options)["out"]
+        return self.multiply("down", middle, down, product, pairs, out, **options)
 
 
 def _launch(
@@ -253,9 +253,9 @@ def _launch(
         pairs, slots = cut._asdict(), cut.start.shape[0]
     launch = _Launch(config, interpret)
     parts, activate = ACTIVATIONS[activation]
-    outputs = dict(out=jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype))
+    out = jax.ShapeDtypeStruct((1, num_pairs, size), x.dtype)
     options = dict(pairs_per_input=top_k, parts=parts, activate=activate, slots=slots)
-    middle = launch.multiply("up", x, up, config.up, pairs, outputs, **options)["out"][0]
+    middle = launch.multiply("up", x, up, config.up, pairs, out, **options)[0]
     choices, factors = (1, None) if factors is None else (top_k, factors.reshape(-1))
     return launch.down(middle, down, config.down, pairs, slots=slots, factors=factors, choices=choices)
 
