@@ -157,10 +157,9 @@ def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
         distance: A power of two. The two threads whose numbers differ in this bit exchange theirs.
         earlier: Take the number of the thread so many threads before instead. The first threads get their own.
     """
-    int32 = ir.IntegerType.get_signless(32)
-    number = lambda n: arith.constant(int32, n)
     kind, last = (nvvm.ShflKind.up, 0) if earlier else (nvvm.ShflKind.bfly, 31)
-    found = nvvm.shfl_sync(number(-1), arith.bitcast(int32, x), number(distance), number(last), kind)
+    bits = arith.bitcast(ir.IntegerType.get_signless(32), x)
+    found = nvvm.shfl_sync(constant(-1), bits, constant(distance), constant(last), kind)
     return arith.bitcast(x.type, found)
 
 
@@ -187,7 +186,7 @@ def address(ref: Any, index: Any) -> Any:
 
 def constant(number: int) -> Any:
     """Returns an int32 number, in `inline`."""
-    return utils.c(number, ir.IntegerType.get_signless(32))
+    return arith.constant(ir.IntegerType.get_signless(32), number)
 
 
 def element_of_struct(struct: Any, place: int, kind: Any) -> Any:
@@ -206,7 +205,7 @@ def spread(length: int) -> Any:
 
 
 def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
-    """Makes an array in the layout `spread` of each thread's vectors of `pack_of_spread` elements, in `inline`."""
+    """Makes an array in the layout `spread`, in `inline`. Each thread gives its own part, in vectors of `pack_of_spread`."""
     held = np.empty((len(registers),), object)
     held[:] = registers
     layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
@@ -224,12 +223,12 @@ def _by_warp() -> Any:
 
 
 def load_rows_by_warp(ref: Any) -> jax.Array:
-    """Loads a tile [4, 256 n] whose rows belong to the four warps, as float32. A lane has eight columns of each 256."""
+    """Loads a tile [4, 256 n] as float32. Each of the four warps gets a row, and a lane gets eight of every 256 columns."""
     return plgpu.load(ref, layout=_by_warp()).astype(jnp.float32)
 
 
 def load_for_each_warp(ref: Any) -> jax.Array:
-    """Loads a vector [256 n] that every warp has, with the columns of `load_rows_by_warp`."""
+    """Loads a vector [256 n] into every warp. Its lanes get the columns that they get from `load_rows_by_warp`."""
     return plgpu.load(ref, layout=_by_warp().reduce(0), optimized=False)
 
 

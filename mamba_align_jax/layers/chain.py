@@ -13,9 +13,10 @@ from pallas_kernels.product_chain import Norm, Product
 
 
 class Chain:
-    """Steps that are still to be launched. Whoever continues a chain changes it, and nobody else may continue it then.
+    """Steps that are still to be launched.
 
-    A chain belongs to the trace in which it was made.
+    A method that adds a step changes the chain itself and returns it, so a chain can be continued in one way only. A chain
+    belongs to the trace in which it was made.
 
     Attributes:
         implementation: Implementation of the op; None chooses by platform.

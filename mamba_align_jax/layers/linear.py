@@ -55,18 +55,21 @@ class Linear(nnx.Module):
         self.axis: str | None = None
         self.implementation: ops.Implementation | None = None
 
-    def _continues(self, x: Inputs) -> bool:
-        """Whether the product is a step of the chain `x`."""
-        is_alone = self.axis is None and self.bias is None and self.implementation is None
-        return isinstance(x, Chain) and is_alone
+    def _continued(self, x: Inputs, *, is_gated: bool = False) -> Chain | None:
+        """Adds the product to the chain `x`. Returns None if `x` is an array, or if the product cannot be a step."""
+        can_be_step = self.axis is None and self.bias is None and self.implementation is None
+        if isinstance(x, Chain) and can_be_step:
+            return x.product(self.weight[...], is_gated=is_gated)
+        return None
 
     def __call__(self, x: Inputs) -> Any:
         """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given.
 
         A chain is launched.
         """
-        if isinstance(x, Chain) and self._continues(x):
-            outs = x.product(self.weight[...]).launch(self.parts)
+        chain = self._continued(x)
+        if chain is not None:
+            outs = chain.launch(self.parts)
             return outs[0] if self._is_whole else outs
         x = settled(x)
         rows = self._rows(x)
@@ -93,8 +96,9 @@ class Linear(nnx.Module):
 
     def gated(self, x: Inputs) -> Inputs:
         """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts. It continues a chain."""
-        if isinstance(x, Chain) and self._continues(x):
-            return x.product(self.weight[...], is_gated=True)
+        chain = self._continued(x, is_gated=True)
+        if chain is not None:
+            return chain
         (out,) = self._product(self._rows(settled(x)), is_gated=True)
         return out
 
@@ -105,8 +109,9 @@ class Linear(nnx.Module):
         devices, each device has a summand of the product, in float32. A product with a bias is added up at once, so that
         the bias is added once. A chain is continued, and returned.
         """
-        if isinstance(x, Chain) and self._continues(x):
-            return x.product(self.weight[...])
+        chain = self._continued(x)
+        if chain is not None:
+            return chain
         rows = self._rows(settled(x))
         if self.bias is not None:
             return self._whole(rows)[None]

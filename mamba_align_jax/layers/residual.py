@@ -66,10 +66,10 @@ class Residual:
 
     def settled(self) -> jax.Array:
         """Returns the stream, [tokens, hidden], with everything added."""
-        summed = None if self.waiting is None else self.total(self.waiting, jnp.float32)
-        value = self.value.total() if isinstance(self.value, Chain) else self.value
-        if summed is None:
+        value = self._own_value()
+        if self.waiting is None:
             return value
+        summed = self.total(self.waiting, jnp.float32)
         return (value.astype(jnp.float32) + self.scale * summed).astype(value.dtype)
 
     def normed(self, norm: RMSNorm, dtype: Any = None) -> tuple[jax.Array, "Residual"]:
@@ -83,13 +83,13 @@ class Residual:
             The normed values [tokens, hidden], and the stream, to which nothing is left to add.
         """
         if self.waiting is None:
-            value = self.settled()
+            value = self._own_value()
             return norm(value).astype(dtype or value.dtype), replace(self, value=value)
         if isinstance(self.waiting, Chain):
             chain = self._continued(self.waiting, norm.step(self.scale, dtype))
             return chain.launch(), Residual(chain.total(), exchange=self.exchange)
         options = dict(scale=self.scale, dtype=dtype, exchange=self.exchange)
-        value, normed = norm.after(replace(self, waiting=None).settled(), self.waiting, **options)
+        value, normed = norm.after(self._own_value(), self.waiting, **options)
         return normed, Residual(value, exchange=self.exchange)
 
     def chained(self, norm: RMSNorm) -> tuple[Inputs, "Residual"]:
@@ -111,4 +111,8 @@ class Residual:
 
     def _continued(self, chain: Chain, step: Norm) -> Chain:
         """Lets a chain add what it computes to the stream and normalise it."""
-        return chain.norm(step, None if self.value is chain else replace(self, waiting=None).settled())
+        return chain.norm(step, None if self.value is chain else self._own_value())
+
+    def _own_value(self) -> jax.Array:
+        """Returns the stream without what waits, [tokens, hidden]. It launches the chain that computes it."""
+        return self.value.total() if isinstance(self.value, Chain) else self.value

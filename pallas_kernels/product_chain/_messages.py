@@ -59,7 +59,7 @@ def _lane_and_warp() -> tuple[Any, Any]:
 
 
 def send(ref: Any, numbers: jax.Array) -> None:
-    """Stores float32 numbers [4], one of each warp, where other programs `receive` them."""
+    """Stores four float32 numbers, one from each warp, where other programs can `receive` them."""
 
     def body(_: Any, numbers: Any, ref: Any) -> None:
         lane, warp = _lane_and_warp()

@@ -5,6 +5,7 @@ that follow each other. If a product has many inputs, and what reads it can add 
 block, because a warp keeps the inputs in registers.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,16 @@ class Schedule(NamedTuple):
     slots: int
     depth: int
 
+    def is_sent(self, number: int) -> bool:
+        """Whether programs send each other what a phase computes. Otherwise it is what the chain computes."""
+        return number + 1 < len(self.phases) or self.ends_with_norm
+
+    @property
+    def starts(self) -> list[int]:
+        """The first number of each phase among all that is sent, and the number after the last one."""
+        sizes = [phase.shares * phase.outputs for n, phase in enumerate(self.phases) if self.is_sent(n)]
+        return [0, *itertools.accumulate(sizes)]
+
 
 def _shares(inputs: int) -> int:
     """Returns the least number of equal shares that are small enough for registers."""
@@ -98,7 +109,7 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
         inputs = step.weight.shape[1]
         shares = _shares(inputs) if can_share and not step.is_gated else 1
         phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norms - 1 if is_normed else None, shares))
-    slot_bytes = max(slot_elements(phases) * itemsize, 1)
+    slot_bytes = slot_elements(phases) * itemsize
     vector_bytes = 4 * max(phase.pieces for phase in phases) * WIDTH
     slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - vector_bytes - 2048) // slot_bytes)
     depth = min(slots, max(2, 40_960 // slot_bytes))
@@ -110,9 +121,7 @@ def slot_elements(phases: Sequence[Phase]) -> int:
     return ROWS * WIDTH * max(phase.pieces for phase in phases)
 
 
-def unsupported(
-    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None, programs: int
-) -> str | None:
+def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | None, programs: int) -> str | None:
     """Returns why one launch cannot run a chain, or None if it can."""
     products = [step for step in steps if isinstance(step, Product)]
     if x.shape[-2] != 1:
@@ -132,8 +141,7 @@ def unsupported(
             return f"a product must have a multiple of {WIDTH} inputs, got {channels}"
         if step.outputs % ROWS:
             return f"a product must have a multiple of {ROWS} outputs, got {step.outputs}"
-        is_last = number + 1 == len(steps)
-        if is_last and step.is_gated:
+        if step.is_gated and number + 1 == len(steps):
             return "the last product must not be gated"
         channels = step.outputs
     if parts is not None and any(part % ROWS for part in parts):

@@ -57,11 +57,7 @@ def product_chain(
     """
     steps = tuple(steps)
     _check(x, steps, residual, parts)
-    reason = _schedule.unsupported(x, steps, residual, parts, device.cores())
-    if reason is None and implementation != "mosaic_gpu":
-        reason = unavailable(implementation, None, False)
-    if implementation in ("xla", "triton"):
-        reason = f"implementation is {implementation!r}"
+    reason = _schedule.unsupported(x, steps, parts, device.cores()) or unavailable(implementation, None, False)
     if implementation is None and len(steps) < _schedule.FEWEST_STEPS:
         reason = "so few steps save less time than the launch costs"
     return _run(x, steps, residual, parts, implementation, reason)
@@ -107,15 +103,13 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
 def _run(x, steps, residual, parts, implementation, reason):
-    alone = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
-    if reason is not None and implementation != "mosaic_gpu":
-        return alone(x, steps, residual)
+    separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     return dispatch(
         "product_chain",
         implementation,
         (x, steps, residual),
-        xla=alone,
-        triton=alone,
+        xla=separate,
+        triton=separate,
         mosaic_gpu=functools.partial(mosaic_gpu.product_chain, parts=parts),
         no_mosaic_gpu=reason,
     )

@@ -1,6 +1,12 @@
-"""Named cases of product_chain, which tests and benchmarks share."""
+"""Named cases of product_chain, which its tests share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.product_chain._steps import Norm, Product, Step
+
+EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,27 @@ class Case:
     parts: tuple[int, ...] | None = None
     shares: int | None = None
     dtype: str = "bfloat16"
+
+    def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step, ...], Any]:
+        """Returns the inputs, the steps and the residual stream.
+
+        Args:
+            make: make(shape, dtype, deviation) makes an array whose numbers have that standard deviation.
+            tokens: The number of tokens.
+        """
+        shares = () if self.shares is None else (self.shares,)
+        channels, steps, residual = self.inputs, [], None
+        for step in self.steps:
+            if step == "norm":
+                steps.append(Norm(make((channels,), "float32", 0.1), EPSILON, OFFSET, SCALE))
+                residual = tokens, channels
+                continue
+            is_gated = isinstance(step, tuple)
+            outputs = int(step[1] if isinstance(step, tuple) else step)
+            steps.append(Product(make((outputs * (1 + is_gated), channels), self.dtype, channels**-0.5), is_gated))
+            channels = outputs
+        x = make((*shares, tokens, self.inputs), self.dtype, 1.0)
+        return x, tuple(steps), None if residual is None else make(residual, self.dtype, 1.0)
 
 
 _MLP = ("norm", ("gated", 9216), 2560, "norm")

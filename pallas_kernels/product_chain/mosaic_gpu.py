@@ -34,9 +34,8 @@ def product_chain(
     cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
     given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(step.weight) for step in products])
     given |= dict(norms=[step.weight for step in norms], residual=[] if residual is None else [residual[0]])
-    # What programs send each other begins as +0: see _messages.py.
-    sent = sum(phase.shares * phase.outputs for phase in plan.phases)
-    given |= dict(sent=jax.new_ref(jnp.zeros((sent,), jnp.float32)))
+    # What programs send each other begins as +0: see _messages.py. An array must not be empty.
+    given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
     arrays, tree = jax.tree.flatten(given)
     out = _outputs(plan, parts, norms, residual, dtype)
@@ -118,11 +117,9 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
 
             jax.lax.fori_loop(0, begin[number + 1] - begin[number], one, None)
 
-    starts = [sum(phase.shares * phase.outputs for phase in phases[:number]) for number in range(len(phases))]
-
     def sent(number: int, share: Any, row: Any, count: int) -> Any:
         """Where numbers of a phase are sent."""
-        return refs.sent.at[pm.slice_of(starts[number] + share * phases[number].outputs + row, count)]
+        return refs.sent.at[pm.slice_of(plan.starts[number] + share * phases[number].outputs + row, count)]
 
     def shares_before(number: int, first: Any, count: int) -> list[jax.Array]:
         """Waits for the shares of what the phase before has computed."""
@@ -183,7 +180,7 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
                 return x
 
             jax.lax.fori_loop(first, after, one, x)
-            if number + 1 < len(phases) or plan.ends_with_norm:
+            if plan.is_sent(number):
                 messages.tell(refs.counters.at[pm.slice_of(number, 1)])
         if plan.ends_with_norm:
 
@@ -194,7 +191,7 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
     def store(number: int, share: Any, row: Any, value: jax.Array) -> None:
         """Stores results of a block: for the next phase, or as results of the chain."""
         phase = phases[number]
-        if number + 1 < len(phases) or plan.ends_with_norm:
+        if plan.is_sent(number):
             messages.send(sent(number, share, row, ROWS), value)
             return
         if parts is None:

@@ -48,7 +48,6 @@ from pallas_kernels.least_kept import cases as least_kept_cases
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
-from pallas_kernels.product_chain import Norm, Product
 from pallas_kernels.product_chain import cases as product_chain_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
@@ -402,19 +401,9 @@ OPS = {
 
 
 def lower_product_chain(device, case, implementation="triton"):
-    channels, steps, hidden = case.inputs, [], None
-    for step in case.steps:
-        if step == "norm":
-            steps.append(Norm(array(jnp.float32, channels), 1e-6))
-            hidden = channels
-        else:
-            outputs, is_gated = (step[1], True) if isinstance(step, tuple) else (step, False)
-            steps.append(Product(array(case.dtype, outputs * (1 + is_gated), channels), is_gated))
-            channels = outputs
-    x = array(case.dtype, *([case.shares] if case.shares else []), 1, case.inputs)
-    residual = None if hidden is None else array(case.dtype, 1, hidden)
-    run = lambda x, steps, residual: product_chain(x, steps, residual, parts=case.parts, implementation=implementation)
-    return lower(device, run, x, tuple(steps), residual, donated=())
+    x, steps, residual = case.arguments(lambda shape, dtype, _: array(dtype, *shape))
+    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    return lower(device, run, x, steps, residual, donated=())
 
 
 # Ops without pools.

@@ -11,9 +11,8 @@ from oracles.ops import add_rms_norm, linear
 
 from pallas_kernels import UnsupportedError, product_chain
 from pallas_kernels.product_chain import Norm, Product, _schedule, api
-from pallas_kernels.product_chain.cases import CASES, Case
+from pallas_kernels.product_chain.cases import CASES, EPSILON, OFFSET, SCALE, Case
 
-EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
 # Shapes that one launch runs: shares and parts, norms first, last and in the middle, few outputs and many inputs.
 ODD = [
@@ -30,22 +29,8 @@ BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD]]
 
 def draw(rng, case, tokens=1):
     """Returns the arguments of a case, at about unit scale after each step."""
-    channels, steps, hidden = case.inputs, [], None
-    cast = lambda x, dtype=case.dtype: jnp.asarray(x, dtype)
-    for step in case.steps:
-        if step == "norm":
-            weight = cast(0.1 * rng.standard_normal(channels, np.float32), jnp.float32)
-            steps.append(Norm(weight, EPSILON, OFFSET, SCALE))
-            hidden = channels
-        else:
-            outputs = step[1] if isinstance(step, tuple) else step
-            rows = outputs * (1 + isinstance(step, tuple))
-            weight = rng.standard_normal((rows, channels), np.float32) * channels**-0.5
-            steps.append(Product(cast(weight), isinstance(step, tuple)))
-            channels = outputs
-    x = rng.standard_normal((*([case.shares] if case.shares else []), tokens, case.inputs), np.float32)
-    residual = None if hidden is None else cast(rng.standard_normal((tokens, hidden), np.float32))
-    return cast(x), tuple(steps), residual
+    make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32), dtype)
+    return case.arguments(make, tokens)
 
 
 def oracle(x, steps, residual, dtype):
@@ -142,10 +127,10 @@ def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
 
 @pytest.mark.parametrize("programs", [132, 114, 78, 16])
 @pytest.mark.parametrize("case", [*CASES, *ODD], ids=lambda case: case.name)
-def test_programs_share_the_work_without_gaps(case, programs, rng):
+def test_programs_share_the_work_without_gaps(case, programs):
     """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
-    shapes = jax.eval_shape(lambda: draw(rng, case))
-    plan = _schedule.schedule(shapes[1], case.parts, 2)
+    _, steps, _ = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
+    plan = _schedule.schedule(steps, case.parts, 2)
     assert 2 <= plan.depth <= plan.slots
     for phase in plan.phases:
         if phase.shares > programs:

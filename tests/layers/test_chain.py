@@ -18,7 +18,7 @@ HIDDEN = 32
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Records the kinds of the steps of each launch."""
+    """Lists the classes of the steps of each launch."""
     found, original = [], module.product_chain
 
     def record(x, steps, *arguments, **options):
