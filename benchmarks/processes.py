@@ -10,8 +10,8 @@ generated tokens that are those of the first row with the same stepping, which i
 if `sums` is "xla": both then run the same programs over the same devices.
 
 Every process writes to stderr what it begins, with the seconds since it started. Those that still run after `--limit`
-seconds write what their threads are at, and end. Rows are written as they come. Most of the time goes into compiling, which
-`--compilation-cache` saves the next time.
+seconds write what their threads are at, and end; those that lose another process end, too. Rows are written as they come.
+Most of the time goes into compiling, which `--compilation-cache` saves the next time.
 """
 
 import argparse
