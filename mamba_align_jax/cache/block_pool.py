@@ -100,7 +100,8 @@ class BlockPool:
         if type(count) is not int or count < 0:
             raise ValueError(f"allocate: count must be a whole number, at least 0, got {count!r}")
         values.require(isinstance(hits, Sequence), "fits: hits", "a sequence of block ids", hits)
-        return count + sum(type(block) is int and block in self._cached for block in hits) <= self.num_available
+        blocks = [block for block in hits if type(block) is int]
+        return count + sum(map(self._cached.__contains__, blocks)) <= self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` blocks, each with one holder. Returns None and changes nothing if there are fewer.
@@ -118,9 +119,24 @@ class BlockPool:
         """Returns the block that is published under `key`, or None."""
         return self._block_of.get(key) if isinstance(key, bytes) else None
 
+    def find_first(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the blocks that are published under `keys`, up to the first key that has none."""
+        found: list[int] = []
+        for key in keys:
+            block = self.find(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
     def key_of(self, block: int) -> bytes | None:
         """Returns the key under which `block` is found, or None."""
         return self._key_of.get(block) if type(block) is int else None
+
+    def keys_of(self, blocks: Sequence[int]) -> list[bytes | None]:
+        """Returns what `key_of` returns for each block."""
+        # Block 0 never has a key.
+        return [*map(self._key_of.get, [block if type(block) is int else 0 for block in blocks])]
 
     def was_evicted(self, key: bytes) -> bool:
         """True if `key` cannot be found because its block was evicted recently."""
@@ -132,10 +148,20 @@ class BlockPool:
         Raises:
             ValueError: The block is neither.
         """
-        if type(block) is not int or (block not in self._holders and block not in self._cached):
-            raise ValueError(f"hold: block must be held or cached, got {block!r}")
-        self._cached.pop(block, None)
-        self._holders[block] = self._holders.get(block, 0) + 1
+        self.hold_all((block,))
+
+    def hold_all(self, blocks: Sequence[int]) -> None:
+        """Adds a holder to each block.
+
+        Raises:
+            ValueError: A block is neither held nor cached. Nothing has changed.
+        """
+        for block in blocks:
+            if type(block) is not int or (block not in self._holders and block not in self._cached):
+                raise ValueError(f"hold: block must be held or cached, got {block!r}")
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._holders[block] = self._holders.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Removes one holder from each block. Blocks that become cached will be evicted in the given order.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from mamba_align_jax import _values as values
 
+_TOKEN_BYTES = array("q").itemsize
+
 
 class HashChain:
     """Computes the hashes of the full blocks of a growing token list.
@@ -42,14 +44,43 @@ class HashChain:
         """
         if type(end) is not int or end < self.block_size or end % self.block_size:
             raise ValueError(f"at: end must be a positive multiple of block_size = {self.block_size}, got {end!r}")
-        if len(self._hashes) < end // self.block_size and len(tokens) < end:
-            raise ValueError(f"at: tokens must be at least end = {end}, got {len(tokens)}")
-        for block in range(len(self._hashes), end // self.block_size):
-            own = tokens[block * self.block_size : (block + 1) * self.block_size]
-            try:
-                content = array("q", own).tobytes()
-            except (TypeError, OverflowError) as error:
-                raise ValueError(f"at: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error
-            parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(hashlib.sha256(parent + content).digest())
+        self._extend("at", tokens, end)
         return self._hashes[end // self.block_size - 1]
+
+    def between(self, tokens: Sequence[int], begin: int, end: int) -> list[bytes]:
+        """Returns the hashes of the blocks of `tokens[begin:end]`, in order: those that `at` returns one by one.
+
+        Args:
+            tokens: Must begin with the tokens that earlier calls were given.
+            begin: A multiple of `block_size`, at least 0.
+            end: A multiple of `block_size`, at least `begin`.
+
+        Raises:
+            ValueError: `begin` or `end` is something else, or there are fewer tokens than `end`.
+        """
+        size = self.block_size
+        if not type(begin) is type(end) is int or not 0 <= begin <= end or begin % size or end % size:
+            raise ValueError(
+                f"between: begin and end must be multiples of block_size = {size} with 0 <= begin <= end, "
+                f"got {begin!r} and {end!r}"
+            )
+        self._extend("between", tokens, end)
+        return self._hashes[begin // size : end // size]
+
+    def _extend(self, method: str, tokens: Sequence[int], end: int) -> None:
+        """Computes the hashes up to the end of `tokens[:end]` that are not there yet."""
+        begin = len(self._hashes) * self.block_size
+        if end <= begin:
+            return
+        if len(tokens) < end:
+            raise ValueError(f"{method}: tokens must be at least end = {end}, got {len(tokens)}")
+        own = tokens[begin:end]
+        try:
+            content = array("q", own).tobytes()
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{method}: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error
+        parent = self._hashes[-1] if self._hashes else self._root
+        size = _TOKEN_BYTES * self.block_size
+        for at in range(0, len(content), size):
+            parent = hashlib.sha256(parent + content[at : at + size]).digest()
+            self._hashes.append(parent)

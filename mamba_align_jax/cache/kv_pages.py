@@ -9,6 +9,9 @@ from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 
+# A lookup hashes so many pages before it looks for them.
+_PAGES_AT_ONCE = 64
+
 
 @dataclass
 class _Request:
@@ -57,12 +60,15 @@ class KVPageManager:
         """
         values.tokens("lookup: tokens", tokens)
         values.instance("lookup: chain", chain, HashChain)
-        pages = []
-        for end in range(self.page_size, len(tokens) + 1, self.page_size):
-            page = self.pool.find(chain.at(tokens, end))
-            if page is None:
+        pages: list[int] = []
+        full = len(tokens) // self.page_size * self.page_size
+        # Little is hashed beyond the first page that is not cached.
+        for begin in range(0, full, self.page_size * _PAGES_AT_ONCE):
+            keys = chain.between(tokens, begin, min(begin + self.page_size * _PAGES_AT_ONCE, full))
+            found = self.pool.find_first(keys)
+            pages += found
+            if len(found) < len(keys):
                 break
-            pages.append(page)
         return pages
 
     def holds(self, request: Hashable, num_tokens: int) -> bool:
@@ -108,12 +114,11 @@ class KVPageManager:
         record = self._requests.get(request)
         shared = [] if record else list(hit)
         values.instance("allocate: chain", chain, HashChain, optional=True)
-        if chain and any(self.pool.key_of(page) != chain.at((), self._end(n)) for n, page in enumerate(shared)):
+        if chain and self.pool.keys_of(shared) != chain.between((), 0, len(shared) * self.page_size):
             raise ValueError(
                 "allocate: hit must be what lookup returns now, got pages that are cached for other tokens"
             )
-        for page in shared:
-            self.pool.hold(page)
+        self.pool.hold_all(shared)
         fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
         if record is None:
             chain = chain or HashChain(self.page_size)
@@ -145,8 +150,9 @@ class KVPageManager:
         if not self.can_publish(request, tokens, end):
             return
         record = self._requests[request]
-        for number in range(record.num_published, end // self.page_size):
-            key = record.chain.at(tokens, self._end(number))
+        last = end // self.page_size
+        keys = record.chain.between(tokens, self._end(record.num_published - 1), last * self.page_size)
+        for number, key in zip(range(record.num_published, last), keys, strict=True):
             if self.log is not None and self.pool.find(key) is None:
                 own = tuple(tokens[number * self.page_size : self._end(number)])
                 self.log.store_page(record.chain, own, self._end(number))
@@ -180,12 +186,11 @@ class KVPageManager:
         return (number + 1) * self.page_size
 
     def _check_hit(self, hit: Sequence[int]) -> None:
-        values.members("allocate: hit", hit, "pages that lookup returned")
-        gone = [page for page in hit if self.pool.key_of(page) is None]
-        if gone:
-            raise ValueError(
-                f"allocate: hit must be what lookup returns now, got page {gone[0]!r}, which is not cached"
-            )
+        pages = values.members("allocate: hit", hit, "pages that lookup returned")
+        keys = self.pool.keys_of(pages)
+        if None in keys:
+            gone = pages[keys.index(None)]
+            raise ValueError(f"allocate: hit must be what lookup returns now, got page {gone!r}, which is not cached")
 
     def _missing(self, request: Hashable, num_tokens: int, shared: int) -> int:
         record = self._requests.get(request)

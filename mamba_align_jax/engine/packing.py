@@ -25,8 +25,8 @@ from mamba_align_jax.engine.scheduler import Row
 
 __getattr__ = renamed_names(__name__, {"all_buckets": "mamba_align_jax.engine.buckets:all_buckets"})
 
-# Pages that hits may bring to a step with prefill rows, beside the pages of its chunks.
-_PAGES_OF_HITS = 512
+# Pages that hits may bring to a step with prefill rows, beside the pages of its chunks. Four hits of 4096 tokens bring 1024.
+_PAGES_OF_HITS = 1024
 _GREEDY = SamplingParams()
 
 

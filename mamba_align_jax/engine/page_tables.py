@@ -1,6 +1,7 @@
 """The page tables on the device: which KV pages each slot has. The host sends only the entries that change."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,9 @@ class PageUpdates:
         slots[: len(cleared)] = cleared
         padded = np.zeros((3, max_updates), np.int32)
         padded[0] = num_slots
-        padded[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 3).T
+        # Long hits bring thousands of entries, and `fromiter` takes half of the time of `asarray`.
+        numbers = np.fromiter(itertools.chain.from_iterable(entries), np.int32, 3 * len(entries))
+        padded[:, : len(entries)] = numbers.reshape(-1, 3).T
         slot, number, page = map(put, padded)
         return cls(cleared=put(slots), slot=slot, number=number, page=page)
 

@@ -1,5 +1,6 @@
 """BlockPool agrees with a simple model: a table of blocks, each with its holders, its key and its last use."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -91,6 +92,17 @@ class Machine(RuleBasedStateMachine):
         self.pool.hold(b)
         self.blocks[b].holders += 1
 
+    @rule(some=st.lists(st.integers(0, 8), max_size=4))
+    def hold_all(self, some):
+        """Blocks may be given more than once. One that is neither held nor cached changes nothing."""
+        if all(b in self.blocks and (self.blocks[b].holders or self.blocks[b].key) for b in some):
+            self.pool.hold_all(some)
+            for b in some:
+                self.blocks[b].holders += 1
+        else:
+            with pytest.raises(ValueError, match="hold: block must be held or cached"):
+                self.pool.hold_all(some)
+
     @precondition(lambda self: any(block.holders for block in self.blocks.values()))
     @rule(data=st.data())
     def release(self, data):
@@ -139,8 +151,12 @@ class Machine(RuleBasedStateMachine):
     def agrees(self):
         self.pool.check(Counter({b: block.holders for b, block in self.blocks.items() if block.holders}))
         assert [self.pool.find(key) for key in KEYS] == [self.found(key) for key in KEYS]
+        for first in range(len(KEYS)):
+            wanted = [self.found(key) for key in KEYS[first:]]
+            assert self.pool.find_first(KEYS[first:]) == list(itertools.takewhile(bool, wanted))
         assert self.pool.keys == {key for key in KEYS if self.found(key) is not None}
         assert [self.pool.key_of(b) for b in self.blocks] == [block.key for block in self.blocks.values()]
+        assert self.pool.keys_of([0, *self.blocks]) == [None, *(block.key for block in self.blocks.values())]
         assert Counter(self.lost) == Counter(self.expected)
         held = sum(block.holders > 0 for block in self.blocks.values())
         cached = sum(not block.holders and block.key is not None for block in self.blocks.values())

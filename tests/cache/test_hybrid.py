@@ -254,3 +254,16 @@ def test_old_keywords_work_for_one_release():
     assert entries == new.allocate("a", min_computed=0, max_computed=0, num_tokens=5, num_drafts=0)
     with pytest.warns(DeprecationWarning, match=r"keyword 'most' is now 'max_num_batched_tokens'"):
         assert old.chunk_end(0, 3, most=20, prompt=30) == new.chunk_end(0, 3, max_num_batched_tokens=20, prompt=30) == 0
+
+
+@pytest.mark.parametrize("cached", [0, 1, 63, 64, 65, 128, 200])
+def test_long_prompts_find_all_their_pages_and_hash_little_beyond_them(cached):
+    tokens, states = list(range(4 * BLOCK * 100)), StateBlockManager(500, BLOCK)
+    cache = HybridCache(states, KVPageManager(1000, PAGE))
+    if cached:
+        prefill(cache, "a", tokens[: cached * PAGE])
+    chain = HashChain(PAGE)
+    pages = cache.kv.lookup(tokens, chain)
+    assert [cache.kv.pool.key_of(page) for page in pages] == chain.between((), 0, cached * PAGE)
+    with pytest.raises(ValueError, match="at: tokens must be at least"):
+        chain.at((), (cached // 64 * 64 + 64 + 1) * PAGE)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
-from mamba_align_jax.engine import page_tables
+from mamba_align_jax.engine import packing, page_tables
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.page_tables import PageUpdates, set_pages, store_pages
@@ -53,7 +53,8 @@ def test_errors_name_the_argument():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_long_hit_brings_its_pages_ahead_of_the_step(is_async, rng):
+def test_a_long_hit_brings_its_pages_ahead_of_the_step(is_async, rng, monkeypatch):
+    monkeypatch.setattr(packing, "_PAGES_OF_HITS", 512)
     engine = Engine(Speller(), EngineConfig(async_stepping=is_async, **SIZES))
     prompt = rng.integers(0, 50, 800).tolist()
     early, store = [], engine.runner._store_pages

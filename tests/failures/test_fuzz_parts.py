@@ -247,6 +247,9 @@ def test_blocks_of_a_pool_are_whole_numbers():
             blocks.release([wrong])
         with pytest.raises(ValueError, match="must be held or cached"):
             blocks.hold(wrong)
+        with pytest.raises(ValueError, match="must be held or cached"):
+            blocks.hold_all([1, wrong])
         with pytest.raises(ValueError, match="must be held"):
             blocks.publish(wrong, b"key")
+        assert blocks.keys_of([wrong, 1]) == [None, None]
     blocks.check({1: 1})
