@@ -1,0 +1,71 @@
+"""A single request that decodes has the log-probabilities that its tokens have as a prompt.
+
+A step of one token launches products and norms together (`layers/chain.py`), and a prompt launches them one by one. The
+model's sizes are such that the one launch of a Hopper GPU takes all chains.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.layers import chain
+from mamba_align_jax.load.random_model import QWEN3_5_4B, random_model
+from mamba_align_jax.models.qwen3_5 import FULL, LINEAR
+from pallas_kernels.product_chain import _schedule
+
+CONFIG = replace(
+    QWEN3_5_4B,
+    vocab_size=1000,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    layer_types=(LINEAR, FULL, LINEAR, FULL),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    linear_num_key_heads=4,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+)
+H200_CORES = 132
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """Lists, for each chain that is launched, why the launch of a Hopper GPU does not take it; None if it does."""
+    found, original = [], chain.product_chain
+
+    def record(x, steps, *arguments, parts=None, **options):
+        few = "few steps" if len(steps) < _schedule.FEWEST_STEPS else None
+        found.append(_schedule.unsupported(x, steps, parts, H200_CORES) or few)
+        return original(x, steps, *arguments, parts=parts, **options)
+
+    monkeypatch.setattr(chain, "product_chain", record)
+    return found
+
+
+def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng):
+    config = EngineConfig(
+        block_size=64, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256, num_state_blocks=8, num_kv_pages=40
+    )
+    engine = Engine(random_model(CONFIG), config)
+    prompt = rng.integers(1, CONFIG.vocab_size, 70).tolist()
+    (output,) = engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
+    # Between the mixers of four layers, and from the last one to the head. The first mixer's inputs begin no chain.
+    assert chains == [None] * 4
+    tokens = [*prompt, *output.token_ids]
+    (again,) = engine.generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0))
+    found = np.array([each.logprob for each in output.logprobs])
+    wanted = np.array([each.logprob for each in again.prompt_logprobs[len(prompt) :]])
+    # Roundings to bfloat16 make up to 0.04 on a CPU, and outputs of mixers that are a fifth too large 0.5.
+    np.testing.assert_allclose(found, wanted, atol=0.1, rtol=0)
+
+
+@pytest.mark.gpu
+def test_compiled_chains_decode_the_same(chains, rng):
+    jax.clear_caches()
+    test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng)
