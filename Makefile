@@ -24,7 +24,7 @@ test-all:
 	$(MAKE) test TEST_ARGS="--depth=full $(TEST_ARGS)"
 
 mutants: $(VENV)/ready
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/mutants.py $(MUTANTS_ARGS)
 
 soak: $(VENV)/ready
 	$(BIN)/python tests/soak.py $(SOAK_ARGS)

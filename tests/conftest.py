@@ -1,6 +1,7 @@
 """What every test run needs before JAX starts: environment, compilation cache, depth, and warnings that are errors."""
 
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
@@ -67,6 +68,8 @@ SLOWEST = (
 )
 
 
+NO_TIME = "no time is left for deep tests"
+
 # Without the extra `serve`, as on a machine that only has the core's dependencies, the server's tests are left out.
 collect_ignore = [] if importlib.util.find_spec("starlette") else ["serve"]
 
@@ -84,6 +87,12 @@ def pytest_addoption(parser):
         help="quick: a part of the long searches and products of cases; full: all of them, as `make test-all` runs",
     )
     parser.addoption(
+        "--deep-minutes",
+        type=float,
+        default=math.inf,
+        help="a full run goes on as a quick one after so many minutes, and skips the deep tests that are left",
+    )
+    parser.addoption(
         "--browser",
         choices=("optional", "required"),
         default="optional",
@@ -92,7 +101,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    depth.set_full(config.getoption("depth") == "full")
+    depth.set_full(config.getoption("depth") == "full", 60 * config.getoption("deep_minutes"))
 
 
 def pytest_unconfigure(config):
@@ -134,6 +143,21 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(no_gpu)
         elif item.get_closest_marker("deep") and not depth.is_full():
             item.add_marker(no_depth)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skips a deep test of a full run that has become a quick one. A quick run has skipped it before."""
+    if item.get_closest_marker("deep") and not item.get_closest_marker("gpu") and not depth.is_full():
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how many deep tests were left out for want of time."""
+    late = sum(NO_TIME in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
+    if late:
+        minutes = config.getoption("deep_minutes")
+        terminalreporter.write_line(f"{late} deep tests were left out, because {minutes:g} minutes had passed")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,27 +1,31 @@
 """How deep the tests search: `make test` runs a part of the long searches, `make test-all` (`--depth=full`) all of them.
 
 A test or a case that only a full run needs is marked `deep`. A search by hypothesis takes its number of examples from
-`examples` when it runs, not when its module is imported.
+`examples` when it runs, not when its module is imported. A full run may go on as a quick one after some time.
 """
+
+import math
+import time
 
 import pytest
 
-_full = False
+# When the full run ends, as `time.monotonic` tells the time. It is in the past for a quick one.
+_end = -math.inf
 
 
-def set_full(value):
-    """Sets the depth; `tests/conftest.py` calls it with what the option `--depth` says."""
-    global _full
-    _full = value
+def set_full(value, seconds=math.inf):
+    """Sets the depth from now on; `tests/conftest.py` calls it with what the options `--depth` and `--deep-minutes` say."""
+    global _end
+    _end = time.monotonic() + seconds if value else -math.inf
 
 
 def is_full():
-    return _full
+    return time.monotonic() < _end
 
 
 def examples(quick, full):
     """The number of examples that a search tries at the depth of this run."""
-    return full if _full else quick
+    return full if is_full() else quick
 
 
 def case(item, parameter):

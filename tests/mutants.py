@@ -1,11 +1,15 @@
 """Makes one-line mistakes in the bookkeeping and checks that the fast tests notice each of them: `make mutants`.
 
 Each mistake is made in a copy of the tree, two at a time. With arguments, only the mistakes whose names contain one of them
-are made.
+are made. With `--minutes`, mistakes are made in an order that differs from day to day, and none is begun later than that.
 """
 
+import argparse
+import datetime
+import math
 import os
 import queue
+import random
 import re
 import shutil
 import subprocess
@@ -103,8 +107,16 @@ def mutate(tree, mutant):
     return path, text
 
 
-def main(parts):
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="a part of the names of mistakes; default: all")
+    parser.add_argument("--minutes", type=float, help="begin no mistake after so many minutes")
+    options = parser.parse_args(arguments)
+    parts, end = options.parts, math.inf
     mutants = [mutant for mutant in read_table() if not parts or any(part in mutant.name for part in parts)]
+    if options.minutes is not None:
+        end = time.monotonic() + 60 * options.minutes
+        random.Random(datetime.date.today().toordinal()).shuffle(mutants)
     with tempfile.TemporaryDirectory() as folder:
         trees = queue.SimpleQueue()
         for number in range(AT_ONCE):
@@ -112,7 +124,9 @@ def main(parts):
             trees.put(Path(folder, str(number)))
 
         def attempt(mutant):
-            """Returns True if the tests failed with a mutant, or passed without one."""
+            """Returns True if the tests failed with a mutant, or passed without one, and None if no time was left."""
+            if mutant and time.monotonic() > end:
+                return None
             tree, began = trees.get(), time.monotonic()
             path, text = mutate(tree, mutant) if mutant else (None, None)
             runs = [(GENERAL, "--depth=full"), (DEFERRED, "--depth=full")]
@@ -141,12 +155,15 @@ def main(parts):
             return good
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            fine, *caught = pool.map(attempt, [None, *mutants])
-    print(f"{sum(caught)}/{len(mutants)} caught")
+            fine, *results = pool.map(attempt, [None, *mutants])
+    caught = [result for result in results if result is not None]
+    print(f"{sum(caught)}/{len(caught)} caught")
+    if len(caught) < len(mutants):
+        print(f"{len(mutants) - len(caught)} were not made, because {options.minutes:g} minutes had passed")
     if not fine:
         sys.exit("but the tests also fail without a mistake")
     sys.exit(not all(caught))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -26,3 +26,22 @@ def test_a_mistake_without_a_place_is_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="occurs 0 times"):
         mutants.read_table()
+
+
+@pytest.mark.parametrize(("minutes", "made"), [(None, 3), (10, 3), (0, 0)])
+def test_no_mistake_is_begun_after_the_given_minutes(monkeypatch, capsys, minutes, made):
+    table = [mutants.Mutant("", "", "", name, ()) for name in "abc"]
+    monkeypatch.setattr(mutants, "read_table", lambda: table)
+    monkeypatch.setattr(mutants, "copy_tree", lambda to: None)
+    monkeypatch.setattr(mutants, "mutate", lambda tree, mutant: (tree, ""))
+    monkeypatch.setattr(mutants.Path, "write_text", lambda path, text: None)
+    # The tree as it is has two runs.
+    is_mutant = iter([False] * 2 + [True] * 3)
+    monkeypatch.setattr(mutants, "AT_ONCE", 1)
+    monkeypatch.setattr(mutants, "run_tests", lambda *_: (int(next(is_mutant)), "test"))
+    with pytest.raises(SystemExit) as end:
+        mutants.main([] if minutes is None else [f"--minutes={minutes}"])
+    assert not end.value.code
+    out = capsys.readouterr().out
+    assert f"{made}/{made} caught" in out
+    assert ("3 were not made, because 0 minutes had passed" in out) == (made == 0)

@@ -1,0 +1,29 @@
+"""A full run goes on as a quick one after `--deep-minutes`, and says what it left out."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import depth
+import pytest
+
+ROOT = Path(depth.__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds", "is_full"), [(True, math.inf, True), (True, 600, True), (True, 0, False), (False, 600, False)]
+)
+def test_a_run_is_full_for_a_time(monkeypatch, value, seconds, is_full):
+    monkeypatch.setattr(depth, "_end", depth._end)
+    depth.set_full(value, seconds)
+    assert depth.is_full() == is_full
+    assert depth.examples(2, 3) == (3 if is_full else 2)
+
+
+def test_deep_tests_that_come_too_late_are_counted():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--depth=full", "--deep-minutes=0"]
+    command += ["tests/test_processes_benchmark.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "2 deep tests were left out, because 0 minutes had passed" in run.stdout, run.stdout + run.stderr
+    assert "2 skipped" in run.stdout
