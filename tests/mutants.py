@@ -129,7 +129,9 @@ def main(arguments=None):
                 return None
             tree, began = trees.get(), time.monotonic()
             path, text = mutate(tree, mutant) if mutant else (None, None)
-            runs = [(GENERAL, "--depth=full"), (DEFERRED, "--depth=full")]
+            # Where time is short, the tree as it is has the tests without their long searches.
+            depth = "--depth=full" if mutant or end == math.inf else "--depth=quick"
+            runs = [(GENERAL, depth), (DEFERRED, depth)]
             if mutant:
                 # The tests that will notice it come first, without their long searches.
                 of_deferred = mutant.name.startswith("deferred: ")
