@@ -95,6 +95,7 @@ def wait_until_ready(process, url):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=CLIENTS, action="append", help="run this client only; may be repeated")
+    parser.add_argument("--install", action="store_true", help="make the environments, and end")
     options = parser.parse_args()
     begin = time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begin:.0f} s: {text}", flush=True)
@@ -104,6 +105,8 @@ def main():
     chosen = options.only or CLIENTS
     pythons = {name: environment(name, newer if CLIENTS[name] else sys.executable) for name in chosen}
     say("the environments are ready")
+    if options.install:
+        return
     # The engine here and the one that is served have the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "programs"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -43,6 +43,7 @@ def environment(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=FLEETS, help="run this router only")
+    parser.add_argument("--install", action="store_true", help="make the environments, and end")
     options = parser.parse_args()
     begin = time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begin:.0f} s: {text}", flush=True)
@@ -54,6 +55,8 @@ def main():
     for name in (options.only,) if options.only else FLEETS:
         python = environment(name)
         say(f"{name}: the environment is ready")
+        if options.install:
+            continue
         fleet = FLEETS[name](python, BUILD / f"{name}.log")
         try:
             wait_for("both replicas", fleet.is_whole)
@@ -65,7 +68,8 @@ def main():
             raise
         finally:
             fleet.stop()
-    say("all routers did as they should")
+    if not options.install:
+        say("all routers did as they should")
 
 
 if __name__ == "__main__":
