@@ -148,7 +148,8 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Skips a deep test of a full run that has become a quick one. A quick run has skipped it before."""
-    if item.get_closest_marker("deep") and not item.get_closest_marker("gpu") and not depth.is_full():
+    began_full = item.config.getoption("depth") == "full"
+    if began_full and item.get_closest_marker("deep") and not item.get_closest_marker("gpu") and not depth.is_full():
         pytest.skip(NO_TIME)
 
 

@@ -21,9 +21,14 @@ def test_a_run_is_full_for_a_time(monkeypatch, value, seconds, is_full):
     assert depth.examples(2, 3) == (3 if is_full else 2)
 
 
-def test_deep_tests_that_come_too_late_are_counted():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--depth=full", "--deep-minutes=0"]
+@pytest.mark.parametrize(
+    ("options", "is_said"), [(["--depth=full", "--deep-minutes=0"], True), (["--depth=quick"], False)]
+)
+def test_deep_tests_that_come_too_late_are_counted(options, is_said):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     command += ["tests/test_processes_benchmark.py"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "2 deep tests were left out, because 0 minutes had passed" in run.stdout, run.stdout + run.stderr
+    said = "2 deep tests were left out, because 0 minutes had passed" in run.stdout
+    assert said == is_said, run.stdout + run.stderr
+    assert ("were left out" in run.stdout) == is_said
     assert "2 skipped" in run.stdout
