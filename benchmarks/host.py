@@ -15,7 +15,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from mamba_align_jax.load.rows import Row, append, facts
 _NUM_PARAMETERS = 400
 # Tokens of the prefix that admitted requests share, and of the rest of their prompts.
 _PREFIX, _REST = 4096, 128
+# Requests that run while others are admitted.
 _ROWS = 16
 _ANSWER = SamplingParams(max_tokens=3900, ignore_eos=True)
 _STATIC = ("graph", "spec", "drafter", "num_decode_rows", "layout")
@@ -140,6 +141,16 @@ def time_steps(engine: Engine, steps: int) -> Row:
     return {"step_us": _micros(whole), "busy_us": _micros(busy)} | parts_us
 
 
+def _measure(options: argparse.Namespace) -> Iterator[Row]:
+    drafts = {"drafts": options.drafts}
+    for count in options.rows or [1, 16, 64, 256]:
+        times = time_steps(make_engine(count, options.drafts), options.steps)
+        yield {"case": f"host decode {count}", "rows": count} | drafts | times
+    for count in options.admit or [1, 4]:
+        times = time_admissions(count, _ROWS, options.drafts, options.steps)
+        yield {"case": f"host admit {count} of {_ROWS}", "rows": _ROWS} | drafts | times
+
+
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Times engines of the sizes that the options ask for, and returns the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,16 +164,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows, real = [], runner.run_step
     runner.run_step = instant_step
     try:
-        for count in options.rows or [1, 16, 64, 256]:
-            engine = make_engine(count, options.drafts)
-            row = {"case": f"host decode {count}", "rows": count, "drafts": options.drafts}
-            row |= time_steps(engine, options.steps)
-            print(row, flush=True)
-            rows.append(row | facts(options.commit))
-            append(options.json, rows[-1])
-        for count in options.admit or [1, 4]:
-            row = {"case": f"host admit {count} of {_ROWS}", "rows": _ROWS, "drafts": options.drafts}
-            row |= time_admissions(count, _ROWS, options.drafts, options.steps)
+        for row in _measure(options):
             print(row, flush=True)
             rows.append(row | facts(options.commit))
             append(options.json, rows[-1])

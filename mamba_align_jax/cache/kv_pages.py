@@ -150,9 +150,9 @@ class KVPageManager:
         if not self.can_publish(request, tokens, end):
             return
         record = self._requests[request]
-        last = end // self.page_size
-        keys = record.chain.between(tokens, self._end(record.num_published - 1), last * self.page_size)
-        for number, key in zip(range(record.num_published, last), keys, strict=True):
+        first, last = record.num_published, end // self.page_size
+        keys = record.chain.between(tokens, first * self.page_size, last * self.page_size)
+        for number, key in enumerate(keys, first):
             if self.log is not None and self.pool.find(key) is None:
                 own = tuple(tokens[number * self.page_size : self._end(number)])
                 self.log.store_page(record.chain, own, self._end(number))

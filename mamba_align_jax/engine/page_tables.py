@@ -57,7 +57,7 @@ class PageUpdates:
         slots[: len(cleared)] = cleared
         padded = np.zeros((3, max_updates), np.int32)
         padded[0] = num_slots
-        # Long hits bring thousands of entries, and `fromiter` takes half of the time of `asarray`.
+        # Long hits bring thousands of entries, for which `asarray` would take longer.
         numbers = np.fromiter(itertools.chain.from_iterable(entries), np.int32, 3 * len(entries))
         padded[:, : len(entries)] = numbers.reshape(-1, 3).T
         slot, number, page = map(put, padded)

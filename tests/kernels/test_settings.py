@@ -88,10 +88,9 @@ def run(draw, implementation):
     )
 
 
+@pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.deep)])
-def test_global_settings_change_no_bit(implementation, request):
-    if implementation == "xla":
-        request.getfixturevalue("optimized_programs")
+def test_global_settings_change_no_bit(implementation):
     wanted = run(np.random.default_rng(0), implementation)
     with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):
         actual = run(np.random.default_rng(0), implementation)

@@ -52,11 +52,12 @@ def main():
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "programs"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    for name in (options.only,) if options.only else FLEETS:
-        python = environment(name)
-        say(f"{name}: the environment is ready")
-        if options.install:
-            continue
+    chosen = (options.only,) if options.only else FLEETS
+    pythons = {name: environment(name) for name in chosen}
+    say("the environments are ready")
+    if options.install:
+        return
+    for name, python in pythons.items():
         fleet = FLEETS[name](python, BUILD / f"{name}.log")
         try:
             wait_for("both replicas", fleet.is_whole)
@@ -68,8 +69,7 @@ def main():
             raise
         finally:
             fleet.stop()
-    if not options.install:
-        say("all routers did as they should")
+    say("all routers did as they should")
 
 
 if __name__ == "__main__":
