@@ -33,13 +33,13 @@ def case(item, parameter):
     return item.callspec.params.get(parameter) if hasattr(item, "callspec") else None
 
 
-def keep_first(items, per=None):
-    """Marks cases `deep`, all but the first of each test and of each value of the parameter `per`."""
+def keep_first(items, per=None, count=1):
+    """Marks cases `deep`, all but the first `count` of each test and of each value of the parameter `per`."""
     groups = {}
     for item in items:
         groups.setdefault((item.path, item.originalname, case(item, per)), []).append(item)
     for group in groups.values():
         # Plugins may have changed the order of the items.
         group.sort(key=lambda item: tuple(item.callspec.indices.values()))
-        for item in group[1:]:
+        for item in group[count:]:
             item.add_marker(pytest.mark.deep)

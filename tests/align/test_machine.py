@@ -46,7 +46,7 @@ def run(machine, examples, steps):
 
 
 def test_every_step_reads_its_own_past():
-    events = run(Machine, depth.examples(quick=50, full=215), steps=depth.examples(quick=2_000, full=10_000))
+    events = run(Machine, depth.examples(quick=25, full=215), steps=depth.examples(quick=1_000, full=10_000))
     # A fifth of the steps may miss the rarest events.
     if depth.is_full():
         assert {event for event, times in events.items() if times >= 10} == EVENTS, events
@@ -60,7 +60,7 @@ DEFERRED_EVENTS = (EVENTS - {"moves left"}) | {
 
 
 def test_every_step_reads_its_own_past_from_deferred_states():
-    events = run(DeferredMachine, depth.examples(quick=50, full=215), steps=depth.examples(quick=2_000, full=10_000))
+    events = run(DeferredMachine, depth.examples(quick=25, full=215), steps=depth.examples(quick=1_000, full=10_000))
     if depth.is_full():
         # A window rarely moves left, because steps are short beside blocks.
         assert {event for event, times in events.items() if times >= 10} >= DEFERRED_EVENTS, events

@@ -73,6 +73,7 @@ def test_engine_whose_requests_draw_nothing_compiles_half_of_the_programs(few_si
     assert run_step._cache_size() > before
 
 
+@pytest.mark.deep
 def test_engine_that_is_warm_at_every_level_compiles_nothing(few_sizes):
     engine = Engine(Speller(), EngineConfig(**few_sizes))
     engine.warmup(full=True)
