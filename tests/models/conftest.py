@@ -11,7 +11,7 @@ QUICK = {
         *("lfm2", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text"),
     ),
     "test_logits_and_states_are_those_of_transformers": (
-        *("lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
+        *("bamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
     ),
 }
 
