@@ -34,7 +34,7 @@ def case(item, parameter):
 
 
 def keep_first(items, per=None, count=1):
-    """Marks cases `deep`, all but the first `count` of each test and of each value of the parameter `per`."""
+    """Keeps the first `count` cases of each test, and of each value of the parameter `per`. It marks the others `deep`."""
     groups = {}
     for item in items:
         groups.setdefault((item.path, item.originalname, case(item, per)), []).append(item)
@@ -42,4 +42,15 @@ def keep_first(items, per=None, count=1):
         # Plugins may have changed the order of the items.
         group.sort(key=lambda item: tuple(item.callspec.indices.values()))
         for item in group[count:]:
+            item.add_marker(pytest.mark.deep)
+
+
+def keep_values(items, values, *parameters):
+    """Keeps the cases in which one of the parameters has one of its test's `values`. It marks the others `deep`.
+
+    `values` maps the names of tests to the values that they keep. Other tests keep all cases.
+    """
+    for item in items:
+        kept = values.get(item.originalname)
+        if kept and not any(case(item, parameter) in kept for parameter in parameters):
             item.add_marker(pytest.mark.deep)

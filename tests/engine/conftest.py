@@ -1,10 +1,9 @@
 """Which cases of the engine's tests leave a quick run: each way of stepping compiles programs of its own."""
 
 import depth
-import pytest
 
 # The ways of stepping of a quick run, where a test runs under every way of `test_adjust.STEPPING`.
-QUICK = ("plain", "async_drafts")
+WAYS = ("plain", "async_drafts")
 TESTS = (
     "test_greedy_tokens_follow_the_definitions",
     "test_drawn_tokens_are_those_of_a_plain_engine",
@@ -15,6 +14,5 @@ TESTS = (
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.originalname in TESTS and depth.case(item, "stepping") not in QUICK:
-            item.add_marker(pytest.mark.deep)
+    ours = [item for item in items if item.path.parent.name == "engine"]
+    depth.keep_values(ours, dict.fromkeys(TESTS, WAYS), "stepping")

@@ -2,7 +2,7 @@
 
 Tracing and compiling a Triton kernel's body for the CPU ("interpret") takes seconds for each case. A quick run keeps the
 first case of each test in interpret mode, and every case of the XLA twins. Rows in every phase of deferred states take
-seconds in every mode: a quick run keeps three kinds of each.
+seconds in every mode: a quick run keeps at most three kinds for each implementation.
 """
 
 import depth

@@ -88,9 +88,8 @@ def run(draw, implementation):
     )
 
 
-@pytest.mark.deep
 @pytest.mark.usefixtures("optimized_programs")
-@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("interpret", marks=pytest.mark.deep)])
 def test_global_settings_change_no_bit(implementation):
     wanted = run(np.random.default_rng(0), implementation)
     with jax.enable_x64(True), jax.default_matmul_precision("bfloat16"):

@@ -1,7 +1,6 @@
 """Which cases of the model tests leave a quick run: each compiles a model, and the others have the same layers."""
 
 import depth
-import pytest
 
 # Test -> the models of a quick run.
 QUICK = {
@@ -17,7 +16,4 @@ QUICK = {
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        models = QUICK.get(item.originalname) if item.path.parent.name == "models" else None
-        if models and (depth.case(item, "name") or depth.case(item, "case")) not in models:
-            item.add_marker(pytest.mark.deep)
+    depth.keep_values([item for item in items if item.path.parent.name == "models"], QUICK, "name", "case")
