@@ -121,13 +121,10 @@ class BlockPool:
 
     def find_first(self, keys: Sequence[bytes]) -> list[int]:
         """Returns the blocks that are published under `keys`, up to the first key that has none."""
-        found: list[int] = []
-        for key in keys:
-            block = self.find(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        # Other types may have no hash.
+        found = [*map(self._block_of.get, keys)] if {*map(type, keys)} <= {bytes} else [*map(self.find, keys)]
+        end = found.index(None) if None in found else len(found)
+        return [block for block in found[:end] if block is not None]
 
     def key_of(self, block: int) -> bytes | None:
         """Returns the key under which `block` is found, or None."""
@@ -135,8 +132,8 @@ class BlockPool:
 
     def keys_of(self, blocks: Sequence[int]) -> list[bytes | None]:
         """Returns what `key_of` returns for each block."""
-        # Block 0 never has a key.
-        return [*map(self._key_of.get, [block if type(block) is int else 0 for block in blocks])]
+        # Other types may have no hash.
+        return [*map(self._key_of.get if {*map(type, blocks)} <= {int} else self.key_of, blocks)]
 
     def was_evicted(self, key: bytes) -> bool:
         """True if `key` cannot be found because its block was evicted recently."""
@@ -156,12 +153,15 @@ class BlockPool:
         Raises:
             ValueError: A block is neither held nor cached. Nothing has changed.
         """
+        holders, cached = self._holders, self._cached
         for block in blocks:
-            if type(block) is not int or (block not in self._holders and block not in self._cached):
+            if type(block) is not int or (block not in holders and block not in cached):
                 raise ValueError(f"hold: block must be held or cached, got {block!r}")
         for block in blocks:
-            self._cached.pop(block, None)
-            self._holders[block] = self._holders.get(block, 0) + 1
+            before = holders.get(block, 0)
+            holders[block] = before + 1
+            if not before:
+                del cached[block]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Removes one holder from each block. Blocks that become cached will be evicted in the given order.

@@ -2,11 +2,44 @@
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from mamba_align_jax import _values as values
 
 _TOKEN_BYTES = array("q").itemsize
+# Blocks whose hashes are remembered together.
+_GROUP = 32
+
+
+class HashMemo:
+    """Remembers hashes, because the prompts of many requests begin alike: one hash finds those of 32 blocks.
+
+    It forgets what was used least recently.
+    """
+
+    def __init__(self, groups: int = 4096) -> None:
+        """Makes one that remembers nothing yet. `groups` is how many times 32 hashes it holds, with about 2 KB each."""
+        self._size = values.integer("HashMemo: groups", groups, 1)
+        self._groups: OrderedDict[tuple[int, bytes], list[bytes]] = OrderedDict()
+
+    def hashes(self, parent: bytes, content: bytes, size: int) -> list[bytes]:
+        """Returns the hashes of 32 blocks of `size` bytes, which follow the block whose hash is `parent`."""
+        key = size, hashlib.sha256(parent + content).digest()
+        found = self._groups.pop(key, None) or _hashes(parent, content, size)
+        self._groups[key] = found
+        if len(self._groups) > self._size:
+            self._groups.popitem(last=False)
+        return found
+
+
+def _hashes(parent: bytes, content: bytes, size: int) -> list[bytes]:
+    """Returns the hashes of blocks of `size` bytes."""
+    hashes = []
+    for at in range(0, len(content), size):
+        parent = hashlib.sha256(parent + content[at : at + size]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class HashChain:
@@ -16,19 +49,21 @@ class HashChain:
     the tokens themselves are not compared, which would cost 8 bytes for each cached token.
     """
 
-    def __init__(self, block_size: int, salt: bytes = b"") -> None:
+    def __init__(self, block_size: int, salt: bytes = b"", memo: HashMemo | None = None) -> None:
         """Creates a chain.
 
         Args:
             block_size: Tokens per block.
             salt: Separates tenants. Prefixes with different salts never match.
+            memo: Remembers the hashes, for other chains that share it; None remembers nothing.
 
         Raises:
-            ValueError: `block_size` is no whole number from 1 on, or `salt` is no bytes.
+            ValueError: `block_size` is no whole number from 1 on, `salt` is no bytes, or `memo` no HashMemo.
         """
         self.block_size = values.integer("HashChain: block_size", block_size, 1)
         values.require(isinstance(salt, bytes), "HashChain: salt", "bytes", salt)
-        self.salt = salt
+        values.instance("HashChain: memo", memo, HashMemo, optional=True)
+        self.salt, self._memo = salt, memo
         self._root = hashlib.sha256(b"mamba-align:" + salt).digest()
         self._hashes: list[bytes] = []
 
@@ -79,8 +114,12 @@ class HashChain:
             content = array("q", own).tobytes()
         except (TypeError, OverflowError) as error:
             raise ValueError(f"{method}: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error
-        parent = self._hashes[-1] if self._hashes else self._root
         size = _TOKEN_BYTES * self.block_size
-        for at in range(0, len(content), size):
-            parent = hashlib.sha256(parent + content[at : at + size]).digest()
-            self._hashes.append(parent)
+        # Groups begin where they begin in every chain, so that chains find each other's.
+        last = lambda: self._hashes[-1] if self._hashes else self._root
+        at = size * min(-len(self._hashes) % _GROUP, (end - begin) // self.block_size)
+        self._hashes += _hashes(last(), content[:at], size)
+        while self._memo is not None and at + size * _GROUP <= len(content):
+            self._hashes += self._memo.hashes(last(), content[at : at + size * _GROUP], size)
+            at += size * _GROUP
+        self._hashes += _hashes(last(), content[at:], size)

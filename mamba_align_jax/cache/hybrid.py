@@ -12,7 +12,7 @@ from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.found import Allocation as Allocation
 from mamba_align_jax.cache.found import CachedPrefix as CachedPrefix
 from mamba_align_jax.cache.found import HybridHit as HybridHit
-from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hashing import HashChain, HashMemo
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
@@ -74,7 +74,7 @@ class HybridCache:
         self.states = states
         self.kv = kv
         self.checkpoint_interval = checkpoint_interval
-        self._check = check
+        self._check, self._memo = check, HashMemo()
         # The pages of a prefix are evicted from its end, so the first page to go has the key of the prefix's last
         # state.
         kv.pool.on_lost = lambda key, evicted: states.pool.unpublish(key, evicted=evicted)
@@ -93,7 +93,7 @@ class HybridCache:
             chain: The hashes of an earlier lookup of these tokens (`HybridHit.state.chain`), to be used instead of
                 `salt`.
         """
-        chain = chain_of(chain, self.kv.page_size, salt)
+        chain = chain_of(chain, self.kv.page_size, salt, self._memo)
         values.tokens("lookup: tokens", tokens)
         if self.states.mode == "none":
             return HybridHit(0, Hit(0, (), chain))
@@ -117,7 +117,7 @@ class HybridCache:
             salt: What the request publishes is published under this salt.
             chain: The hashes of an earlier lookup of its tokens, to be used instead of `salt`.
         """
-        chain = chain or HashChain(self.kv.page_size, salt)
+        chain = chain or HashChain(self.kv.page_size, salt, self._memo)
         return HybridHit(0, Hit(0, (), chain), miss=None if self.states.mode == "none" else why)
 
     def requested_offsets(self, wanted: Collection[int], prompt: int) -> tuple[int, ...]:

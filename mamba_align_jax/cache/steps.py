@@ -8,7 +8,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import column_of, last_boundary
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
-from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hashing import HashChain, HashMemo
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Holder:
     unfolded: int = 0
 
 
-def chain_of(chain: HashChain | None, block_size: int, salt: bytes) -> HashChain:
+def chain_of(chain: HashChain | None, block_size: int, salt: bytes, memo: HashMemo | None = None) -> HashChain:
     """Returns the chain that a caller has given, or else a new one.
 
     Raises:
         ValueError: `chain` is something else.
     """
     values.instance("lookup: chain", chain, HashChain, optional=True)
-    return chain or HashChain(block_size, salt)
+    return chain or HashChain(block_size, salt, memo)
 
 
 def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens: int, num_drafts: int) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache import hashing
+from mamba_align_jax.cache.hashing import HashChain, HashMemo
 
 TOKEN = st.integers(-(2**63), 2**63 - 1)
 
@@ -35,12 +36,47 @@ def test_hashes_are_those_of_the_definition_in_whatever_order_they_are_asked_for
             assert chain.between((), 0, end * size) == wanted[:end]
 
 
+@given(
+    st.lists(st.integers(0, 3), min_size=100, max_size=260),
+    st.lists(st.tuples(st.integers(0, 260), st.integers(1, 3), st.binary(max_size=1), st.booleans()), max_size=12),
+    st.integers(1, 4),
+)
+def test_chains_that_share_a_memo_have_the_hashes_of_the_definition(tokens, prompts, groups):
+    """Prompts that begin alike, of other block sizes and salts, hashed at once or in two parts. The memo forgets."""
+    memo = HashMemo(groups)
+    for length, size, salt, in_parts in prompts:
+        prompt = tokens[:length] + [9] * 100
+        wanted, chain = expected(prompt, size, salt), HashChain(size, salt, memo)
+        if in_parts:
+            chain.between(prompt, 0, len(wanted) // 3 * size)
+        assert chain.between(prompt, 0, len(wanted) * size) == wanted
+
+
+def test_a_prompt_that_begins_like_another_one_is_hashed_by_groups(monkeypatch):
+    made, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashing.hashlib, "sha256", lambda data: made.append(len(data)) or sha256(data))
+    memo, prefix = HashMemo(), list(range(32 * 3 * 4))
+    for prompt in (prefix + [1] * 8, prefix + [2] * 8):
+        made.clear()
+        assert HashChain(4, b"", memo).between(prompt, 0, len(prompt)) == expected(prompt, 4, b"")
+    # The root, a hash for each of three groups, and the two blocks that are the prompt's own; then those of `expected`.
+    assert len(made) == 1 + 3 + 2 + 1 + 98
+
+
 @pytest.mark.parametrize(("begin", "end"), [(0, 3), (1, 4), (4, 2), (-2, 2), (0, 2.0), (True, 2), (None, 2)])
 def test_ends_must_be_those_of_blocks(begin, end):
     chain = HashChain(2)
     with pytest.raises(ValueError, match="between: begin and end must be multiples of block_size = 2"):
         chain.between([1, 2, 3, 4], begin, end)
     assert chain.between([1, 2, 3, 4], 0, 4) == expected([1, 2, 3, 4], 2, b"")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None])
+def test_a_memo_holds_something(wrong):
+    with pytest.raises(ValueError, match="HashMemo: groups"):
+        HashMemo(wrong)
+    with pytest.raises(ValueError, match="HashChain: memo"):
+        HashChain(2, b"", {})
 
 
 def test_tokens_must_reach_to_the_end():
