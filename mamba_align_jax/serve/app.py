@@ -30,20 +30,28 @@ _LOG = logging.getLogger(__name__)
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: Engine, settings: Settings | None = None, template: ChatTemplate | None = None) -> Starlette:
+def create_app(
+    engine: Engine,
+    settings: Settings | None = None,
+    template: ChatTemplate | None = None,
+    *,
+    when_compiled: Callable[[], object] = lambda: None,
+) -> Starlette:
     """Makes the application that serves an engine. While it runs, no one else may step the engine.
 
     Args:
         engine: The engine.
         settings: How it is served; None takes the defaults.
         template: Writes chats as text; None refuses them.
+        when_compiled: Is called once, before the first call is let in and after the programs have been compiled that the
+            settings want.
     """
     service = Service(AsyncEngine(engine), settings or Settings(), template)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.serving.start()
-        warming = asyncio.create_task(_warm(service))
+        warming = asyncio.create_task(_warm(service, when_compiled))
         try:
             yield
         finally:
@@ -80,7 +88,7 @@ def create_app(engine: Engine, settings: Settings | None = None, template: ChatT
     return app
 
 
-async def _warm(service: Service) -> None:
+async def _warm(service: Service, when_compiled: Callable[[], object]) -> None:
     """Compiles the engine's programs if the operator wants it, and then lets calls in."""
 
     def check() -> None:
@@ -88,18 +96,19 @@ async def _warm(service: Service) -> None:
             raise _Stopping
 
     warmup, usual = service.settings.warmup, SamplingParams(**service.settings.sampling_defaults)
-    if warmup != "none":
-        # Nearly every call has the model's own defaults.
-        is_full = warmup == "full" or changes_logits(usual)
-        try:
+    # Nearly every call has the model's own defaults.
+    is_full = warmup == "full" or changes_logits(usual)
+    try:
+        if warmup != "none":
             seconds = await asyncio.to_thread(service.serving.engine.warmup, check, full=is_full)
-        except _Stopping:
-            return
-        except Exception:
-            _LOG.exception("the programs could not be compiled: calls are not taken")
-            service.has_failed_to_compile = True
-            return
-        _LOG.info("compiled the programs in %.0f s", seconds)
+            _LOG.info("compiled the programs in %.0f s", seconds)
+        when_compiled()
+    except _Stopping:
+        return
+    except Exception:
+        _LOG.exception("the programs could not be compiled: calls are not taken")
+        service.has_failed_to_compile = True
+        return
     service.is_ready = True
 
 

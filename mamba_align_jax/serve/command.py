@@ -1,6 +1,7 @@
 """The command `mamba-align serve`: its options, and what it does. Imports no server library before it runs."""
 
 import argparse
+import gc
 import inspect
 import re
 import sys
@@ -135,7 +136,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
             engine.on_cache_event(listener)
         if options.save_cache is not None:
             restore_cache(engine, options.save_cache)
-        app = create_app(engine, settings, load_chat_template(options.model))
+        app = create_app(engine, settings, load_chat_template(options.model), when_compiled=freeze)
         server = make_server(
             app,
             settings.limits,
@@ -151,6 +152,15 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
         if options.save_cache is not None:
             save_cache(engine, options.save_cache)
     return 0
+
+
+def freeze() -> None:
+    """Takes what exists now out of the garbage collector's reach, because it stays until the process ends.
+
+    Going through all of it takes a tenth of a second, in which the server would do nothing else.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def restore_cache(engine: Any, directory: Path) -> None:

@@ -13,9 +13,9 @@ from mamba_align_jax.serve.server import make_server
 class Served:
     """A server that runs in this context. `client` is connected to it."""
 
-    def __init__(self, engine, settings, template=None):
+    def __init__(self, engine, settings, template=None, **options):
         self.engine, self.settings = engine, settings
-        self.app = create_app(engine, settings, template)
+        self.app = create_app(engine, settings, template, **options)
         self.service = self.app.state.service
         self.server = make_server(self.app, settings.limits, host="127.0.0.1", port=0)
         self.thread = threading.Thread(target=self.server.run)

@@ -382,9 +382,10 @@ def test_programs_that_the_models_own_defaults_need_are_compiled_first(engine, f
     with pytest.MonkeyPatch.context() as patch:
         compiled = []
         patch.setattr(engine, "warmup", lambda progress, *, full: compiled.append(full) or 0.0)
-        with Served(engine, settings) as served:
+        served = Served(engine, settings, when_compiled=lambda: compiled.append(served.service.is_ready))
+        with served:
             wait_until(lambda: served.service.is_ready)
-    assert compiled == [is_full]
+    assert compiled == [is_full, False]
 
 
 def test_a_dead_engine_is_said(engine):

@@ -164,6 +164,13 @@ def test_a_cache_is_restored_at_the_start_and_saved_at_the_end(tmp_path, capsys,
     assert "the cache is not saved: IsADirectoryError" in capsys.readouterr().err
 
 
+def test_what_exists_when_the_server_is_ready_is_not_collected_again():
+    code = "import gc; from mamba_align_jax.serve.command import freeze; before = len(gc.get_objects()); freeze();"
+    code += " print(gc.get_freeze_count() > before / 2, len(gc.get_objects()) < before / 10)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_finish_and_ends_the_process(number, tmp_path):
     arguments = ["serve", "--model", str(QUICK), "--port", "0", "--warmup", "none", "--max-model-len", "256"]
