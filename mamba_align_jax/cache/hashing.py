@@ -21,11 +21,11 @@ class HashMemo:
     def __init__(self, groups: int = 4096) -> None:
         """Makes one that remembers nothing yet. `groups` is how many times 32 hashes it holds, with about 2 KB each."""
         self._size = values.integer("HashMemo: groups", groups, 1)
-        self._groups: OrderedDict[tuple[int, bytes], list[bytes]] = OrderedDict()
+        self._groups: OrderedDict[bytes, list[bytes]] = OrderedDict()
 
     def hashes(self, parent: bytes, content: bytes, size: int) -> list[bytes]:
         """Returns the hashes of 32 blocks of `size` bytes, which follow the block whose hash is `parent`."""
-        key = size, hashlib.sha256(parent + content).digest()
+        key = hashlib.sha256(parent + content).digest()
         found = self._groups.pop(key, None) or _hashes(parent, content, size)
         self._groups[key] = found
         if len(self._groups) > self._size:
