@@ -142,7 +142,7 @@ BUGS = {
     "requests with different salts share blocks": (
         HashChain,
         "__init__",
-        lambda make, chain, size, salt=b"": make(chain, size),
+        lambda make, chain, size, salt=b"", memo=None: make(chain, size, memo=memo),
     ),
     "some requests return no blocks": (HybridCache, "free", leave_out(90)),
     "names of finished requests are kept": (HybridCache, "forget", leave_out(1)),
