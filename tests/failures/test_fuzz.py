@@ -15,7 +15,7 @@ from kernels.test_check import OPS, arguments, on_device
 
 from mamba_align_jax import AlignConfig, ConvState, Engine, EngineConfig, GroupSpec, RecurrentState, SamplingParams
 from mamba_align_jax.cache.block_pool import BlockPool
-from mamba_align_jax.cache.hashing import HashChain
+from mamba_align_jax.cache.hashing import HashChain, HashMemo
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
@@ -51,7 +51,8 @@ MAKERS = {
     "GroupSpec": (GroupSpec, dict(name="a", num_layers=1, states=(ConvState(4, 8),))),
     "AlignConfig": (AlignConfig, ALIGN | dict(policy="copy_free", checked=False)),
     "BlockPool": (BlockPool, dict(num_blocks=4)),
-    "HashChain": (HashChain, dict(block_size=4, salt=b"")),
+    "HashChain": (HashChain, dict(block_size=4, salt=b"", memo=None)),
+    "HashMemo": (HashMemo, dict(groups=4)),
     "KVPageManager": (KVPageManager, dict(num_pages=4, page_size=4)),
     "StateBlockManager": (
         StateBlockManager,
