@@ -1,9 +1,12 @@
 """HybridCache finds the prefixes that have both their pages and a state."""
 
+import hashlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mamba_align_jax.cache import hashing
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
@@ -267,3 +270,16 @@ def test_long_prompts_find_all_their_pages_and_hash_little_beyond_them(cached):
     assert [cache.kv.pool.key_of(page) for page in pages] == chain.between((), 0, cached * PAGE)
     with pytest.raises(ValueError, match="at: tokens must be at least"):
         chain.at((), (cached // 64 * 64 + 64 + 1) * PAGE)
+
+
+def test_requests_whose_prompts_begin_alike_share_what_was_hashed(monkeypatch):
+    """A lookup of 64 pages takes a hash for the chain's root and one for each of two groups, if an earlier one was alike."""
+    made, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashing.hashlib, "sha256", lambda data: made.append(data) or sha256(data))
+    cache, tokens = make(), list(range(64 * PAGE + 1))
+    counts = []
+    for _ in range(2):
+        made.clear()
+        cache.lookup(tokens)
+        counts.append(len(made))
+    assert counts == [1 + 2 + 64, 1 + 2]
