@@ -114,12 +114,13 @@ class HashChain:
             content = array("q", own).tobytes()
         except (TypeError, OverflowError) as error:
             raise ValueError(f"{method}: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error
-        size = _TOKEN_BYTES * self.block_size
-        # Groups begin where they begin in every chain, so that chains find each other's.
-        last = lambda: self._hashes[-1] if self._hashes else self._root
-        at = size * min(-len(self._hashes) % _GROUP, (end - begin) // self.block_size)
-        self._hashes += _hashes(last(), content[:at], size)
-        while self._memo is not None and at + size * _GROUP <= len(content):
-            self._hashes += self._memo.hashes(last(), content[at : at + size * _GROUP], size)
-            at += size * _GROUP
-        self._hashes += _hashes(last(), content[at:], size)
+        at, size = 0, _TOKEN_BYTES * self.block_size
+        while at < len(content):
+            parent = self._hashes[-1] if self._hashes else self._root
+            # Groups begin at the same places in all chains, so that one chain finds what another one has hashed.
+            part = content[at : at + size * (_GROUP - len(self._hashes) % _GROUP)]
+            if self._memo is not None and len(part) == size * _GROUP:
+                self._hashes += self._memo.hashes(parent, part, size)
+            else:
+                self._hashes += _hashes(parent, part, size)
+            at += len(part)

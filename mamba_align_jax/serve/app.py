@@ -43,8 +43,8 @@ def create_app(
         engine: The engine.
         settings: How it is served; None takes the defaults.
         template: Writes chats as text; None refuses them.
-        when_compiled: Is called once, before the first call is let in and after the programs have been compiled that the
-            settings want.
+        when_compiled: Is called once, after the programs have been compiled that the settings want, and before the first
+            call is let in. If it raises, no call is let in, as if the programs could not be compiled.
     """
     service = Service(AsyncEngine(engine), settings or Settings(), template)
 

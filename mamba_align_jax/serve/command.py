@@ -157,7 +157,7 @@ def run(options: argparse.Namespace, load: Callable[[EngineConfig], Any]) -> int
 def freeze() -> None:
     """Takes what exists now out of the garbage collector's reach, because it stays until the process ends.
 
-    Going through all of it takes a tenth of a second, in which the server would do nothing else.
+    While the collector goes through all of it, the server does nothing else.
     """
     gc.collect()
     gc.freeze()

@@ -355,10 +355,11 @@ def can_connect(served):
     return True
 
 
-def test_a_server_whose_programs_do_not_compile_says_so(engine):
+@pytest.mark.parametrize("options", [{}, {"when_compiled": lambda: 1 / 0}], ids=["warmup", "when_compiled"])
+def test_a_server_whose_programs_do_not_compile_says_so(engine, options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "warmup", lambda *args, **options: 1 / 0)
-        with Served(engine, Settings()) as served:
+        patch.setattr(engine, "warmup", lambda *args, **given: 0.0 if options else 1 / 0)
+        with Served(engine, Settings(), **options) as served:
             wait_until(lambda: served.service.has_failed_to_compile)
             answers = [served.client.get("/health"), served.client.get("/ready"), served.post("/v1/completions", LONG)]
             for response in answers:
