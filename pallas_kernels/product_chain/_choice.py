@@ -21,8 +21,8 @@ def choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
 
     Args:
         logits: The router's outputs, in shared memory. float32 [at least the router's outputs]
-        chosen: Gets the experts, the best one first and shared ones last, in shared memory. int32 [32]
-        factors: Gets their weights, in shared memory. float32 [32]
+        chosen: Gets the experts, shared ones first and then the best one, in shared memory. int32 [32]
+        factors: Gets their weights, in the same order, in shared memory. float32 [32]
         experts: The mixture.
     """
     write = lambda _, logits, chosen, factors: _choose(logits, chosen, factors, experts)
@@ -67,7 +67,9 @@ def _choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
         odds = exp(arith.negf(load(pm.constant(experts.routed))))
         gate = arith.divf(number(1.0), arith.addf(number(1.0), odds))
     shared = arith.addi(lane, pm.constant(experts.routed - experts.top_k))
-    place = arith.index_cast(ir.IndexType.get(), lane)
+    after_shared = arith.addi(lane, pm.constant(experts.shared))
+    place = arith.select(is_routed, after_shared, arith.subi(lane, pm.constant(experts.top_k)))
+    place = arith.index_cast(ir.IndexType.get(), place)
     is_chosen = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, lane, pm.constant(experts.chosen)))
     with ir.InsertionPoint(is_chosen.then_block):
         memref.store(arith.select(is_routed, best, shared), chosen, [place])

@@ -38,6 +38,18 @@ class Work(NamedTuple):
     count: Any
 
 
+class Place(NamedTuple):
+    """Where the weights of a block are: in which of the token's experts, from which row and which piece of inputs on.
+
+    A token's experts are in the order in which they are multiplied: shared ones first, then the best one. None is for a
+    product without experts.
+    """
+
+    expert: Any
+    row: Any
+    piece: Any
+
+
 class Phase(NamedTuple):
     """A product, between two waits of all programs for each other.
 
@@ -96,6 +108,16 @@ class Phase(NamedTuple):
         share, number = jax.lax.rem(program, jnp.int32(self.shares)), jax.lax.div(program, jnp.int32(self.shares))
         cut = lambda n: jax.lax.div(jnp.minimum(n, each) * self.blocks, jnp.int32(each))
         return Work(share, cut(number), 1, cut(number + 1) - cut(number))
+
+    def place(self, share: Any, block: Any, term: Any) -> Place:
+        """Returns where the weights of a term of a block are. The block's results begin at `block * rows` of its share."""
+        if self.kind == "up":
+            each = jnp.int32(self.blocks // self.mixture.chosen)
+            row = term * each * self.rows + jax.lax.rem(block, each) * self.rows
+            return Place(jax.lax.div(block, each), row, 0)
+        if self.kind == "down":
+            return Place(share * self.terms + term, block * self.rows, 0)
+        return Place(None, term * self.outputs + block * self.rows, share * self.pieces)
 
 
 class Schedule(NamedTuple):

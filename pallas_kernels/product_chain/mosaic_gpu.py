@@ -131,16 +131,10 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
     def source_of(number: int, place: Any, term: Any, is_shared: bool) -> Any:
         """Where the weights of a term of a phase's block are, given the block's place among the program's own."""
         phase, (share, first, step, _), weights = phases[number], work[number], refs.weights[number]
-        block = first + place * step
-        if phase.kind == "up":
-            experts, each = phase.mixture, jnp.int32(phase.blocks // phase.mixture.chosen)
-            order, row = jax.lax.div(block, each), jax.lax.rem(block, each) * ROWS
-            expert = experts.routed + order if is_shared else refs.chosen[order - experts.shared]
-            return weights.at[expert, pm.slice_of(term * each * ROWS + row, ROWS)]
-        if phase.kind == "down":
-            return weights.at[refs.chosen[share * phase.terms + term], pm.slice_of(block * phase.rows, phase.rows)]
-        rows = pm.slice_of(term * phase.outputs + block * ROWS, ROWS)
-        return weights.at[rows, pm.slice_of(share * phase.pieces, phase.pieces)]
+        expert, row, piece = phase.place(share, first + place * step, term)
+        if expert is not None:
+            weights = weights.at[phase.mixture.routed + expert if is_shared else refs.chosen[expert]]
+        return weights.at[pm.slice_of(row, phase.rows), pm.slice_of(piece, phase.pieces)]
 
     def fetch() -> None:
         """Fetches the blocks of all phases, a few at a time."""
@@ -233,11 +227,11 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
         first = work[number].share * phase.terms
         messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
         pm.wait(refs.decided)
-        found = []
+        mixtures = [other for other, each in enumerate(phases) if each.kind == "down"]
+        valid, found = refs.valid[mixtures.index(number)], []
         for term in range(phase.terms):
             value = messages.receive(sent(number - 1, 0, (first + term) * phase.inputs, phase.inputs))
             value = value.astype(dtype).astype(jnp.float32) * refs.factors[first + term]
-            valid = refs.valid[[each for each in phases if each.kind == "down"].index(phase)]
             found.append(value if valid is None else pm.keep_if(valid[0] > 0, value))
         return found
 
@@ -268,7 +262,7 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
             sums.append(jnp.sum(block * pm.along_columns(x[0], ROWS), axis=1))
             pm.arrive(refs.free.at[slot])
         value = sums[0] / (1.0 + jnp.exp(-sums[0])) * sums[1] if phase.terms == 2 else sums[0]
-        store(number, share, (first + place * step) * ROWS, value)
+        store(number, share, (first + place * step) * phase.rows, value)
         return x
 
     def add_up(number: int, place: Any, x: list[jax.Array]) -> list[jax.Array]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import chain_in_numpy
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
 from oracles.ops import add_rms_norm, linear
 
@@ -192,6 +193,21 @@ def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
     experts = dataclasses.replace(experts, valid=jnp.array([False]), down=jnp.full_like(experts.down, value))
     _, total = product_chain(x, [*first, experts, norm], residual, implementation=implementation)
     np.testing.assert_array_equal(total, wanted)
+
+
+@pytest.mark.parametrize("programs", [132, 16])
+@pytest.mark.parametrize("case", [*SMALL, *ODD, *WITH_EXPERTS], ids=lambda case: case.name)
+def test_the_schedule_computes_a_chain(rng, case, programs):
+    """Also where no GPU can run the launch: every block is multiplied by what it is to be multiplied by."""
+    if case.name == "many shares" and programs == 16:
+        pytest.skip("there are more shares than programs")
+    make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+    x, steps, residual = case.arguments(make)
+    found, total = chain_in_numpy.run(x, steps, residual, case.parts, programs)
+    wanted, wanted_total, _ = oracle(x, steps, residual, "float32")
+    np.testing.assert_allclose(found.reshape(-1, wanted.size).sum(axis=0), wanted[0], rtol=0, atol=1e-4)
+    if residual is not None:
+        np.testing.assert_allclose(total, wanted_total[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("programs", [132, 114, 78, 16])
