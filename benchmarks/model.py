@@ -36,7 +36,7 @@ from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.engine import runner
-from mamba_align_jax.layers.moe import Experts
+from mamba_align_jax.layers.moe import Experts, SharedExpertMoE
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
@@ -235,13 +235,13 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     given = inspect.signature(original).parameters.values()
     # A new function, because JAX keeps what it has traced by the function.
     step = jax.jit(
-        lambda params, inputs, device_state, sampler, mailboxes, **static: original(
-            params, inputs, device_state, sampler, mailboxes, **static
-        ),
+        lambda params, inputs, state, *others, **static: original(params, inputs, state, *others, **static),
         static_argnames=[parameter.name for parameter in given if parameter.kind is parameter.KEYWORD_ONLY],
-        donate_argnames="device_state",
+        donate_argnames="state",
     )
-    with _replaced(Experts, "routed_sums", counting), _replaced(runner, "run_step", step):
+    # A chain would choose inside its launch.
+    counted = _replaced(Experts, "routed_sums", counting), _replaced(SharedExpertMoE, "takes_chains", False)
+    with counted[0], counted[1], _replaced(runner, "run_step", step):
         engine.step()
         jax.block_until_ready(engine.runner.device_state)
         jax.effects_barrier()

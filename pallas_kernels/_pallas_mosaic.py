@@ -393,6 +393,11 @@ def accumulate(total: jax.Array, left: jax.Array, right: Any) -> jax.Array:
     return lax.optimization_barrier(pl.run_state(run)(plgpu.ACC.init(total)))
 
 
+def keep_if(condition: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns `value`, or zeros if the condition, a boolean, is not met."""
+    return lax.select_n(lax.broadcast(condition, value.shape), jnp.zeros(value.shape, value.dtype), value)
+
+
 def fast_math() -> Any:
     """Compiler parameters with which exponentials and quotients are the GPU's approximations, right to about 2e-7."""
     return plgpu.CompilerParams(approx_math=True)

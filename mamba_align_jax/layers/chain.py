@@ -1,7 +1,7 @@
-"""Products and norms of a step that follow each other, and are launched together.
+"""Products, norms and mixtures of experts of a step that follow each other, and are launched together.
 
 A step of a single token spends much of its time on starting launches. From the end of one mixer to the beginning of the
-next, everything is products and norms: see `pallas_kernels.product_chain`.
+next, everything is one of them: see `pallas_kernels.product_chain`.
 """
 
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 
 from pallas_kernels import Implementation, product_chain
-from pallas_kernels.product_chain import Norm, Product
+from pallas_kernels.product_chain import Experts, Norm, Product
 
 
 class Chain:
@@ -26,12 +26,17 @@ class Chain:
         """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
         self._x, self.implementation = x, implementation
         self._residual: jax.Array | None = None
-        self._steps: tuple[Product | Norm, ...] = ()
+        self._steps: tuple[Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
 
     def product(self, weight: jax.Array, *, is_gated: bool = False) -> "Chain":
         """Adds a product: see `Product`."""
         self._steps += (Product(weight, is_gated),)
+        return self
+
+    def experts(self, experts: Experts) -> "Chain":
+        """Adds a mixture of experts: see `Experts`."""
+        self._steps += (experts,)
         return self
 
     def norm(self, norm: Norm, residual: jax.Array | None = None) -> "Chain":

@@ -12,12 +12,14 @@ from flax import nnx
 
 import pallas_kernels as ops
 from mamba_align_jax._deprecated import renamed_names
+from mamba_align_jax.layers.chain import Chain, Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs, Partial
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.residual import total
 from mamba_align_jax.layers.split import Cut
 from mamba_align_jax.sharding import AXIS, Part
 from pallas_kernels import Activation, Implementation, choose_experts, mixture_of_experts, mixture_of_experts_sums
+from pallas_kernels.product_chain import Experts as ExpertsStep
 
 
 def shared_experts(shared_size: int, size: int) -> int:
@@ -199,21 +201,20 @@ class SharedExpertMoE(MixtureOfExperts):
         self.gate = Linear(hidden_size, experts + 1, dtype, rngs)
         self.experts = Experts(experts + self.shared, hidden_size, size, dtype, rngs)
 
+    takes_chains = True
+
     def __call__(
-        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation | None = None
+        self, x: Inputs, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
-        """Runs packed tokens: see `MixtureOfExperts`."""
-        return self.experts.routed_sums(
-            x,
-            self.gate.shares(x),
-            self.top_k,
-            logits_dtype=str(self.gate.weight.dtype),
-            renormalise=self.renormalise,
-            shared=self.shared,
-            shared_gate=True,
-            valid=valid,
-            implementation=implementation,
-        )
+        """Runs packed tokens: see `MixtureOfExperts`. It continues a chain."""
+        choice = dict(renormalise=self.renormalise, shared=self.shared, shared_gate=True, valid=valid)
+        if isinstance(x, Chain) and self.experts.axis is None:
+            weights = self.gate.weight[...], self.experts.up[...], self.experts.down[...]
+            return x.experts(ExpertsStep(*weights, top_k=self.top_k, **choice))
+        x = settled(x)
+        dtype = str(self.gate.weight.dtype)
+        options = dict(logits_dtype=dtype, implementation=implementation)
+        return self.experts.routed_sums(x, self.gate.shares(x), self.top_k, **choice, **options)
 
 
 class SigmoidGate(nnx.Module):

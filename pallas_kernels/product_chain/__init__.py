@@ -1,5 +1,6 @@
-"""Products and norms of one token that follow each other, in one launch."""
+"""Products, norms and mixtures of experts of one token that follow each other, in one launch."""
 
+from pallas_kernels.product_chain._steps import Experts as Experts
 from pallas_kernels.product_chain._steps import Norm as Norm
 from pallas_kernels.product_chain._steps import Product as Product
 from pallas_kernels.product_chain.api import product_chain as product_chain

@@ -3,61 +3,121 @@
 Weights are cut into blocks of `ROWS` outputs. A warp multiplies one row, `WIDTH` inputs at a time. A program takes blocks
 that follow each other. If a product has many inputs, and what reads it can add up shares, programs share the inputs of each
 block, because a warp keeps the inputs in registers.
+
+A mixture of experts is three products: the router's, and the first and the second one of the chosen experts.
 """
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.product_chain._steps import Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
 FEWEST_STEPS = 4
 WIDTH = 256  # inputs that a warp multiplies at a time, eight per lane
-ROWS = 4  # outputs of a block, one for each warp of a warpgroup
+ROWS = 4  # outputs that the warps of a warpgroup multiply at a time, one each
+LANES = 32  # of a warp
 _MAX_PIECES = 16  # of `WIDTH` inputs, which a warp keeps in registers
 _FEW_PIECES = 12  # more are divided into shares, if they can be
 _MAX_SLOTS = 10  # blocks in shared memory
+_MAX_ROWS = 16  # of a block
 _THREADS = 128  # of a warpgroup
+
+
+class Work(NamedTuple):
+    """What a program does of a product: its share, its first block, the distance between two, and their number."""
+
+    share: Any
+    first: Any
+    step: int
+    count: Any
+
+
+class Place(NamedTuple):
+    """Where the weights of a block are: in which of the token's experts, from which row and which piece of inputs on.
+
+    A token's experts are in the order in which they are multiplied: shared ones first, then the best one. None is for a
+    product without experts.
+    """
+
+    expert: Any
+    row: Any
+    piece: Any
 
 
 class Phase(NamedTuple):
     """A product, between two waits of all programs for each other.
 
     Attributes:
-        inputs: The number of its inputs.
-        outputs: The number of its outputs; with a gate, of each half.
-        halves: 2 if the first half of the weights is a gate, else 1.
+        inputs: The number of its inputs; of an expert's second product, those of one expert.
+        outputs: The number of its outputs; with a gate, of each half. Those of all chosen experts' first products.
+        terms: The blocks of weights that a block of outputs takes: one, or a gate and what it multiplies, or those of
+            several experts, whose products are added.
         norm: The index of the norm that makes its inputs, in the order of the norms; None if there is none.
-        shares: The number of programs that divide the inputs of a block among them.
+        shares: The number of programs that divide the inputs, or the experts, of a block among them.
+        kind: Whose product it is. The experts' first products take the inputs of the router's.
+        rows: Outputs of a block.
+        experts: The experts that are multiplied; None if there are none.
     """
 
     inputs: int
     outputs: int
-    halves: int
+    terms: int
     norm: int | None
     shares: int
+    kind: Literal["product", "router", "up", "down"] = "product"
+    rows: int = ROWS
+    experts: Experts | None = None
+
+    @property
+    def mixture(self) -> Experts:
+        """The mixture of experts, in whose products there is one."""
+        assert self.experts is not None
+        return self.experts
 
     @property
     def pieces(self) -> int:
-        """Pieces of `WIDTH` inputs in a share."""
-        return self.inputs // WIDTH // self.shares
+        """Pieces of `WIDTH` inputs in a block."""
+        return self.inputs // WIDTH // (1 if self.kind == "down" else self.shares)
+
+    @property
+    def vector(self) -> int:
+        """Inputs that a program gets."""
+        return self.pieces * WIDTH * (self.terms if self.kind == "down" else 1)
 
     @property
     def blocks(self) -> int:
-        """Blocks of outputs in each share and half."""
-        return -(-self.outputs // ROWS)
+        """Blocks of outputs in each share."""
+        return -(-self.outputs // self.rows)
 
-    def work(self, program: Any, programs: int) -> tuple[Any, Any, Any]:
-        """Returns the share of a program, its first block, and the block after its last one."""
+    def work(self, program: Any, programs: int) -> Work:
+        """Returns the work of a program.
+
+        In the experts' first products, neighbouring blocks are different programs'. So the blocks of shared experts, which
+        come first, are spread over all programs, which fetch them before the other experts are chosen.
+        """
+        if self.kind == "up":
+            count = jax.lax.div(self.blocks + programs - 1 - program, jnp.int32(programs))
+            return Work(jnp.int32(0), program, programs, count)
         each = programs // self.shares
         share, number = jax.lax.rem(program, jnp.int32(self.shares)), jax.lax.div(program, jnp.int32(self.shares))
         cut = lambda n: jax.lax.div(jnp.minimum(n, each) * self.blocks, jnp.int32(each))
-        return share, cut(number), cut(number + 1)
+        return Work(share, cut(number), 1, cut(number + 1) - cut(number))
+
+    def place(self, share: Any, block: Any, term: Any) -> Place:
+        """Returns where the weights of a term of a block are. The block's results begin at `block * rows` of its share."""
+        if self.kind == "up":
+            each = jnp.int32(self.blocks // self.mixture.chosen)
+            row = term * each * self.rows + jax.lax.rem(block, each) * self.rows
+            return Place(jax.lax.div(block, each), row, 0)
+        if self.kind == "down":
+            return Place(share * self.terms + term, block * self.rows, 0)
+        return Place(None, term * self.outputs + block * self.rows, share * self.pieces)
 
 
 class Schedule(NamedTuple):
@@ -85,11 +145,35 @@ class Schedule(NamedTuple):
         sizes = [phase.shares * phase.outputs for n, phase in enumerate(self.phases) if self.is_sent(n)]
         return [0, *itertools.accumulate(sizes)]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts are chosen."""
+        return any(phase.experts is not None for phase in self.phases)
+
 
 def _shares(inputs: int) -> int:
     """Returns the least number of equal shares that are small enough for registers."""
     pieces = inputs // WIDTH
     return next(s for s in range(1, pieces + 1) if pieces % s == 0 and pieces // s <= _FEW_PIECES)
+
+
+def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
+    """Returns the three products of a mixture of experts.
+
+    Routers have outputs for whole vectors of threads; those that don't exist have weights 0. A block of the second product
+    has as many rows as make it no larger than one of the first.
+    """
+    inputs, size = experts.up.shape[2], experts.down.shape[2]
+    outputs = -(-experts.router.shape[0] // _THREADS) * _THREADS
+    first = Phase(inputs, outputs, 1, norm, 1, "router", experts=experts)
+    second = Phase(inputs, experts.chosen * size, 2, None, 1, "up", experts=experts)
+    counts = range(1, experts.chosen + 1)
+    shares = next(s for s in counts if experts.chosen % s == 0 and experts.chosen // s * size // WIDTH <= _FEW_PIECES)
+    rows = ROWS
+    while 2 * rows <= _MAX_ROWS and 2 * rows * size <= ROWS * inputs and experts.outputs % (2 * rows) == 0:
+        rows *= 2
+    terms = experts.chosen // shares
+    return [first, second, Phase(size, experts.outputs, terms, None, shares, "down", rows, experts)]
 
 
 def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
@@ -98,37 +182,47 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
     40 KB on their way to each core keep the memory of an H100 busy. With more, what programs tell each other would queue up
     behind them.
     """
-    phases, norms = [], 0
+    phases: list[Phase] = []
+    norms = 0
     for number, step in enumerate(steps):
         if isinstance(step, Norm):
             norms += 1
             continue
         is_normed = number > 0 and isinstance(steps[number - 1], Norm)
+        norm = norms - 1 if is_normed else None
+        if isinstance(step, Experts):
+            phases += _of_experts(step, norm)
+            continue
         is_last = number + 1 == len(steps)
         can_share = parts is None if is_last else isinstance(steps[number + 1], Norm)
         inputs = step.weight.shape[1]
         shares = _shares(inputs) if can_share and not step.is_gated else 1
-        phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norms - 1 if is_normed else None, shares))
+        phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norm, shares))
     slot_bytes = slot_elements(phases) * itemsize
-    vector_bytes = 4 * max(phase.pieces for phase in phases) * WIDTH
-    slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - vector_bytes - 2048) // slot_bytes)
+    vector_bytes = 4 * max(phase.vector for phase in phases)
+    slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - vector_bytes - 4096) // slot_bytes)
     depth = min(slots, max(2, 40_960 // slot_bytes))
     return Schedule(tuple(phases), isinstance(steps[-1], Norm), slots, depth)
 
 
 def slot_elements(phases: Sequence[Phase]) -> int:
     """Returns the elements of the largest block."""
-    return ROWS * WIDTH * max(phase.pieces for phase in phases)
+    return WIDTH * max(phase.rows * phase.pieces for phase in phases)
 
 
 def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | None, programs: int) -> str | None:
     """Returns why one launch cannot run a chain, or None if it can."""
-    products = [step for step in steps if isinstance(step, Product)]
+    multiplied = [step for step in steps if not isinstance(step, Norm)]
     if x.shape[-2] != 1:
         return f"there must be one token, got {x.shape[-2]}"
-    if len(steps) < 2 or not products:
+    if len(steps) < 2 or not multiplied:
         return f"there must be a product and another step, got {len(steps)} steps"
-    dtypes = {jnp.dtype(step.weight.dtype) for step in products}
+    weights = [
+        weight
+        for step in multiplied
+        for weight in ((step.weight,) if isinstance(step, Product) else (step.router, step.up, step.down))
+    ]
+    dtypes = {jnp.dtype(weight.dtype) for weight in weights}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"all weights must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
     channels = x.shape[-1]
@@ -141,7 +235,13 @@ def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | No
             return f"a product must have a multiple of {WIDTH} inputs, got {channels}"
         if step.outputs % ROWS:
             return f"a product must have a multiple of {ROWS} outputs, got {step.outputs}"
-        if step.is_gated and number + 1 == len(steps):
+        if isinstance(step, Experts):
+            around = steps[max(number - 1, 0)], steps[min(number + 1, len(steps) - 1)]
+            if not all(isinstance(each, Norm) for each in around):
+                return "experts must be between two norms"
+            if step.chosen > LANES or step.down.shape[2] % WIDTH or step.down.shape[2] > _FEW_PIECES * WIDTH:
+                return f"there must be at most {LANES} experts of multiples of {WIDTH} channels, up to 3072"
+        elif step.is_gated and number + 1 == len(steps):
             return "the last product must not be gated"
         channels = step.outputs
     if parts is not None and any(part % ROWS for part in parts):

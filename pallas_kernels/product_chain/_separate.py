@@ -7,7 +7,8 @@ import jax
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear, linear_sums
-from pallas_kernels.product_chain._steps import Norm, Step
+from pallas_kernels.mixture_of_experts import routed_experts_sums
+from pallas_kernels.product_chain._steps import Experts, Norm, Step
 from pallas_kernels.rms_norm import add_rms_norm
 
 
@@ -36,6 +37,9 @@ def product_chain(
                 implementation=implementation,
             )
             continue
+        if isinstance(step, Experts):
+            value = _experts(value.astype(step.router.dtype), step, implementation)
+            continue
         weight, is_last = step.weight, number + 1 == len(steps)
         value = value.astype(weight.dtype)
         if is_last and parts is not None:
@@ -47,3 +51,20 @@ def product_chain(
         else:
             value = linear(value, weight, implementation=implementation)[0]
     return value, residual
+
+
+def _experts(x: jax.Array, step: Experts, implementation: Implementation | None) -> jax.Array:
+    """Runs a mixture of experts. Returns sums [shares, tokens, channels]."""
+    return routed_experts_sums(
+        x,
+        linear_sums(x, step.router, implementation=implementation),
+        step.up,
+        step.down,
+        step.top_k,
+        logits_dtype=str(step.router.dtype),
+        renormalise=step.renormalise,
+        shared=step.shared,
+        shared_gate=step.shared_gate,
+        valid=step.valid,
+        implementation=implementation,
+    )

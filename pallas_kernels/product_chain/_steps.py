@@ -1,4 +1,4 @@
-"""The steps of a chain: products with weights, and norms of the residual stream."""
+"""The steps of a chain: products with weights, norms of the residual stream, and mixtures of experts."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -45,4 +45,48 @@ class Norm:
     out_dtype: str | None = field(default=None, metadata=dict(static=True))
 
 
-Step: TypeAlias = Product | Norm
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Experts:
+    """Chooses a token's experts by a softmax over the router's outputs, and adds up what they compute.
+
+    It is `linear_sums` with the router's weights, whose total is rounded to their dtype, and `routed_experts_sums` with
+    "swiglu". Of experts whose logits are equal, that of the lower index is chosen.
+
+    Attributes:
+        router: Weights of the router: a row for each routed expert, and with `shared_gate` one more. [outputs, inputs]
+        up: First weights of all experts, shared ones last: see `mixture_of_experts`. [experts, 2 * size, inputs]
+        down: Second weights of all experts. [experts, channels, size]
+        valid: Whether the tokens are none of padding, which get no experts; None if they are. bool [tokens]
+        top_k: The number of routed experts per token.
+        shared: The number of shared experts, which every token has.
+        shared_gate: Whether the sigmoid of the router's last output is the weight of the shared experts.
+        renormalise: Whether the weights of a token's experts are scaled to the sum 1.
+    """
+
+    router: jax.Array
+    up: jax.Array
+    down: jax.Array
+    valid: jax.Array | None = None
+    top_k: int = field(default=1, metadata=dict(static=True))
+    shared: int = field(default=0, metadata=dict(static=True))
+    shared_gate: bool = field(default=False, metadata=dict(static=True))
+    renormalise: bool = field(default=True, metadata=dict(static=True))
+
+    @property
+    def outputs(self) -> int:
+        """The number of results."""
+        return self.down.shape[1]
+
+    @property
+    def routed(self) -> int:
+        """The number of experts that are not shared."""
+        return self.router.shape[0] - self.shared_gate
+
+    @property
+    def chosen(self) -> int:
+        """The number of experts per token."""
+        return self.top_k + self.shared
+
+
+Step: TypeAlias = Product | Norm | Experts

@@ -12,7 +12,7 @@ from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.product_chain import _schedule, _separate, mosaic_gpu
-from pallas_kernels.product_chain._steps import Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
 
 
 @checked
@@ -24,14 +24,14 @@ def product_chain(
     parts: tuple[int, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, Float[Array, "tokens channels"] | None]:
-    """Runs products and norms of tokens, one after the other: each step takes what the step before has computed.
+    """Runs products, norms and mixtures of experts of tokens: each step takes what the step before has computed.
 
     In a decode step of a single request, the time of these steps is that of reading their weights. In each launch there are
     about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
     all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
 
     A chain of more than one token, or of fewer than `FEWEST_STEPS` steps, runs each step by an op of its own: `linear`,
-    `linear_sums` and `add_rms_norm`.
+    `linear_sums`, `add_rms_norm` and `routed_experts_sums`.
 
     Numerics: products are summed in float32. A gated product, the residual stream and normed values are rounded to their
     dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which depends on
@@ -39,7 +39,8 @@ def product_chain(
 
     Args:
         x: What the first step takes. Only a norm takes shares, whose total is meant.
-        steps: `Product` and `Norm` objects. A norm follows a product, or is the first step.
+        steps: `Product`, `Norm` and `Experts` objects. A norm follows a product or experts, or is the first step. A norm
+            follows experts, unless they are the last step.
         residual: The residual stream, which norms add to. It is needed if there is a norm.
         parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
             have the dtype of the weights. None returns its sums.
@@ -49,7 +50,8 @@ def product_chain(
     Returns:
         The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
         are a tuple with an array [tokens, size] for each of `parts`; or sums [shares, tokens, outputs] whose total they
-        are, as of `linear_sums`; or an array [tokens, outputs] of a gated product; or normed values [tokens, channels].
+        are, as of `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or normed
+        values [tokens, channels].
 
     Raises:
         ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
@@ -87,8 +89,14 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
             require(is_right, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
             require(not step.is_gated or shape[0] % 2 == 0, f"{name}: gated weights must have an even number of rows")
             channels, can_norm = step.outputs, not step.is_gated
+        elif isinstance(step, Experts):
+            _check_experts(name, step, channels)
+            require(number > 0 or x.ndim == 2, f"{name}: experts take no shares, got x {list(x.shape)}")
+            is_followed = number + 1 == len(steps) or isinstance(steps[number + 1], Norm)
+            require(is_followed, f"{name}: a norm must follow experts, got {[type(each).__name__ for each in steps]}")
+            channels, can_norm = step.outputs, True
         else:
-            raise ValueError(f"{name}: must be a Product or a Norm, got {type(step).__name__}")
+            raise ValueError(f"{name}: must be a Product, a Norm or Experts, got {type(step).__name__}")
     if parts is not None:
         last = steps[-1]
         require(
@@ -99,6 +107,19 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
             sum(parts) == channels and min(parts) > 0,
             f"product_chain: parts must add up to {channels}, got {list(parts)}",
         )
+
+
+def _check_experts(name: str, step: Experts, channels: int) -> None:
+    router, up, down = step.router.shape, step.up.shape, step.down.shape
+    require(
+        len(router) == 2 and router[1] == channels, f"{name}: router must be [outputs, {channels}], got {list(router)}"
+    )
+    wanted = (step.routed + step.shared, 2 * down[2], channels)
+    require(up == wanted, f"{name}: up must be {list(wanted)}, got {list(up)}")
+    require(down[0] == wanted[0], f"{name}: down must be of {wanted[0]} experts, got {list(down)}")
+    least = 1 if step.shared_gate else 0
+    require(step.shared >= least, f"{name}: shared must be at least {least}, got {step.shared}")
+    require(1 <= step.top_k <= step.routed, f"{name}: top_k must be from 1 to {step.routed}, got {step.top_k}")
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))

@@ -4,9 +4,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.product_chain._steps import Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
 
 EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a mixture of experts: see `Experts`. Each expert has `size` channels between its products."""
+
+    routed: int
+    top_k: int
+    size: int
+    outputs: int
+    shared: int = 1
+    shared_gate: bool = True
+    renormalise: bool = True
+
+    def arguments(self, make: Callable[..., Any], channels: int, dtype: str, tokens: int) -> Experts:
+        """Returns the step for tokens that are none of padding: see `Case.arguments`."""
+        experts = self.routed + self.shared
+        return Experts(
+            make((self.routed + self.shared_gate, channels), dtype, channels**-0.5),
+            make((experts, 2 * self.size, channels), dtype, channels**-0.5),
+            make((experts, self.outputs, self.size), dtype, self.size**-0.5),
+            make((tokens,), "bool", 1.0),  # numbers that are not 0
+            top_k=self.top_k,
+            shared=self.shared,
+            shared_gate=self.shared_gate,
+            renormalise=self.renormalise,
+        )
 
 
 @dataclass(frozen=True)
@@ -15,7 +42,7 @@ class Case:
 
     Attributes:
         name: The case's name.
-        steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half.
+        steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half, or a `Mixture`.
         inputs: Number of inputs.
         parts: Sizes of the results; None returns sums or normed values.
         shares: Shares of the inputs; None if they are one array.
@@ -23,7 +50,7 @@ class Case:
     """
 
     name: str
-    steps: tuple[str | int | tuple[str, int], ...]
+    steps: "tuple[str | int | tuple[str, int] | Mixture, ...]"
     inputs: int
     parts: tuple[int, ...] | None = None
     shares: int | None = None
@@ -43,6 +70,10 @@ class Case:
                 steps.append(Norm(make((channels,), "float32", 0.1), EPSILON, OFFSET, SCALE))
                 residual = tokens, channels
                 continue
+            if isinstance(step, Mixture):
+                steps.append(step.arguments(make, channels, self.dtype, tokens))
+                channels = step.outputs
+                continue
             is_gated = isinstance(step, tuple)
             outputs = int(step[1] if isinstance(step, tuple) else step)
             steps.append(Product(make((outputs * (1 + is_gated), channels), self.dtype, channels**-0.5), is_gated))
@@ -51,15 +82,16 @@ class Case:
         return x, tuple(steps), None if residual is None else make(residual, self.dtype, 1.0)
 
 
+_EXPERTS = Mixture(256, 8, 512, 2048)
 _MLP = ("norm", ("gated", 9216), 2560, "norm")
 CASES = (
     # The layers of Qwen3.5-4B, from the end of one mixer to the beginning of the next.
     Case("to a delta net", (2560, *_MLP, 12352), 4096, (8192, 4096, 32, 32)),
     Case("to attention", (2560, *_MLP, 10240), 4096, (8192, 1024, 1024)),
     Case("to the head", (2560, *_MLP), 4096),
-    # Qwen3.5-35B-A3B: before and after the experts of a layer.
-    Case("to experts", (2048, "norm"), 4096),
-    Case("from experts", ("norm", 12352), 2048, (8192, 4096, 32, 32), shares=9),
+    # The layers of Qwen3.5-35B-A3B.
+    Case("experts", (2048, "norm", _EXPERTS, "norm", 12352), 4096, (8192, 4096, 32, 32)),
+    Case("experts to the head", (2048, "norm", _EXPERTS, "norm"), 4096),
     Case("wide", (4096, "norm", ("gated", 14336), 4096, "norm", 6144), 4096, (4096, 1024, 1024)),
     Case("small sums", (256, "norm", 512), 512, dtype="float16"),
     Case("product after product", (512, 768, "norm"), 256),

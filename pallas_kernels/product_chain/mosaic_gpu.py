@@ -2,7 +2,8 @@
 
 One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
 what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
-the others. All programs must run at the same time, because they wait for each other.
+the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. All
+programs must run at the same time, because they wait for each other.
 """
 
 import functools
@@ -17,23 +18,29 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
 from pallas_kernels.product_chain import _messages as messages
-from pallas_kernels.product_chain._schedule import ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain._steps import Norm, Product, Step
+from pallas_kernels.product_chain._choice import choose
+from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
+from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
 
 _WARPGROUPS = 2
+# What is kept of a token's choice of experts, and the barrier that tells that it is there.
+_CHOICE = ("logits", "chosen", "factors", "decided")
 
 
 def product_chain(
     x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
 ) -> tuple[Any, jax.Array | None]:
     """See api.py. There is one token."""
-    products = [step for step in steps if isinstance(step, Product)]
+    weights = [weight for step in steps for weight in _weights(step)]
     norms = [step for step in steps if isinstance(step, Norm)]
-    dtype, programs = products[0].weight.dtype, device.cores()
+    dtype, programs = weights[0].dtype, device.cores()
     plan = schedule(steps, parts, dtype.itemsize)
-    cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
-    given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(step.weight) for step in products])
+    cut = lambda weight: weight.reshape(*weight.shape[:-1], -1, WIDTH)  # copies have at most 256 elements along an axis
+    given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(weight) for weight in weights])
     given |= dict(norms=[step.weight for step in norms], residual=[] if residual is None else [residual[0]])
+    # Booleans in memory are read differently by different versions of the lowering. A step converts the array once.
+    valid = (step.valid for step in steps if isinstance(step, Experts))
+    given |= dict(valid=[None if each is None else each.astype(jnp.int32) for each in valid])
     # What programs send each other begins as +0: see _messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
@@ -42,7 +49,8 @@ def product_chain(
 
     def body(*refs):
         count = len(arrays) + len(out)
-        memory = dict(zip(("blocks", "vector", "full", "free", "done"), refs[count:], strict=True))
+        names = "blocks", "vector", "full", "free", "done", *(_CHOICE if plan.has_experts else ())
+        memory = dict(zip(names, refs[count:], strict=True))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
         _run(refs, plan, norms, parts, dtype, programs)
 
@@ -55,10 +63,11 @@ def product_chain(
         thread_name=pm.WARPGROUP,
         scratch_types=[
             pm.shared((plan.slots, slot_elements(plan.phases)), dtype),
-            pm.shared((max(phase.pieces for phase in plan.phases) * WIDTH,), jnp.float32),
+            pm.shared((max(phase.vector for phase in plan.phases),), jnp.float32),
             pm.Barrier(num_barriers=plan.slots),
             pm.Barrier(num_barriers=plan.slots),
             pm.Barrier(num_arrivals=_WARPGROUPS),
+            *(_memory_of_choice(plan) if plan.has_experts else ()),
         ],
         compiler_params=pm.fast_math(),
         kernel_name="product_chain",
@@ -68,8 +77,26 @@ def product_chain(
     if plan.ends_with_norm:
         return results[0][None], total
     if parts is None:
-        return results[0].reshape(-1, 1, products[-1].outputs), total
+        return results[0].reshape(-1, 1, plan.phases[-1].outputs), total
     return tuple(part[None] for part in results), total
+
+
+def _weights(step: Step) -> tuple[jax.Array, ...]:
+    """The weights of a step's products, in the order of their phases."""
+    if isinstance(step, Product):
+        return (step.weight,)
+    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
+
+
+def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
+    """Describes the shared memory of `_CHOICE`. One barrier follows another choice, so it serves all."""
+    logits = max(phase.outputs for phase in plan.phases if phase.kind == "router")
+    return (
+        pm.shared((logits,), jnp.float32),
+        pm.shared((LANES,), jnp.int32),
+        pm.shared((LANES,), jnp.float32),
+        pm.Barrier(),
+    )
 
 
 def _outputs(
@@ -95,27 +122,51 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
     work = [phase.work(program, programs) for phase in phases]
     # The blocks of a phase are numbered from `begin` on, in the order in which they are fetched.
     begin = [jnp.int32(0)]
-    for phase, (_, first, after) in zip(phases, work, strict=True):
-        begin.append(begin[-1] + (after - first) * phase.halves)
+    for phase, own in zip(phases, work, strict=True):
+        begin.append(begin[-1] + own.count * phase.terms)
 
     def block_of(phase: Phase, slot: Any, *shape: int) -> Any:
-        return refs.blocks.at[slot, pm.slice_of(0, ROWS * phase.pieces * WIDTH)].reshape((ROWS, *shape))
+        return refs.blocks.at[slot, pm.slice_of(0, phase.rows * phase.pieces * WIDTH)].reshape(shape)
+
+    def source_of(number: int, place: Any, term: Any, is_shared: bool) -> Any:
+        """Where the weights of a term of a phase's block are, given the block's place among the program's own."""
+        phase, (share, first, step, _), weights = phases[number], work[number], refs.weights[number]
+        expert, row, piece = phase.place(share, first + place * step, term)
+        if expert is not None:
+            weights = weights.at[phase.mixture.routed + expert if is_shared else refs.chosen[expert]]
+        return weights.at[pm.slice_of(row, phase.rows), pm.slice_of(piece, phase.pieces)]
 
     def fetch() -> None:
         """Fetches the blocks of all phases, a few at a time."""
-        for number, (phase, (share, first, _)) in enumerate(zip(phases, work, strict=True)):
+        for number, phase in enumerate(phases):
 
-            def one(n, _, number=number, phase=phase, share=share, first=first):
+            def one(n, _, number=number, phase=phase, is_shared=False):
                 block = begin[number] + n
                 slot, earlier = jax.lax.rem(block, slots), jax.lax.rem(block - plan.depth, slots)
                 pm.when(block >= slots)(lambda: pm.wait(refs.free.at[slot]))
                 pm.when(block >= plan.depth)(lambda: pm.wait(refs.full.at[earlier]))
-                half, place = jax.lax.rem(n, jnp.int32(phase.halves)), jax.lax.div(n, jnp.int32(phase.halves))
-                rows = pm.slice_of(half * phase.outputs + (first + place) * ROWS, ROWS)
-                source = refs.weights[number].at[rows, pm.slice_of(share * phase.pieces, phase.pieces)]
-                pm.copy_in(source, block_of(phase, slot, phase.pieces, WIDTH), refs.full.at[slot])
+                term, place = jax.lax.rem(n, jnp.int32(phase.terms)), jax.lax.div(n, jnp.int32(phase.terms))
+                target = block_of(phase, slot, phase.rows, phase.pieces, WIDTH)
+                pm.copy_in(source_of(number, place, term, is_shared), target, refs.full.at[slot])
 
-            jax.lax.fori_loop(0, begin[number + 1] - begin[number], one, None)
+            before, count = jnp.int32(0), begin[number + 1] - begin[number]
+            if phase.kind == "up":
+                # The blocks of shared experts can be fetched at once.
+                ahead = phase.mixture.shared * phase.blocks // phase.mixture.chosen
+                before = phase.terms * jax.lax.div(jnp.maximum(ahead + programs - 1 - program, 0), jnp.int32(programs))
+                jax.lax.fori_loop(jnp.int32(0), before, functools.partial(one, is_shared=True), None)
+                decide(number - 1)
+            jax.lax.fori_loop(before, count, one, None)
+
+    def decide(number: int) -> None:
+        """Chooses the token's experts by what the router's phase has computed, for both warpgroups."""
+        logits = refs.logits.at[pm.slice_of(0, phases[number].outputs)]
+        messages.listen(refs.counters.at[pm.slice_of(number, 1)], programs)
+        logits[...] = messages.receive(sent(number, 0, 0, phases[number].outputs)).astype(dtype).astype(jnp.float32)
+        pm.inline(lambda _: pm.warpgroup_barrier())
+        choose(logits, refs.chosen, refs.factors, phases[number].mixture)
+        pm.inline(lambda _: pm.warpgroup_barrier())
+        pm.arrive(refs.decided)
 
     def sent(number: int, share: Any, row: Any, count: int) -> Any:
         """Where numbers of a phase are sent."""
@@ -146,40 +197,52 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
         value = total * factor * (step.offset + pm.load_spread(refs.norms[norm]))
         return value.astype(step.out_dtype or residual.dtype), total
 
-    def inputs_of(number: int, total: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def for_each_warp(values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Gives every warp all numbers of vectors that the warpgroup's threads share."""
+        places, start = [], 0
+        for value in values:
+            places.append(refs.vector.at[pm.slice_of(start, value.shape[0])])
+            start += value.shape[0]
+        pm.inline(lambda _: pm.warpgroup_barrier())  # no warp reads what is there any more
+        for place, value in zip(places, values, strict=True):
+            place[...] = value.astype(jnp.float32)
+        pm.inline(lambda _: pm.warpgroup_barrier())
+        return [pm.load_for_each_warp(place) for place in places]
+
+    def inputs_of(number: int, total: jax.Array | None) -> tuple[list[jax.Array], jax.Array | None]:
         """Returns the inputs of this program's share of a phase, which every warp gets, and the residual stream."""
         phase = phases[number]
+        if phase.kind == "down":
+            return for_each_warp(weighted(number)), total
         count = phase.pieces * WIDTH
         if phase.norm is None:
-            (value,) = shares_before(number, work[number][0] * count, count)
+            (value,) = shares_before(number, work[number].share * count, count)
         else:
             value, total = normed(number, phase.norm, total)
-        place = refs.vector.at[pm.slice_of(0, count)]
-        pm.inline(lambda _: pm.warpgroup_barrier())  # no warp reads what is there any more
-        place[...] = value.astype(dtype).astype(jnp.float32)
-        pm.inline(lambda _: pm.warpgroup_barrier())
-        return pm.load_for_each_warp(place), total
+        return for_each_warp([value.astype(dtype)]), total
+
+    def weighted(number: int) -> list[jax.Array]:
+        """Returns what the experts of this program's share have computed between their products, times their weights."""
+        phase = phases[number]
+        first = work[number].share * phase.terms
+        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
+        pm.wait(refs.decided)
+        mixtures = [other for other, each in enumerate(phases) if each.kind == "down"]
+        valid, found = refs.valid[mixtures.index(number)], []
+        for term in range(phase.terms):
+            value = messages.receive(sent(number - 1, 0, (first + term) * phase.inputs, phase.inputs))
+            value = value.astype(dtype).astype(jnp.float32) * refs.factors[first + term]
+            found.append(value if valid is None else pm.keep_if(valid[0] > 0, value))
+        return found
 
     def multiply() -> None:
         """Runs all phases."""
-        total = None
+        total, x = None, []
         for number, phase in enumerate(phases):
-            x, total = inputs_of(number, total)
-            share, first, after = work[number]
-
-            def one(place, x, number=number, phase=phase, share=share, first=first):
-                sums = []
-                for half in range(phase.halves):
-                    slot = jax.lax.rem(begin[number] + (place - first) * phase.halves + half, slots)
-                    pm.wait(refs.full.at[slot])
-                    block = pm.load_rows_by_warp(block_of(phase, slot, phase.pieces * WIDTH))
-                    sums.append(jnp.sum(block * pm.along_columns(x, ROWS), axis=1))
-                    pm.arrive(refs.free.at[slot])
-                value = sums[0] / (1.0 + jnp.exp(-sums[0])) * sums[1] if phase.halves == 2 else sums[0]
-                store(number, share, place * ROWS, value)
-                return x
-
-            jax.lax.fori_loop(first, after, one, x)
+            if phase.kind != "up":
+                x, total = inputs_of(number, total)
+            body = functools.partial(add_up if phase.kind == "down" else multiply_rows, number)
+            jax.lax.fori_loop(jnp.int32(0), work[number].count, body, x)
             if plan.is_sent(number):
                 messages.tell(refs.counters.at[pm.slice_of(number, 1)])
         if plan.ends_with_norm:
@@ -187,6 +250,37 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
             @pm.when(program == 0)
             def _():
                 refs.out[-1][...] = normed(len(phases), len(norms) - 1, total)[0]
+
+    def multiply_rows(number: int, place: Any, x: list[jax.Array]) -> list[jax.Array]:
+        """Multiplies by a block of rows, one for each warp, or by two of which one is the gate of the other."""
+        phase, (share, first, step, _) = phases[number], work[number]
+        sums = []
+        for term in range(phase.terms):
+            slot = jax.lax.rem(begin[number] + place * phase.terms + term, slots)
+            pm.wait(refs.full.at[slot])
+            block = pm.load_rows_by_warp(block_of(phase, slot, ROWS, phase.pieces * WIDTH))
+            sums.append(jnp.sum(block * pm.along_columns(x[0], ROWS), axis=1))
+            pm.arrive(refs.free.at[slot])
+        value = sums[0] / (1.0 + jnp.exp(-sums[0])) * sums[1] if phase.terms == 2 else sums[0]
+        store(number, share, (first + place * step) * phase.rows, value)
+        return x
+
+    def add_up(number: int, place: Any, x: list[jax.Array]) -> list[jax.Array]:
+        """Adds up the outputs of several experts, for a block of rows, of which each warp has every fourth."""
+        phase, (share, first, _, _) = phases[number], work[number]
+        parts = range(phase.rows // ROWS)
+        sums: list[Any] = [0.0 for _ in parts]
+        for term in range(phase.terms):
+            slot = jax.lax.rem(begin[number] + place * phase.terms + term, slots)
+            pm.wait(refs.full.at[slot])
+            block = block_of(phase, slot, phase.rows, phase.pieces * WIDTH)
+            for part in parts:
+                rows = pm.load_rows_by_warp(block.at[pm.slice_of(part * ROWS, ROWS)])
+                sums[part] = sums[part] + rows * pm.along_columns(x[term], ROWS)
+            pm.arrive(refs.free.at[slot])
+        for part in parts:
+            store(number, share, (first + place) * phase.rows + part * ROWS, jnp.sum(sums[part], axis=1))
+        return x
 
     def store(number: int, share: Any, row: Any, value: jax.Array) -> None:
         """Stores results of a block: for the next phase, or as results of the chain."""

@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import chain_in_numpy
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
 from oracles.ops import add_rms_norm, linear
 
 from pallas_kernels import UnsupportedError, product_chain
-from pallas_kernels.product_chain import Norm, Product, _schedule, api
-from pallas_kernels.product_chain.cases import CASES, EPSILON, OFFSET, SCALE, Case
+from pallas_kernels.product_chain import Experts, Norm, Product, _schedule, api
+from pallas_kernels.product_chain.cases import CASES, EPSILON, OFFSET, SCALE, Case, Mixture
 
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
+WITH_EXPERTS = [
+    Case("few experts", (256, "norm", Mixture(8, 2, 256, 256), "norm", 384), 512, (256, 128)),
+    Case("no shared expert", ("norm", Mixture(40, 3, 256, 256, 0, False), "norm"), 256, dtype="float16", shares=2),
+    Case("two shared experts", (256, "norm", Mixture(130, 10, 512, 256, 2, False, False), "norm", 64), 512),
+    Case("all experts", (256, "norm", Mixture(4, 4, 768, 256), "norm"), 256),
+    Case("twice", (256, "norm", Mixture(16, 5, 256, 256), "norm", 256, "norm", Mixture(16, 6, 256, 256), "norm"), 256),
+]
 # Shapes that one launch runs: shares and parts, norms first, last and in the middle, few outputs and many inputs.
 ODD = [
     Case("one block", (256, 4), 256, (4,)),
@@ -24,7 +32,9 @@ ODD = [
     Case("two norms in a row of layers", (256, "norm", ("gated", 512), 256, "norm"), 512, dtype="float16"),
     Case("ends with a norm", (256, "norm"), 512),
 ]
-BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD]]
+BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS]]
+# Products in another order change logits by less than this, relative to the largest one.
+CLEAR = 0.02
 
 
 def draw(rng, case, tokens=1):
@@ -33,10 +43,44 @@ def draw(rng, case, tokens=1):
     return case.arguments(make, tokens)
 
 
+def chosen_experts(logits, top_k):
+    """Returns a token's experts, the best one first, and by how much the last one is better than the next."""
+    order = np.argsort(-logits, kind="stable")
+    gap = np.inf if top_k == len(logits) else logits[order[top_k - 1]] - logits[order[top_k]]
+    return order[:top_k], gap / np.abs(logits).max()
+
+
+def mixture(x, step, rounded):
+    """Runs a mixture of experts in float64. Returns the sum, and how clear the choice is: see `CLEAR`."""
+    assert np.asarray(step.valid).all()
+    up, down = (np.asarray(weight, np.float64) for weight in (step.up, step.down))
+    sums, clear = [], np.inf
+    for token in x:
+        logits = rounded(np.asarray(step.router, np.float64) @ token)
+        scores = np.exp(logits[: step.routed] - logits[: step.routed].max())
+        best, gap = chosen_experts(logits[: step.routed], step.top_k)
+        weights = scores[best] / (scores[best] if step.renormalise else scores).sum()
+        gate = 1 / (1 + np.exp(-logits[-1])) if step.shared_gate else 1.0
+        pairs = [*zip(best, weights, strict=True), *((step.routed + n, gate) for n in range(step.shared))]
+        gates, values = np.split(np.stack([up[expert] @ token for expert, _ in pairs]), 2, axis=1)
+        hidden = rounded(gates / (1 + np.exp(-gates)) * values)
+        sums.append(sum(weight * down[expert] @ own for (expert, weight), own in zip(pairs, hidden, strict=True)))
+        clear = min(clear, gap)
+    return np.stack(sums), clear
+
+
 def oracle(x, steps, residual, dtype):
-    """Runs the steps in float64, with what a step hands to the next one rounded to `dtype`."""
+    """Runs the steps in float64, with what a step hands to the next one rounded to `dtype`.
+
+    Returns the results, the residual stream, and how clear the choices of experts are: see `CLEAR`.
+    """
     rounded = lambda y: np.asarray(jnp.asarray(y, dtype), np.float64)
+    clear = np.inf
     for number, step in enumerate(steps):
+        if isinstance(step, Experts):
+            x, own = mixture(rounded(x), step, rounded)
+            clear = min(clear, own)
+            continue
         if isinstance(step, Norm):
             shares = np.asarray(x, np.float64)
             shares = shares if shares.ndim == 3 else shares[None]
@@ -48,7 +92,16 @@ def oracle(x, steps, residual, dtype):
             x = linear(x, step.weight, is_gated=step.is_gated)
         if number + 1 < len(steps) and not isinstance(steps[number + 1], Norm):
             x = rounded(x)
-    return x, residual
+    return x, residual, clear
+
+
+def drawn_clearly(rng, case, tokens=1):
+    """Returns the arguments of a case and what the oracle computes of them. All choices of experts are clear."""
+    while True:
+        arguments = draw(rng, case, tokens)
+        *wanted, clear = oracle(*arguments, case.dtype)
+        if clear > CLEAR:
+            return arguments, wanted
 
 
 def whole(out):
@@ -60,15 +113,14 @@ def whole(out):
 
 def check(rng, case, tokens=1, **options):
     """Compares a case with the oracle. What a step rounds differently travels on, so the bound grows with the steps."""
-    x, steps, residual = draw(rng, case, tokens)
+    (x, steps, residual), (wanted, wanted_total) = drawn_clearly(rng, case, tokens)
     out, total = product_chain(x, steps, residual, parts=case.parts, **options)
-    wanted, wanted_total = oracle(x, steps, residual, case.dtype)
     found = whole(out)
     assert found.shape == wanted.shape
     if case.parts:
         assert [(part.shape, part.dtype) for part in out] == [((tokens, n), case.dtype) for n in case.parts]
     roundings = 2 * len(steps)
-    terms = max(step.weight.shape[-1] for step in steps)
+    terms = max(weight.shape[-1] for weight in jax.tree.leaves(steps) if weight.ndim > 1)
     assert_close(found / roundings, wanted / roundings, case.dtype, terms, "results")
     if residual is None:
         assert total is None
@@ -77,9 +129,13 @@ def check(rng, case, tokens=1, **options):
         assert_close(np.asarray(total, np.float64) / roundings, wanted_total / roundings, case.dtype, terms, "residual")
 
 
+# With many tokens, some token's choice of experts is not clear.
+SEPARATE = [(case, tokens) for case in [*SMALL, *ODD[:2], *ODD[3:]] for tokens in (1, 3, 70)]
+SEPARATE += [(case, tokens) for case in WITH_EXPERTS[:2] for tokens in (1, 3)]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[::2])
-@pytest.mark.parametrize("tokens", [1, 3, 70])
-@pytest.mark.parametrize("case", [*SMALL, *ODD[:2], *ODD[3:]], ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "tokens"), [pytest.param(*each, id=f"{each[0].name}-{each[1]}") for each in SEPARATE])
 def test_separate_launches_match_the_oracle(rng, case, tokens, implementation):
     check(rng, case, tokens, **how(implementation))
 
@@ -125,8 +181,37 @@ def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
     assert np.isnan(np.asarray(out, np.float32)).all()
 
 
+@pytest.mark.parametrize("implementation", ["xla", MOSAIC_GPU])
+@pytest.mark.parametrize("value", [1.0, np.nan])
+def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
+    """Whatever the experts' weights hold."""
+    skip_if_unavailable(implementation)
+    x, (*first, experts, norm), residual = draw(
+        rng, Case("padding", (256, "norm", Mixture(8, 2, 256, 256), "norm"), 512)
+    )
+    _, wanted = product_chain(x, first, residual, implementation=implementation)
+    experts = dataclasses.replace(experts, valid=jnp.array([False]), down=jnp.full_like(experts.down, value))
+    _, total = product_chain(x, [*first, experts, norm], residual, implementation=implementation)
+    np.testing.assert_array_equal(total, wanted)
+
+
+@pytest.mark.parametrize("programs", [132, 16])
+@pytest.mark.parametrize("case", [*SMALL, *ODD, *WITH_EXPERTS], ids=lambda case: case.name)
+def test_the_schedule_computes_a_chain(rng, case, programs):
+    """Also where no GPU can run the launch: every block is multiplied by what it is to be multiplied by."""
+    if case.name == "many shares" and programs == 16:
+        pytest.skip("there are more shares than programs")
+    make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32))
+    x, steps, residual = case.arguments(make)
+    found, total = chain_in_numpy.run(x, steps, residual, case.parts, programs)
+    wanted, wanted_total, _ = oracle(x, steps, residual, "float32")
+    np.testing.assert_allclose(found.reshape(-1, wanted.size).sum(axis=0), wanted[0], rtol=0, atol=1e-4)
+    if residual is not None:
+        np.testing.assert_allclose(total, wanted_total[0], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("programs", [132, 114, 78, 16])
-@pytest.mark.parametrize("case", [*CASES, *ODD], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *ODD, *WITH_EXPERTS], ids=lambda case: case.name)
 def test_programs_share_the_work_without_gaps(case, programs):
     """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
     _, steps, _ = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
@@ -137,8 +222,8 @@ def test_programs_share_the_work_without_gaps(case, programs):
             continue
         found = []
         for program in range(programs):
-            share, first, after = (int(n) for n in phase.work(jnp.int32(program), programs))
-            found += [(share, block) for block in range(first, after)]
+            share, first, step, count = (int(n) for n in phase.work(jnp.int32(program), programs))
+            found += [(share, first + step * place) for place in range(count)]
         assert sorted(found) == [(share, block) for share in range(phase.shares) for block in range(phase.blocks)]
 
 
@@ -149,7 +234,7 @@ def test_short_chains_are_separate_launches_unless_one_is_named(rng, monkeypatch
     monkeypatch.setattr(
         api, "_run", lambda x, steps, residual, parts, how, reason: by_one_launch.append(reason is None)
     )
-    for case in [*CASES[:5], *ODD]:
+    for case in [*CASES[:5], *ODD, *WITH_EXPERTS]:
         product_chain(*draw(rng, dataclasses.replace(case, dtype="bfloat16")), parts=case.parts)
         assert by_one_launch.pop() == (len(case.steps) >= _schedule.FEWEST_STEPS), case
 
@@ -186,7 +271,7 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
         (lambda x, p, n, r: (x, (p, n), r[:, 1:]), r"step 1: residual must be \[1, 256\], got \[1, 255\]"),
         (lambda x, p, n, r: (x[:, 1:], (p, n), r), r"step 0: weight must be \[outputs, 255\], got \[256, 256\]"),
         (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no shares"),
-        (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a Product or a Norm, got int"),
+        (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a Product, a Norm or Experts, got int"),
         (lambda x, p, n, r: (x, (p, Norm(n.weight[1:], 1e-6)), r), r"step 1: weight must be \[256\], got \[255\]"),
     ],
 )

@@ -9,9 +9,10 @@ from mamba_align_jax.layers import chain as module
 from mamba_align_jax.layers.chain import Chain, settled
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mlp import GatedMLP
+from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
-from pallas_kernels.product_chain import Norm, Product
+from pallas_kernels.product_chain import Experts, Norm, Product
 
 HIDDEN = 32
 
@@ -30,14 +31,17 @@ def launches(monkeypatch):
 
 
 class TwoLayers:
-    """Two layers of a projection, its inverse's stand-in, and an MLP, as models put them together."""
+    """Two layers of a projection, its inverse's stand-in, and an MLP or experts, as models put them together."""
 
-    def __init__(self):
+    def __init__(self, *, with_experts=False):
         rngs = nnx.Rngs(0)
         self.norms = [RMSNorm(HIDDEN, 1e-6, offset=1.0) for _ in range(5)]
         self.into = [Linear(HIDDEN, (24, 16), "float32", rngs) for _ in range(2)]
         self.out = [Linear(24, HIDDEN, "float32", rngs) for _ in range(2)]
-        self.mlps = [GatedMLP(HIDDEN, 48, "float32", rngs) for _ in range(2)]
+        make = lambda: GatedMLP(HIDDEN, 48, "float32", rngs)
+        if with_experts:
+            make = lambda: SharedExpertMoE(HIDDEN, 4, 2, 16, 16, "float32", rngs)
+        self.mlps = [make() for _ in range(2)]
 
     def __call__(self, x, *, chained, scale=1.0):
         stream = Residual(x)
@@ -51,19 +55,18 @@ class TwoLayers:
         return stream
 
 
+@pytest.mark.parametrize("with_experts", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_model_computes_the_same_with_chains(rng, launches, scale):
-    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(1, HIDDEN)), jnp.float32)
+def test_a_model_computes_the_same_with_chains(rng, launches, scale, with_experts):
+    model, x = TwoLayers(with_experts=with_experts), jnp.asarray(rng.normal(size=(1, HIDDEN)), jnp.float32)
     wanted, wanted_stream = model(x, chained=False, scale=scale).normed(model.norms[4])
     assert not launches
     found, stream = model(x, chained=True, scale=scale).normed(model.norms[4])
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(stream.value, wanted_stream.value)
     # From one mixer to the next one, and from the last mixer to the head.
-    assert launches == [
-        [Product, Norm, Product, Product, Norm, Product],
-        [Product, Norm, Product, Product, Norm],
-    ]
+    of_layer = [Experts] if with_experts else [Product, Product]
+    assert launches == [[Product, Norm, *of_layer, Norm, Product], [Product, Norm, *of_layer, Norm]]
 
 
 def test_a_stream_that_ends_without_a_norm_adds_what_its_chain_computes(rng):

@@ -31,6 +31,10 @@ CONFIG = replace(
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
+# Every token has all experts, because a rounding may decide which ones are chosen.
+WITH_EXPERTS = replace(
+    CONFIG, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=256, shared_expert_intermediate_size=256
+)
 H200_CORES = 132
 
 
@@ -48,11 +52,12 @@ def chains(monkeypatch):
     return found
 
 
-def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng):
+@pytest.mark.parametrize("model", [CONFIG, WITH_EXPERTS], ids=["dense", "experts"])
+def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng, model):
     config = EngineConfig(
         block_size=64, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256, num_state_blocks=8, num_kv_pages=40
     )
-    engine = Engine(random_model(CONFIG), config)
+    engine = Engine(random_model(model), config)
     prompt = rng.integers(1, CONFIG.vocab_size, 70).tolist()
     (output,) = engine.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
     # Between the mixers of four layers, and from the last one to the head. The first mixer's inputs begin no chain.
@@ -66,6 +71,7 @@ def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(ch
 
 
 @pytest.mark.gpu
-def test_compiled_chains_decode_the_same(chains, rng):
+@pytest.mark.parametrize("model", [CONFIG, WITH_EXPERTS], ids=["dense", "experts"])
+def test_compiled_chains_decode_the_same(chains, rng, model):
     jax.clear_caches()
-    test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng)
+    test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(chains, rng, model)

@@ -1,0 +1,78 @@
+"""product_chain's one launch, run in NumPy by its schedule: which program multiplies what, and where results go.
+
+It shares with the kernel what `_schedule` says, and nothing else. All numbers are float64 and are not rounded between steps.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.product_chain import Experts, Norm, Product
+from pallas_kernels.product_chain._schedule import WIDTH, schedule
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def float64(x):
+    return np.asarray(x, np.float64)
+
+
+def run(x, steps, residual, parts, programs):
+    """Returns what the last step computes, [results] or [shares, results], and the residual stream."""
+    plan = schedule(steps, parts, 2)
+    norms = [step for step in steps if isinstance(step, Norm)]
+    weights = [float64(weight) for step in steps for weight in weights_of(step)]
+    value = float64(x).reshape(-1, x.shape[-1])
+    total = None if residual is None else float64(residual)[0]
+    for phase, own in zip(plan.phases, weights, strict=True):
+        if phase.norm is not None:
+            value, total = normed(value, total, norms[phase.norm])
+        if phase.kind in ("product", "router"):
+            inputs = value.reshape(-1)  # also of the experts' first product
+        if phase.kind == "up":
+            chosen, factors = choice(value[0], phase.mixture)
+        if phase.kind == "down":
+            valid = phase.mixture.valid is None or bool(phase.mixture.valid[0])
+            inputs = value.reshape(-1, phase.inputs) * factors[:, None] * valid
+        value = np.full((phase.shares, phase.outputs), np.nan)
+        for program in range(programs):
+            share, first, step, count = (int(n) for n in phase.work(jnp.int32(program), programs))
+            for block in range(first, first + step * count, step):
+                terms = []
+                for term in range(phase.terms):
+                    expert, row, piece = phase.place(share, jnp.int32(block), term)
+                    matrix = own if expert is None else own[chosen[int(expert)]]
+                    columns = slice(int(piece) * WIDTH, (int(piece) + phase.pieces) * WIDTH)
+                    vector = inputs[int(expert)] if phase.kind == "down" else inputs[columns]
+                    rows = matrix[int(row) : int(row) + phase.rows, columns] @ vector
+                    terms.append(np.pad(rows, (0, phase.rows - len(rows))))
+                place = slice(block * phase.rows, (block + 1) * phase.rows)
+                assert np.isnan(value[share, place]).all(), "a result is computed twice"
+                is_gated = phase.terms == 2 and phase.kind != "down"
+                value[share, place] = silu(terms[0]) * terms[1] if is_gated else sum(terms)
+    if plan.ends_with_norm:
+        value, total = normed(value, total, norms[-1])
+    return value, total
+
+
+def weights_of(step):
+    if isinstance(step, Product):
+        return (step.weight,)
+    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
+
+
+def normed(shares, total, norm):
+    total = total + norm.scale * shares.sum(axis=0)
+    scale = 1 / np.sqrt((total**2).mean() + norm.epsilon)
+    return total * scale * (norm.offset + float64(norm.weight)), total
+
+
+def choice(logits, step):
+    """Returns a token's experts, shared ones first, and their weights."""
+    scores = np.exp(logits[: step.routed] - logits[: step.routed].max())
+    best = np.argsort(-scores, kind="stable")[: step.top_k]
+    weights = scores[best] / (scores[best] if step.renormalise else scores).sum()
+    gate = 1 / (1 + np.exp(-logits[step.routed])) if step.shared_gate else 1.0
+    chosen = [*(step.routed + number for number in range(step.shared)), *best]
+    return chosen, np.array([*[gate] * step.shared, *weights])

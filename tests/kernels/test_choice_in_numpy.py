@@ -1,0 +1,137 @@
+"""How product_chain's launch chooses experts, run in NumPy: a warp's lanes are the elements of arrays."""
+
+import contextlib
+import types
+
+import numpy as np
+import pytest
+from kernels.chain_in_numpy import choice
+
+from pallas_kernels.product_chain import Experts, _choice
+
+LANES = 32
+
+
+class Arithmetic:
+    """The operations of MLIR's `arith` that the choice uses."""
+
+    CmpIPredicate = types.SimpleNamespace(eq=np.equal, slt=np.less)
+    addi, addf = staticmethod(np.add), staticmethod(np.add)
+    subi, subf = staticmethod(np.subtract), staticmethod(np.subtract)
+    mulf, divf, negf = staticmethod(np.multiply), staticmethod(np.divide), staticmethod(np.negative)
+    andi, xori = staticmethod(np.bitwise_and), staticmethod(np.bitwise_xor)
+    maxsi, minsi = staticmethod(np.maximum), staticmethod(np.minimum)
+    cmpi = staticmethod(lambda predicate, x, y: predicate(x, y))
+    select = staticmethod(np.where)
+    constant = staticmethod(lambda kind, value: np.full(LANES, value, kind))
+    bitcast = staticmethod(lambda kind, x: x.view(kind))
+    index_cast = staticmethod(lambda kind, x: x.astype(kind))
+
+
+@pytest.fixture
+def in_numpy(monkeypatch):
+    """Replaces what writes instructions by what does the same to arrays of a warp's 32 numbers."""
+    written = [np.ones(LANES, bool)]
+
+    class If:
+        def __init__(self, condition):
+            self.then_block = condition
+
+    @contextlib.contextmanager
+    def block(condition):
+        written.append(condition)
+        yield
+        written.pop()
+
+    def store(value, ref, index):
+        lanes = np.flatnonzero(written[-1])
+        ref[index[0][lanes]] = value[lanes]
+
+    def load(ref, index):
+        inside = index[0] < len(ref)
+        return np.where(inside, ref[np.where(inside, index[0], 0)], np.nan).astype(ref.dtype)
+
+    def redux(text, constraints, kind, operands):
+        reduce = np.max if ".max." in text else np.min
+        return np.full(LANES, reduce(operands[0]), np.int32)
+
+    kinds = types.SimpleNamespace(
+        IntegerType=types.SimpleNamespace(get_signless=lambda bits: np.int32),
+        F32Type=types.SimpleNamespace(get=lambda: np.float32),
+        IndexType=types.SimpleNamespace(get=lambda: np.int64),
+        InsertionPoint=block,
+    )
+    mosaic = types.SimpleNamespace(
+        inline=lambda body, *operands: body(None, *(ref for ref, _ in operands)),
+        thread_index=lambda: np.arange(LANES, dtype=np.int32),
+        constant=lambda number: np.full(LANES, number, np.int32),
+        assembly=redux,
+        exchanged=lambda x, distance: x[np.arange(LANES) ^ distance],
+    )
+    for name, module in dict(
+        arith=Arithmetic,
+        ir=kinds,
+        math=types.SimpleNamespace(exp2=np.exp2),
+        memref=types.SimpleNamespace(load=load, store=store),
+        scf=types.SimpleNamespace(IfOp=If, yield_=lambda values: None),
+        pm=mosaic,
+    ).items():
+        monkeypatch.setattr(_choice, name, module)
+
+
+def mixture(routed, top_k, shared=0, *, shared_gate=False, renormalise=True):
+    shape = lambda *sizes: np.zeros(sizes, np.float32)
+    experts = shape(routed + shared_gate, 256), shape(routed + shared, 512, 256), shape(routed + shared, 256, 256)
+    options = dict(top_k=top_k, shared=shared, shared_gate=shared_gate, renormalise=renormalise)
+    return Experts(*experts, **options)
+
+
+def chosen_of(logits, experts):
+    """Returns the experts and their weights as the kernel writes them, in memory that held something else."""
+    padded = np.concatenate([logits, np.full(-len(logits) % 128, -0.0, np.float32)])
+    chosen, factors = np.full(LANES, -7, np.int32), np.full(LANES, np.nan, np.float32)
+    _choice.choose(padded, chosen, factors, experts)
+    assert (chosen[experts.chosen :] == -7).all()
+    assert np.isnan(factors[experts.chosen :]).all()
+    return chosen[: experts.chosen], factors[: experts.chosen]
+
+
+@pytest.mark.usefixtures("in_numpy")
+@pytest.mark.parametrize(
+    "experts",
+    [
+        mixture(256, 8, 1, shared_gate=True),
+        mixture(512, 10, 1, shared_gate=True, renormalise=False),
+        mixture(4, 4, 2),
+        mixture(40, 3),
+        mixture(33, 1, 3, renormalise=False),
+    ],
+    ids=lambda experts: f"{experts.top_k} of {experts.routed} and {experts.shared}",
+)
+def test_the_best_experts_are_chosen_and_weighted(rng, experts):
+    for scale in (1.0, 30.0):
+        logits = scale * rng.standard_normal(experts.router.shape[0], np.float32)
+        chosen, factors = chosen_of(logits, experts)
+        wanted, wanted_factors = choice(logits.astype(np.float64), experts)
+        np.testing.assert_array_equal(chosen, wanted)
+        np.testing.assert_allclose(factors, wanted_factors, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_numpy")
+def test_of_equal_logits_the_lower_index_is_chosen_and_zeros_are_equal():
+    logits = np.full(64, -0.0, np.float32)
+    logits[[50, 9]] = 1.0
+    chosen, factors = chosen_of(logits, mixture(64, 4))
+    np.testing.assert_array_equal(chosen, [9, 50, 0, 1])
+    np.testing.assert_allclose(factors.sum(), 1.0, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("in_numpy")
+def test_experts_exist_whatever_the_logits_are():
+    for value in (np.nan, np.inf, -np.inf):
+        logits = np.full(40, value, np.float32)
+        with np.errstate(invalid="ignore"):
+            chosen, _ = chosen_of(logits, mixture(40, 5))
+        assert len(set(chosen.tolist())) == 5
+        assert chosen.min() >= 0
+        assert chosen.max() < 40
