@@ -227,12 +227,10 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
         first = work[number].share * phase.terms
         messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
         pm.wait(refs.decided)
-        mixtures = [other for other, each in enumerate(phases) if each.kind == "down"]
-        valid, found = refs.valid[mixtures.index(number)], []
+        found = []
         for term in range(phase.terms):
             value = messages.receive(sent(number - 1, 0, (first + term) * phase.inputs, phase.inputs))
-            value = value.astype(dtype).astype(jnp.float32) * refs.factors[first + term]
-            found.append(value if valid is None else pm.keep_if(valid[0] > 0, value))
+            found.append(value.astype(dtype).astype(jnp.float32) * refs.factors[first + term])
         return found
 
     def multiply() -> None:
@@ -278,8 +276,12 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
                 rows = pm.load_rows_by_warp(block.at[pm.slice_of(part * ROWS, ROWS)])
                 sums[part] = sums[part] + rows * pm.along_columns(x[term], ROWS)
             pm.arrive(refs.free.at[slot])
+        mixtures = [other for other, each in enumerate(phases) if each.kind == "down"]
+        valid = refs.valid[mixtures.index(number)]
         for part in parts:
-            store(number, share, (first + place) * phase.rows + part * ROWS, jnp.sum(sums[part], axis=1))
+            value = jnp.sum(sums[part], axis=1)
+            value = value if valid is None else pm.keep_if(valid[0] > 0, value)
+            store(number, share, (first + place) * phase.rows + part * ROWS, value)
         return x
 
     def store(number: int, share: Any, row: Any, value: jax.Array) -> None:
