@@ -217,6 +217,48 @@ def load_spread(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=spread(ref.shape[0])).astype(jnp.float32)
 
 
+def load_for_each_head(ref: Any, length: int) -> jax.Array:
+    """Loads weights that all heads of a vector in the layout `spread` share, as a float32 vector of the same layout.
+
+    Args:
+        ref: The weights of a head, float32, in the GPU's memory. Their number is as in `sums_of_heads`.
+        length: The length of the vector.
+    """
+    pack = pack_of_spread(length)
+
+    def body(_: Any, ref: Any) -> Any:
+        # A warpgroup's threads have whole heads, so a thread has the same part of each of its heads, and threads need not
+        # be counted within their warpgroup.
+        place = arith.remui(arith.muli(thread_index(), constant(pack)), constant(ref.type.shape[0]))
+        weights = vector.load(
+            ir.VectorType.get((pack,), ir.F32Type.get()), ref, [arith.index_cast(ir.IndexType.get(), place)]
+        )
+        return fragments_of_spread([weights] * (length // (128 * pack)), length)
+
+    return inline_array(body, ref, length)
+
+
+def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
+    """Gives each element of a float32 vector in the layout `spread` the sum of its head, `dim` elements in a row.
+
+    A head must be in one warp's registers: `dim` is `pack_of_spread` times a power of two up to 32.
+    """
+    (length,) = x.shape
+    pack = pack_of_spread(length)
+
+    def body(_: Any, x: Any) -> Any:
+        kind = ir.VectorType.get((pack,), ir.F32Type.get())
+        sums = [vector.reduction(kind.element_type, vector.CombiningKind.ADD, held) for held in x.registers.flat]
+        distance = 1
+        while distance < dim // pack:
+            sums = [arith.addf(each, exchanged(each, distance)) for each in sums]
+            distance *= 2
+        return fragments_of_spread([vector.broadcast(kind, each) for each in sums], length)
+
+    shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
+    return plgpu.inline_mgpu(arg_types=(spread(length),), return_type=shape)(body)(x)
+
+
 def _by_warp() -> Any:
     tiling = fragments.Tiling(((4, 256), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 
 from pallas_kernels import Implementation, product_chain
-from pallas_kernels.product_chain import Experts, Norm, Product
+from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
 
 
 class Chain:
@@ -26,8 +26,13 @@ class Chain:
         """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
         self._x, self.implementation = x, implementation
         self._residual: jax.Array | None = None
-        self._steps: tuple[Product | Norm | Experts, ...] = ()
+        self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
+
+    def gated_norm(self, norm: GatedNorm) -> "Chain":
+        """Adds a gated norm, which is the first step, and which a product follows: see `GatedNorm`."""
+        self._steps += (norm,)
+        return self
 
     def product(self, weight: jax.Array, *, is_gated: bool = False) -> "Chain":
         """Adds a product: see `Product`."""

@@ -10,7 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
-from mamba_align_jax.layers.chain import Inputs, like
+from mamba_align_jax.layers.chain import Inputs
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
@@ -107,8 +107,7 @@ class GatedDeltaNet(nnx.Module):
             window_layout=self.window_layout,
             state_layout=self.state_layout,
         )
-        normed = self.norm(out, z.reshape(out.shape)).reshape(qkv.shape[0], -1)
-        return self.out_proj.sums(like(x, normed)), *pools_
+        return self.out_proj.sums(self.norm.of_heads(x, out, z)), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

@@ -10,7 +10,7 @@ from flax import nnx
 from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
-from mamba_align_jax.layers.chain import Inputs, like
+from mamba_align_jax.layers.chain import Inputs
 from mamba_align_jax.layers.delta_rule import convolved_delta_rule
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
@@ -83,7 +83,7 @@ class KimiDeltaAttention(nnx.Module):
         self.conv1d = ConvTaps(width, 3 * channels, dtype, rngs)
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)))
         self.dt_bias = nnx.Param(jnp.ones(channels, jnp.float32))
-        self.o_norm = GatedRMSNorm(head_dim, epsilon, jax.nn.sigmoid)
+        self.o_norm = GatedRMSNorm(head_dim, epsilon, "sigmoid")
         self.o_proj = Linear(channels, hidden_size, dtype, rngs)
 
     def states(self, conv_dtype: str, state_dtype: str) -> tuple[ConvState, RecurrentState]:
@@ -118,8 +118,8 @@ class KimiDeltaAttention(nnx.Module):
             window_layout=self.window_layout,
             state_layout=self.state_layout,
         )
-        z = heads(g if self.g_b_proj is None else self.g_b_proj(g))
-        return self.o_proj.sums(like(x, self.o_norm(out, z).reshape(qkv.shape[0], -1))), *pools_
+        z = g if self.g_b_proj is None else self.g_b_proj(g)
+        return self.o_proj.sums(self.o_norm.of_heads(x, out, z)), *pools_
 
     def split(self, cut: Cut) -> None:
         """Keeps one device's heads: see `SplitMixer`."""

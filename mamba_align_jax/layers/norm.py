@@ -3,16 +3,18 @@
 Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from pallas_kernels import add_rms_norm
-from pallas_kernels.product_chain import Norm
+from pallas_kernels.product_chain import GateActivation, GatedNorm, Norm
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def rms(x: jax.Array, epsilon: float) -> jax.Array:
@@ -78,15 +80,41 @@ class RMSNorm(nnx.Module):
 class GatedRMSNorm(nnx.Module):
     """Computes x / rms(x) * weight * activation(gate)."""
 
-    def __init__(self, size: int, epsilon: float, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu) -> None:
-        """Makes a norm of `size` channels that scales by 1. `epsilon` is added to the mean square."""
+    def __init__(self, size: int, epsilon: float, activation: GateActivation = "silu") -> None:
+        """Makes a norm of `size` channels that scales by 1.
+
+        Args:
+            size: Number of channels.
+            epsilon: Added to the mean square.
+            activation: What is done to the gate, "silu" or "sigmoid".
+        """
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.epsilon, self.activation = epsilon, activation
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Normalises the last axis of `x`. `gate` has its shape."""
         scaled = rms(x, self.epsilon) * self.weight[...].astype(jnp.float32)
-        return (scaled * self.activation(gate.astype(jnp.float32))).astype(x.dtype)
+        activated = _ACTIVATIONS[self.activation](gate.astype(jnp.float32))
+        return (scaled * activated).astype(x.dtype)
+
+    def step(self, gate: jax.Array) -> GatedNorm:
+        """Returns the norm as the first step of a chain, given gates [tokens, channels]."""
+        return GatedNorm(gate, self.weight[...], self.epsilon, self.activation)
+
+    def of_heads(self, x: Inputs, heads: jax.Array, gate: jax.Array) -> Inputs:
+        """Normalises each of a mixer's heads by itself.
+
+        Args:
+            x: The mixer's input, [tokens, hidden] or a chain.
+            heads: What is normalised. [tokens, heads, dim]
+            gate: The gates. [tokens, heads * dim]
+
+        Returns:
+            The normed values [tokens, heads * dim], or a new chain that begins with the norm if `x` is a chain.
+        """
+        if isinstance(x, Chain):
+            return Chain(heads.reshape(gate.shape), x.implementation).gated_norm(self.step(gate))
+        return self(heads, gate.reshape(heads.shape)).reshape(gate.shape)
 
 
 class UnitRMSNorm(nnx.Module):

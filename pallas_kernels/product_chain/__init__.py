@@ -1,6 +1,8 @@
 """Products, norms and mixtures of experts of one token that follow each other, in one launch."""
 
 from pallas_kernels.product_chain._steps import Experts as Experts
+from pallas_kernels.product_chain._steps import GateActivation as GateActivation
+from pallas_kernels.product_chain._steps import GatedNorm as GatedNorm
 from pallas_kernels.product_chain._steps import Norm as Norm
 from pallas_kernels.product_chain._steps import Product as Product
 from pallas_kernels.product_chain.api import product_chain as product_chain

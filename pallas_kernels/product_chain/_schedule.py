@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
+from pallas_kernels._pallas_mosaic import pack_of_spread
+from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
 FEWEST_STEPS = 4
@@ -187,6 +188,7 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
     for number, step in enumerate(steps):
         if isinstance(step, Norm):
             norms += 1
+        if isinstance(step, Norm | GatedNorm):
             continue
         is_normed = number > 0 and isinstance(steps[number - 1], Norm)
         norm = norms - 1 if is_normed else None
@@ -210,13 +212,23 @@ def slot_elements(phases: Sequence[Phase]) -> int:
     return WIDTH * max(phase.rows * phase.pieces for phase in phases)
 
 
+def is_short(steps: Sequence[Step]) -> bool:
+    """Whether a chain has too few steps for one launch to save time. A gated norm, which saves little, does not count."""
+    return len(_without_gated_norm(steps)) < FEWEST_STEPS
+
+
+def _without_gated_norm(steps: Sequence[Step]) -> list[Product | Norm | Experts]:
+    return [step for step in steps if not isinstance(step, GatedNorm)]
+
+
 def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | None, programs: int) -> str | None:
     """Returns why one launch cannot run a chain, or None if it can."""
-    multiplied = [step for step in steps if not isinstance(step, Norm)]
+    others = _without_gated_norm(steps)
+    multiplied = [step for step in others if not isinstance(step, Norm)]
     if x.shape[-2] != 1:
         return f"there must be one token, got {x.shape[-2]}"
-    if len(steps) < 2 or not multiplied:
-        return f"there must be a product and another step, got {len(steps)} steps"
+    if len(others) < 2 or not multiplied:
+        return f"there must be a product and another step, got {len(others)} steps"
     weights = [
         weight
         for step in multiplied
@@ -227,6 +239,8 @@ def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | No
         return f"all weights must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
     channels = x.shape[-1]
     for number, step in enumerate(steps):
+        if isinstance(step, GatedNorm):
+            continue
         if isinstance(step, Norm):
             if channels % _THREADS:
                 return f"a norm must have a multiple of {_THREADS} channels, got {channels}"
@@ -246,7 +260,16 @@ def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | No
         channels = step.outputs
     if parts is not None and any(part % ROWS for part in parts):
         return f"parts must be multiples of {ROWS}, got {list(parts)}"
-    for phase in schedule(steps, parts, 2).phases:
+    phases = schedule(steps, parts, 2).phases
+    for phase in phases:
         if phase.pieces > _MAX_PIECES or phase.shares > programs:
             return f"a product has too many inputs, {phase.inputs}"
-    return None
+    return _unsupported_heads(steps[0].weight.shape[0], phases[0]) if isinstance(steps[0], GatedNorm) else None
+
+
+def _unsupported_heads(dim: int, first: Phase) -> str | None:
+    """Returns why a program cannot norm heads of `dim` channels, or None. Each head must be in one warp's registers."""
+    pack = pack_of_spread(first.vector)
+    if dim in [pack * lanes for lanes in (1, 2, 4, 8, 16, LANES)]:
+        return None
+    return f"heads of a gated norm must have a power of two channels from {pack} to {pack * LANES}, got {dim}"

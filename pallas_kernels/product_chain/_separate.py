@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels._math import silu
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear, linear_sums
 from pallas_kernels.mixture_of_experts import routed_experts_sums
-from pallas_kernels.product_chain._steps import Experts, Norm, Step
+from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Step
 from pallas_kernels.rms_norm import add_rms_norm
 
 
@@ -23,6 +25,9 @@ def product_chain(
     """See api.py."""
     value = x
     for number, step in enumerate(steps):
+        if isinstance(step, GatedNorm):
+            value = _gated_norm(value, step)
+            continue
         if isinstance(step, Norm):
             assert residual is not None
             shares = value if value.ndim == 3 else value[None]
@@ -51,6 +56,16 @@ def product_chain(
         else:
             value = linear(value, weight, implementation=implementation)[0]
     return value, residual
+
+
+def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
+    """Normalises each head of [tokens, channels], and gates it."""
+    heads, gate = (
+        each.astype(jnp.float32).reshape(x.shape[0], -1, step.weight.shape[0]) for each in (x, step.gate)
+    )
+    heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + step.epsilon)
+    activation = silu if step.activation == "silu" else jax.nn.sigmoid
+    return (heads * step.weight.astype(jnp.float32) * activation(gate)).astype(x.dtype).reshape(x.shape)
 
 
 def _experts(x: jax.Array, step: Experts, implementation: Implementation | None) -> jax.Array:

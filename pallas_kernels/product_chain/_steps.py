@@ -1,9 +1,32 @@
-"""The steps of a chain: products with weights, norms of the residual stream, and mixtures of experts."""
+"""The steps of a chain: gated norms, products with weights, norms of the residual stream, and mixtures of experts."""
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
+
+# What a gated norm does to its gate.
+GateActivation: TypeAlias = Literal["silu", "sigmoid"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GatedNorm:
+    """Normalises each head by itself, and gates it: x / rms(x) * weight * activation(gate), in the dtype of x.
+
+    A head is as many channels that follow each other as there are weights, which all heads share.
+
+    Attributes:
+        gate: The gates. [tokens, channels]
+        weight: Weights of the norm. [channels of a head]
+        epsilon: Added to the mean square.
+        activation: "silu" or "sigmoid".
+    """
+
+    gate: jax.Array
+    weight: jax.Array
+    epsilon: float = field(metadata=dict(static=True))
+    activation: GateActivation = field(default="silu", metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
@@ -89,4 +112,4 @@ class Experts:
         return self.top_k + self.shared
 
 
-Step: TypeAlias = Product | Norm | Experts
+Step: TypeAlias = GatedNorm | Product | Norm | Experts

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jaxtyping import Array, Float
@@ -12,7 +12,7 @@ from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.product_chain import _schedule, _separate, mosaic_gpu
-from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
 
 
 @checked
@@ -24,23 +24,24 @@ def product_chain(
     parts: tuple[int, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, Float[Array, "tokens channels"] | None]:
-    """Runs products, norms and mixtures of experts of tokens: each step takes what the step before has computed.
+    """Runs norms, products and mixtures of experts of tokens: each step takes what the step before has computed.
 
     In a decode step of a single request, the time of these steps is that of reading their weights. In each launch there are
     about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
     all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
 
     A chain of more than one token, or of fewer than `FEWEST_STEPS` steps, runs each step by an op of its own: `linear`,
-    `linear_sums`, `add_rms_norm` and `routed_experts_sums`.
+    `linear_sums`, `add_rms_norm` and `routed_experts_sums`. A gated norm is XLA's then, and does not count as a step.
 
-    Numerics: products are summed in float32. A gated product, the residual stream and normed values are rounded to their
-    dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which depends on
-    shapes and not on the GPU. There is no derivative.
+    Numerics: products are summed in float32. Gated norms, gated products, the residual stream and normed values are rounded
+    to their dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which
+    depends on shapes and not on the GPU. There is no derivative.
 
     Args:
         x: What the first step takes. Only a norm takes shares, whose total is meant.
-        steps: `Product`, `Norm` and `Experts` objects. A norm follows a product or experts, or is the first step. A norm
-            follows experts, unless they are the last step.
+        steps: `GatedNorm`, `Product`, `Norm` and `Experts` objects. A gated norm is the first step, and a product follows
+            it, unless it is also the last step. A norm follows a product or experts, or is the first step. A norm follows
+            experts, unless they are the last step.
         residual: The residual stream, which norms add to. It is needed if there is a norm.
         parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
             have the dtype of the weights. None returns its sums.
@@ -50,8 +51,8 @@ def product_chain(
     Returns:
         The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
         are a tuple with an array [tokens, size] for each of `parts`; or sums [shares, tokens, outputs] whose total they
-        are, as of `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or normed
-        values [tokens, channels].
+        are, as of `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or values
+        [tokens, channels] of a norm or of a gated one.
 
     Raises:
         ValueError: if a step cannot follow the one before, or if a shape or dtype breaks the contract.
@@ -60,7 +61,7 @@ def product_chain(
     steps = tuple(steps)
     _check(x, steps, residual, parts)
     reason = _schedule.unsupported(x, steps, parts, device.cores()) or unavailable(implementation, None, False)
-    if implementation is None and len(steps) < _schedule.FEWEST_STEPS:
+    if implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
     return _run(x, steps, residual, parts, implementation, reason)
 
@@ -93,10 +94,16 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
             _check_experts(name, step, channels)
             require(number > 0 or x.ndim == 2, f"{name}: experts take no shares, got x {list(x.shape)}")
             is_followed = number + 1 == len(steps) or isinstance(steps[number + 1], Norm)
-            require(is_followed, f"{name}: a norm must follow experts, got {[type(each).__name__ for each in steps]}")
+            require(is_followed, f"{name}: a norm must follow experts, got {_names(steps)}")
             channels, can_norm = step.outputs, True
+        elif isinstance(step, GatedNorm):
+            require(number == 0, f"{name}: a gated norm must be the first step")
+            _check_gated_norm(name, step, x)
+            is_followed = len(steps) == 1 or isinstance(steps[1], Product)
+            require(is_followed, f"{name}: a product must follow a gated norm, got {_names(steps)}")
         else:
-            raise ValueError(f"{name}: must be a Product, a Norm or Experts, got {type(step).__name__}")
+            wanted = "a GatedNorm, a Product, a Norm or Experts"
+            raise ValueError(f"{name}: must be {wanted}, got {type(step).__name__}")
     if parts is not None:
         last = steps[-1]
         require(
@@ -107,6 +114,21 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
             sum(parts) == channels and min(parts) > 0,
             f"product_chain: parts must add up to {channels}, got {list(parts)}",
         )
+
+
+def _names(steps: Sequence[Step]) -> list[str]:
+    return [type(step).__name__ for step in steps]
+
+
+def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
+    require(x.ndim == 2, f"{name}: a gated norm takes no shares, got x {list(x.shape)}")
+    require(step.gate.shape == x.shape, f"{name}: gate must be {list(x.shape)}, got {list(step.gate.shape)}")
+    weight, channels = step.weight.shape, x.shape[-1]
+    is_right = len(weight) == 1 and weight[0] > 0 and channels % weight[0] == 0
+    require(is_right, f"{name}: weight must be [a divisor of {channels}], got {list(weight)}")
+    activations = get_args(GateActivation)
+    is_known = step.activation in activations
+    require(is_known, f"{name}: activation must be one of {list(activations)}, got {step.activation!r}")
 
 
 def _check_experts(name: str, step: Experts, channels: int) -> None:

@@ -2,8 +2,9 @@
 
 One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
 what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
-the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. All
-programs must run at the same time, because they wait for each other.
+the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. If a gated
+norm makes the chain's inputs, each program computes it for itself while its first weights are on their way. All programs must
+run at the same time, because they wait for each other.
 """
 
 import functools
@@ -20,7 +21,7 @@ from pallas_kernels import device
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._choice import choose
 from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step
 
 _WARPGROUPS = 2
 # What is kept of a token's choice of experts, and the barrier that tells that it is there.
@@ -33,11 +34,13 @@ def product_chain(
     """See api.py. There is one token."""
     weights = [weight for step in steps for weight in _weights(step)]
     norms = [step for step in steps if isinstance(step, Norm)]
+    gated = steps[0] if isinstance(steps[0], GatedNorm) else None
     dtype, programs = weights[0].dtype, device.cores()
     plan = schedule(steps, parts, dtype.itemsize)
     cut = lambda weight: weight.reshape(*weight.shape[:-1], -1, WIDTH)  # copies have at most 256 elements along an axis
     given = dict(x=x.reshape(-1, x.shape[-1]), weights=[cut(weight) for weight in weights])
     given |= dict(norms=[step.weight for step in norms], residual=[] if residual is None else [residual[0]])
+    given |= dict(gated=[] if gated is None else [gated.gate[0], gated.weight.astype(jnp.float32)])
     # Booleans in memory are read differently by different versions of the lowering. A step converts the array once.
     valid = (step.valid for step in steps if isinstance(step, Experts))
     given |= dict(valid=[None if each is None else each.astype(jnp.int32) for each in valid])
@@ -52,7 +55,7 @@ def product_chain(
         names = "blocks", "vector", "full", "free", "done", *(_CHOICE if plan.has_experts else ())
         memory = dict(zip(names, refs[count:], strict=True))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
-        _run(refs, plan, norms, parts, dtype, programs)
+        _run(refs, plan, gated, norms, parts, dtype, programs)
 
     results = pm.kernel(
         body,
@@ -115,7 +118,15 @@ def _outputs(
     return outputs
 
 
-def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: Any, programs: int) -> None:
+def _run(
+    refs: Any,
+    plan: Schedule,
+    gated: GatedNorm | None,
+    norms: Sequence[Norm],
+    parts: Any,
+    dtype: Any,
+    programs: int,
+) -> None:
     """Runs one program."""
     program = pm.axis_index("program")
     phases, slots = plan.phases, jnp.int32(plan.slots)
@@ -179,6 +190,17 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
         messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
         return [messages.receive(sent(number - 1, n, first, count)) for n in range(phases[number - 1].shares)]
 
+    def normed_heads(step: GatedNorm, first: Any, count: int) -> jax.Array:
+        """Normalises and gates the inputs of the chain that this program's share of the first product takes."""
+        gate, weight = refs.gated
+        (value,) = shares_before(0, first, count)
+        gate, dim = pm.load_spread(gate.at[pm.slice_of(first, count)]), weight.shape[0]
+        weight = pm.load_for_each_head(weight, count)
+        factor = jax.lax.rsqrt(pm.sums_of_heads(value * value, dim) / dim + step.epsilon)
+        scaled = value * factor * weight
+        activated = (gate if step.activation == "silu" else 1.0) / (1.0 + jnp.exp(-gate))
+        return (scaled * activated).astype(refs.x.dtype)
+
     def normed(number: int, norm: int, total: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Adds what the phase before has computed to the residual stream. Returns the normed sum and the stream."""
         (residual,), step = refs.residual, norms[norm]
@@ -215,7 +237,9 @@ def _run(refs: Any, plan: Schedule, norms: Sequence[Norm], parts: Any, dtype: An
         if phase.kind == "down":
             return for_each_warp(weighted(number)), total
         count = phase.pieces * WIDTH
-        if phase.norm is None:
+        if number == 0 and gated is not None:
+            value = normed_heads(gated, work[0].share * count, count)
+        elif phase.norm is None:
             (value,) = shares_before(number, work[number].share * count, count)
         else:
             value, total = normed(number, phase.norm, total)
