@@ -1,7 +1,7 @@
 """Products, norms and mixtures of experts of a step that follow each other, and are launched together.
 
 A step of a single token spends much of its time on starting launches. From the end of one mixer to the beginning of the
-next, everything is one of them: see `pallas_kernels.product_chain`.
+next, everything is one of them: see `pallas_kernels.product_chain`. A mixer's own gated norm may be part of it.
 """
 
 from typing import Any, TypeAlias

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.product_chain._steps import Experts, Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
 
 EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
 
@@ -42,7 +42,8 @@ class Case:
 
     Attributes:
         name: The case's name.
-        steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half, or a `Mixture`.
+        steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half, or a `Mixture`, or
+            a gated norm's activation and the channels of its heads.
         inputs: Number of inputs.
         parts: Sizes of the results; None returns sums or normed values.
         shares: Shares of the inputs; None if they are one array.
@@ -74,6 +75,11 @@ class Case:
                 steps.append(step.arguments(make, channels, self.dtype, tokens))
                 channels = step.outputs
                 continue
+            if isinstance(step, tuple) and step[0] != "gated":
+                activation: GateActivation = "silu" if step[0] == "silu" else "sigmoid"
+                gate, weight = make((tokens, channels), self.dtype, 1.0), make((step[1],), "float32", 1.0)
+                steps.append(GatedNorm(gate, weight, EPSILON, activation))
+                continue
             is_gated = isinstance(step, tuple)
             outputs = int(step[1] if isinstance(step, tuple) else step)
             steps.append(Product(make((outputs * (1 + is_gated), channels), self.dtype, channels**-0.5), is_gated))
@@ -92,6 +98,8 @@ CASES = (
     # The layers of Qwen3.5-35B-A3B.
     Case("experts", (2048, "norm", _EXPERTS, "norm", 12352), 4096, (8192, 4096, 32, 32)),
     Case("experts to the head", (2048, "norm", _EXPERTS, "norm"), 4096),
+    # The same as the first one, with the gated norm of the mixer that it begins at.
+    Case("from a delta net", (("silu", 128), 2560, *_MLP, 12352), 4096, (8192, 4096, 32, 32)),
     Case("wide", (4096, "norm", ("gated", 14336), 4096, "norm", 6144), 4096, (4096, 1024, 1024)),
     Case("small sums", (256, "norm", 512), 512, dtype="float16"),
     Case("product after product", (512, 768, "norm"), 256),

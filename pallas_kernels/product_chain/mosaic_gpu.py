@@ -2,9 +2,9 @@
 
 One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
 what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
-the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. If a gated
-norm makes the chain's inputs, each program computes it for itself while its first weights are on their way. All programs must
-run at the same time, because they wait for each other.
+the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. If a chain
+begins with a gated norm, each program computes it for itself while its first weights are on their way. All programs must run
+at the same time, because they wait for each other.
 """
 
 import functools

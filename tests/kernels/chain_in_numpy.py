@@ -5,8 +5,9 @@ It shares with the kernel what `_schedule` says, and nothing else. All numbers a
 
 import jax.numpy as jnp
 import numpy as np
+from oracles.ops import gated_rms_norm
 
-from pallas_kernels.product_chain import Experts, Norm, Product
+from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
 from pallas_kernels.product_chain._schedule import WIDTH, schedule
 
 
@@ -25,6 +26,8 @@ def run(x, steps, residual, parts, programs):
     weights = [float64(weight) for step in steps for weight in weights_of(step)]
     value = float64(x).reshape(-1, x.shape[-1])
     total = None if residual is None else float64(residual)[0]
+    if isinstance(steps[0], GatedNorm):
+        value = gated(value, steps[0], plan.phases[0].shares)
     for phase, own in zip(plan.phases, weights, strict=True):
         if phase.norm is not None:
             value, total = normed(value, total, norms[phase.norm])
@@ -60,6 +63,12 @@ def weights_of(step):
     if isinstance(step, Product):
         return (step.weight,)
     return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
+
+
+def gated(x, step, shares):
+    """Runs a gated norm as programs do, each of which has a share of the inputs."""
+    pairs = zip(np.split(x, shares, axis=1), np.split(float64(step.gate), shares, axis=1), strict=True)
+    return np.concatenate([gated_rms_norm(*pair, step.weight, step.epsilon, step.activation) for pair in pairs], axis=1)
 
 
 def normed(shares, total, norm):

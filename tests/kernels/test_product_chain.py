@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from kernels import chain_in_numpy
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
-from oracles.ops import add_rms_norm, linear
+from oracles.ops import add_rms_norm, gated_rms_norm, linear
 
 from pallas_kernels import UnsupportedError, product_chain
-from pallas_kernels.product_chain import Experts, Norm, Product, _schedule, api
+from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product, _schedule, api
 from pallas_kernels.product_chain.cases import CASES, EPSILON, OFFSET, SCALE, Case, Mixture
 
 SMALL = [case for case in CASES if case.name in ("small sums", "product after product")]
@@ -32,7 +32,14 @@ ODD = [
     Case("two norms in a row of layers", (256, "norm", ("gated", 512), 256, "norm"), 512, dtype="float16"),
     Case("ends with a norm", (256, "norm"), 512),
 ]
-BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS]]
+WITH_GATED_NORM = [
+    Case("gated by silu", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
+    Case("gated by a sigmoid, in shares", (("sigmoid", 128), 128, "norm"), 4096),
+    Case("heads of 64 channels", (("silu", 64), ("gated", 512), 128, "norm"), 768, dtype="float16"),
+    Case("gated, to experts", (("silu", 128), 256, "norm", Mixture(8, 2, 256, 256), "norm", 64), 512),
+    Case("heads of 2 channels", (("sigmoid", 2), 512, "norm", 64), 256),
+]
+BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM]]
 # Products in another order change logits by less than this, relative to the largest one.
 CLEAR = 0.02
 
@@ -41,6 +48,9 @@ def draw(rng, case, tokens=1):
     """Returns the arguments of a case, at about unit scale after each step."""
     make = lambda shape, dtype, deviation: jnp.asarray(deviation * rng.standard_normal(shape, np.float32), dtype)
     return case.arguments(make, tokens)
+
+
+changed = dataclasses.replace
 
 
 def chosen_experts(logits, top_k):
@@ -81,7 +91,9 @@ def oracle(x, steps, residual, dtype):
             x, own = mixture(rounded(x), step, rounded)
             clear = min(clear, own)
             continue
-        if isinstance(step, Norm):
+        if isinstance(step, GatedNorm):
+            x = gated_rms_norm(x, step.gate, step.weight, EPSILON, step.activation)
+        elif isinstance(step, Norm):
             shares = np.asarray(x, np.float64)
             shares = shares if shares.ndim == 3 else shares[None]
             total, _ = add_rms_norm(residual, shares, step.weight, EPSILON, OFFSET, SCALE)
@@ -131,7 +143,12 @@ def check(rng, case, tokens=1, **options):
 
 # With many tokens, some token's choice of experts is not clear.
 SEPARATE = [(case, tokens) for case in [*SMALL, *ODD[:2], *ODD[3:]] for tokens in (1, 3, 70)]
-SEPARATE += [(case, tokens) for case in WITH_EXPERTS[:2] for tokens in (1, 3)]
+SEPARATE += [(case, tokens) for case in [*WITH_EXPERTS[:2], *WITH_GATED_NORM] for tokens in (1, 3)]
+# What one launch does not run: heads of any size, and nothing but a gated norm.
+SEPARATE += [
+    (Case("heads of 80 channels", (("silu", 80), 256, "norm"), 640), 3),
+    (Case("alone", (("silu", 4),), 64), 3),
+]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[::2])
@@ -182,6 +199,24 @@ def test_zeros_and_values_that_are_not_finite_arrive(rng, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", MOSAIC_GPU])
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_a_gated_norm_takes_zeros_closed_gates_and_values_that_are_not_finite(rng, implementation, activation):
+    skip_if_unavailable(implementation)
+    case = Case("gated", ((activation, 128), 256, "norm"), 512)
+    x, (gated, *others), residual = draw(rng, case)
+
+    def total(x, gate):
+        steps = [dataclasses.replace(gated, gate=gate), *others]
+        return np.asarray(product_chain(x, steps, residual, implementation=implementation)[1], np.float32)
+
+    np.testing.assert_array_equal(total(jnp.zeros_like(x), gated.gate), residual)
+    np.testing.assert_array_equal(total(x, jnp.full_like(gated.gate, -1e4)), residual)
+    assert np.isfinite(total(x, jnp.full_like(gated.gate, 1e4))).all()
+    assert np.isnan(total(x.at[0, 300].set(jnp.nan), gated.gate)).all()
+    assert np.isnan(total(x, gated.gate.at[0, 5].set(jnp.nan))).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", MOSAIC_GPU])
 @pytest.mark.parametrize("value", [1.0, np.nan])
 def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
     """Whatever the experts' weights hold."""
@@ -196,7 +231,7 @@ def test_a_token_of_padding_gets_no_experts(rng, implementation, value):
 
 
 @pytest.mark.parametrize("programs", [132, 16])
-@pytest.mark.parametrize("case", [*SMALL, *ODD, *WITH_EXPERTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SMALL, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM], ids=lambda case: case.name)
 def test_the_schedule_computes_a_chain(rng, case, programs):
     """Also where no GPU can run the launch: every block is multiplied by what it is to be multiplied by."""
     if case.name == "many shares" and programs == 16:
@@ -211,7 +246,7 @@ def test_the_schedule_computes_a_chain(rng, case, programs):
 
 
 @pytest.mark.parametrize("programs", [132, 114, 78, 16])
-@pytest.mark.parametrize("case", [*CASES, *ODD, *WITH_EXPERTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM], ids=lambda case: case.name)
 def test_programs_share_the_work_without_gaps(case, programs):
     """Every block of every share of every phase is one program's, and shared memory holds more blocks than are awaited."""
     _, steps, _ = case.arguments(lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
@@ -228,15 +263,17 @@ def test_programs_share_the_work_without_gaps(case, programs):
 
 
 def test_short_chains_are_separate_launches_unless_one_is_named(rng, monkeypatch):
-    """One launch of few steps costs more than it saves."""
+    """One launch of few steps costs more than it saves. A gated norm does not count."""
     by_one_launch = []
     monkeypatch.setattr(api, "unavailable", lambda *arguments: None)
     monkeypatch.setattr(
         api, "_run", lambda x, steps, residual, parts, how, reason: by_one_launch.append(reason is None)
     )
-    for case in [*CASES[:5], *ODD, *WITH_EXPERTS]:
-        product_chain(*draw(rng, dataclasses.replace(case, dtype="bfloat16")), parts=case.parts)
-        assert by_one_launch.pop() == (len(case.steps) >= _schedule.FEWEST_STEPS), case
+    for case in [*CASES[:5], *ODD, *WITH_EXPERTS, *WITH_GATED_NORM]:
+        x, steps, residual = draw(rng, dataclasses.replace(case, dtype="bfloat16"))
+        product_chain(x, steps, residual, parts=case.parts)
+        counted = [step for step in steps if not isinstance(step, GatedNorm)]
+        assert by_one_launch.pop() == (len(counted) >= _schedule.FEWEST_STEPS), case
 
 
 @pytest.mark.parametrize(
@@ -252,6 +289,9 @@ def test_short_chains_are_separate_launches_unless_one_is_named(rng, monkeypatch
         (dict(steps=(256, "norm", 18), parts=(10, 8)), "a product must have a multiple of 4 outputs, got 18"),
         (dict(steps=(256, "norm", 20), parts=(10, 10)), "parts must be multiples of 4"),
         (dict(inputs=8192, steps=(256, 256)), "a product has too many inputs, 8192"),
+        (dict(steps=(("silu", 128), 256)), "there must be a product and another step, got 1 steps"),
+        (dict(steps=(("silu", 256), 256, "norm")), "a power of two channels from 2 to 64, got 256"),
+        (dict(steps=(("silu", 96), 256, "norm"), inputs=1536), "a power of two channels from 4 to 128, got 96"),
     ],
 )
 def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
@@ -271,7 +311,7 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
         (lambda x, p, n, r: (x, (p, n), r[:, 1:]), r"step 1: residual must be \[1, 256\], got \[1, 255\]"),
         (lambda x, p, n, r: (x[:, 1:], (p, n), r), r"step 0: weight must be \[outputs, 255\], got \[256, 256\]"),
         (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no shares"),
-        (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a Product, a Norm or Experts, got int"),
+        (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a GatedNorm, a Product, a Norm or Experts, got int"),
         (lambda x, p, n, r: (x, (p, Norm(n.weight[1:], 1e-6)), r), r"step 1: weight must be \[256\], got \[255\]"),
     ],
 )
@@ -279,6 +319,27 @@ def test_bad_steps_are_refused(rng, change, message):
     x, (product, norm), residual = draw(rng, Case("bad", (256, "norm"), 256))
     with pytest.raises(ValueError, match=message):
         product_chain(*change(x, product, norm, residual))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, g, p, n: (x, (p, g)), "step 1: a gated norm must be the first step"),
+        (lambda x, g, p, n: (x, (g, g, p)), r"a product must follow a gated norm, got \['GatedNorm', 'GatedNorm'"),
+        (lambda x, g, p, n: (x, (g, n)), r"a product must follow a gated norm, got \['GatedNorm', 'Norm'\]"),
+        (lambda x, g, p, n: (x[None], (g, p)), r"step 0: a gated norm takes no shares, got x \[1, 1, 256\]"),
+        (lambda x, g, p, n: (x, (changed(g, gate=x[:, 1:]), p)), r"step 0: gate must be \[1, 256\], got \[1, 255\]"),
+        (lambda x, g, p, n: (x, (changed(g, weight=jnp.ones(96)), p)), r"must be \[a divisor of 256\], got \[96\]"),
+        (
+            lambda x, g, p, n: (x, (changed(g, activation="tanh"), p)),
+            r"must be one of \['silu', 'sigmoid'\], got 'tanh'",
+        ),
+    ],
+)
+def test_bad_gated_norms_are_refused(rng, change, message):
+    x, steps, residual = draw(rng, Case("bad", (("silu", 64), 256, "norm"), 256))
+    with pytest.raises(ValueError, match=message):
+        product_chain(*change(x, *steps), residual)
 
 
 def test_parts_belong_to_a_last_product(rng):

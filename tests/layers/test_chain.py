@@ -5,16 +5,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import mamba_align_jax as ma
 from mamba_align_jax.layers import chain as module
 from mamba_align_jax.layers.chain import Chain, settled
+from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
+from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.layers.residual import Residual
-from pallas_kernels.product_chain import Experts, Norm, Product
+from mamba_align_jax.metadata.step_inputs import step_inputs
+from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
 
 HIDDEN = 32
+MIXERS = {
+    "gated delta net": lambda rngs: GatedDeltaNet(HIDDEN, 2, 4, 8, 16, 4, 1e-6, "float32", rngs),
+    "kimi delta attention": lambda rngs: KimiDeltaAttention(HIDDEN, 3, 8, 4, 1e-6, "float32", rngs, g_rank=5),
+}
 
 
 @pytest.fixture
@@ -101,6 +109,48 @@ def test_a_product_with_a_bias_ends_a_chain(rng, launches):
     wanted, _ = Residual(x).add(sums).normed(norm)
     np.testing.assert_array_equal(linear(normed), linear(wanted))
     assert launches == [[Norm]]
+
+
+def first_token(mixer):
+    """Returns the step of a request's first token, and the mixer's pools."""
+    states = mixer.states("float32", "float32")
+    group = ma.GroupSpec(mixer.kind, 1, states)
+    spec = ma.AlignConfig((group,), block_size=8, max_num_seqs=1, max_model_len=8)
+    batch = ma.StepBatch.from_host(spec, 1, [0], [0, 1], [0])
+    tables = ma.BlockTables(blocks=jnp.ones((1, 1, 1), jnp.int32))
+    _, indices = ma.begin_step(spec, ma.AlignState.create(spec), batch, tables)
+    pages = dict(page_tables=jnp.ones((1, 1), jnp.int32), page_size=8, num_pages=2)
+    step = step_inputs(batch, indices, num_decode_rows=1, num_tokens=1, **pages)
+    return step.layer(0), [jnp.zeros((1, 2, *state.block_shape(1)), state.dtype) for state in states]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches, mixer, bias):
+    """Also where a product with a bias leaves the norm alone."""
+    rngs = nnx.Rngs(0)
+    mixer, norms = MIXERS[mixer](rngs), [RMSNorm(HIDDEN, 1e-6) for _ in range(2)]
+    norm, name = (mixer.norm, "out_proj") if isinstance(mixer, GatedDeltaNet) else (mixer.o_norm, "o_proj")
+    norm.weight[...] = jnp.asarray(rng.normal(size=norm.weight.shape), jnp.float32)
+    if bias:
+        channels = getattr(mixer, name).weight.shape[1]
+        setattr(mixer, name, Linear(channels, HIDDEN, "float32", rngs, bias=True))
+    at, pools = first_token(mixer)
+    x, sums = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, HIDDEN), (1, 1, HIDDEN)))
+
+    def run(*, chained):
+        stream = Residual(x).add(sums)
+        normed, stream = stream.chained(norms[0]) if chained else stream.normed(norms[0])
+        out, *after = mixer(normed, at, *pools)
+        normed, stream = stream.add(out).normed(norms[1])
+        return normed, stream.value, *after
+
+    wanted = run(chained=False)
+    assert not launches
+    for found, each in zip(run(chained=True), wanted, strict=True):
+        np.testing.assert_array_equal(found, each)
+    assert np.abs(wanted[1] - x - sums[0]).max() > 1e-3
+    assert launches == [[Norm, Product], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
 
 
 def test_an_empty_chain_is_its_inputs(launches):

@@ -44,7 +44,7 @@ def chains(monkeypatch):
     found, original = [], chain.product_chain
 
     def record(x, steps, *arguments, parts=None, **options):
-        few = "few steps" if len(steps) < _schedule.FEWEST_STEPS else None
+        few = "few steps" if _schedule.is_short(steps) else None
         found.append(_schedule.unsupported(x, steps, parts, H200_CORES) or few)
         return original(x, steps, *arguments, parts=parts, **options)
 

@@ -269,6 +269,18 @@ def add_rms_norm(x, addend, weight, epsilon, offset=0.0, scale=1.0):
     return total, normed
 
 
+def gated_rms_norm(x, gate, weight, epsilon, activation):
+    """Normalises each head of [tokens, channels], as many channels as there are weights, and gates it."""
+    x, gate, weight = (np.asarray(array, np.float64) for array in (x, gate, weight))
+    out, dim = np.zeros(x.shape), len(weight)
+    for t, token in enumerate(x):
+        for head in range(len(token) // dim):
+            place = slice(head * dim, (head + 1) * dim)
+            scaled = token[place] / np.sqrt(np.mean(token[place] ** 2) + epsilon) * weight
+            out[t, place] = scaled / (1 + np.exp(-gate[t, place]))
+    return out * gate if activation == "silu" else out
+
+
 def rotate(x, cos, sin, weight, epsilon, offset):
     """Normalises one head of one token and rotates its pairs of dims, (i, i + pairs), as complex numbers.
 
