@@ -48,7 +48,6 @@ loop = pl.loop
 set_max_registers = plgpu.set_max_registers  # of a warpgroup; those of all warpgroups must not exceed 512
 axis_index = lax.axis_index
 computed = lax.optimization_barrier  # values that have been computed before what follows
-thread_index = mosaic.thread_idx  # of a thread of the GPU, in `inline`
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
 
 
@@ -65,6 +64,11 @@ def signal(counter: Any) -> None:
 def wait_for_signal(counter: Any) -> None:
     """Waits until one of the `counters` is at least 1. What its program did before its signal is then visible."""
     plgpu.semaphore_wait(counter, decrement=False, memory_scope="gpu")
+
+
+def thread_index() -> Any:
+    """Returns a thread's place in its warpgroup, int32, in `inline`."""
+    return arith.andi(mosaic.thread_idx(), constant(127))
 
 
 def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
@@ -227,8 +231,7 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
     pack = pack_of_spread(length)
 
     def body(_: Any, ref: Any) -> Any:
-        # A warpgroup's threads have whole heads, so a thread has the same part of each of its heads, and threads need not
-        # be counted within their warpgroup.
+        # A warpgroup's threads have whole heads, so a thread has the same part of each of its heads.
         place = arith.remui(arith.muli(thread_index(), constant(pack)), constant(ref.type.shape[0]))
         weights = vector.load(
             ir.VectorType.get((pack,), ir.F32Type.get()), ref, [arith.index_cast(ir.IndexType.get(), place)]

@@ -38,7 +38,7 @@ def receive(ref: Any) -> jax.Array:
         kind = ir.F32Type.get()
         result = kind if pack == 1 else ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * pack)})>")
         numbers = lambda x: [x] if pack == 1 else [pm.element_of_struct(x, place, kind) for place in range(pack)]
-        thread = arith.muli(arith.andi(pm.thread_index(), pm.constant(_THREADS - 1)), pm.constant(pack))
+        thread = arith.muli(pm.thread_index(), pm.constant(pack))
         places = [
             pm.address(ref, arith.addi(thread, pm.constant(first))) for first in range(0, length, _THREADS * pack)
         ]
@@ -55,7 +55,7 @@ def receive(ref: Any) -> jax.Array:
 
 def _lane_and_warp() -> tuple[Any, Any]:
     """Returns a thread's place in its warp, and the warp's in its warpgroup."""
-    thread = arith.andi(pm.thread_index(), pm.constant(_THREADS - 1))
+    thread = pm.thread_index()
     return arith.andi(thread, pm.constant(_WARP - 1)), arith.shrui(thread, pm.constant(5))
 
 

@@ -36,7 +36,7 @@ def substitute(system: Any, beta: Any, solution: Any, *, transposed: bool = Fals
     def body(_: Any, system: Any, beta: Any, solution: Any) -> None:
         index, float32 = pm.ir.IndexType.get(), pm.ir.F32Type.get()
         number = lambda n: pm.arith.constant(index, n)
-        thread = pm.arith.remui(pm.arith.index_cast(index, pm.thread_index()), number(4 * _WARP))
+        thread = pm.arith.index_cast(index, pm.thread_index())
         warp, lane = pm.arith.divui(thread, number(_WARP)), pm.arith.remui(thread, number(_WARP))
         half, is_right = pm.arith.divui(warp, number(2)), pm.arith.remui(warp, number(2))
         column = pm.arith.addi(pm.arith.muli(is_right, number(_WARP)), lane)
