@@ -43,8 +43,8 @@ class If:
         return [np.where(self.condition, *both) for both in zip(self.then_block, self.else_block, strict=True)]
 
 
-def fake(warpgroup):
-    """Returns what stands for `pm` in a warpgroup."""
+def fake():
+    """Returns what stands for `pm`."""
     blocks = []
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ def fake(warpgroup):
         memref=SimpleNamespace(load=load, store=store),
         scf=SimpleNamespace(IfOp=If, yield_=lambda values: blocks[-1].extend(values)),
         vector=vector,
-        thread_index=lambda: THREADS * warpgroup + np.arange(THREADS),
+        thread_index=lambda: np.arange(THREADS),
         exchanged=exchanged,
         repeated=repeated,
         warpgroup_barrier=lambda: None,

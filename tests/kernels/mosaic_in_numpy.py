@@ -159,6 +159,6 @@ def patch(monkeypatch, module):
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", _Jax())
     monkeypatch.setattr(module, "substitute", _substitute)
-    monkeypatch.setattr(sums_mosaic, "pm", mlir_in_numpy.fake(0))
+    monkeypatch.setattr(sums_mosaic, "pm", mlir_in_numpy.fake())
     monkeypatch.setattr(module, "sum_log_decays", _sum_log_decays, raising=False)
     return program

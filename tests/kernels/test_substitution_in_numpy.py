@@ -17,15 +17,15 @@ def swizzled(tiles, length):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("transposed", "warpgroup"), [(False, 0), (True, 0), (True, 1), (True, 2)])
-def test_substitution_inverts_two_systems(rng, monkeypatch, transposed, warpgroup, count):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_substitution_inverts_two_systems(rng, monkeypatch, transposed, count):
     """What is not below the diagonal of a system may be anything."""
     system = np.tril(0.3 * rng.normal(size=(2, SIZE, SIZE)), -1).astype(np.float32)
     beta = rng.uniform(size=(2, SIZE)).astype(np.float32)
     tiles = np.where(np.tri(SIZE, k=-1), system, np.float32(np.nan)).reshape(2, 8, 8, 2, 32).swapaxes(2, 3)
     shape = (2, count, 8, 1, 8, SIZE) if transposed else (2, count, SIZE, SIZE)
     solution = Memory(np.full(shape, np.nan, jnp.bfloat16))
-    monkeypatch.setattr(substitution, "pm", fake(warpgroup))
+    monkeypatch.setattr(substitution, "pm", fake())
     substitution.substitute(Memory(swizzled(tiles, 4)), Memory(beta), solution, transposed=transposed)
 
     found = solution.array.astype(np.float64)

@@ -1,5 +1,7 @@
 """The sums of log decays of the Mosaic GPU kernels, written in operations of MLIR, run in NumPy for all threads."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from kernels.mlir_in_numpy import Memory, fake
@@ -8,17 +10,26 @@ from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
 
 
-@pytest.mark.parametrize("warpgroup", [0, 1])
+@pytest.mark.parametrize("warpgroup", [0, 1, 2])
+def test_threads_are_counted_within_their_warpgroup(monkeypatch, warpgroup):
+    """Code of single threads may run in any of a program's warpgroups, here and in all other Mosaic GPU kernels."""
+    pm, threads = sums_mosaic.pm, np.arange(128)
+    monkeypatch.setattr(pm, "mosaic", SimpleNamespace(thread_idx=lambda: 128 * warpgroup + threads))
+    monkeypatch.setattr(pm, "arith", SimpleNamespace(andi=np.bitwise_and))
+    monkeypatch.setattr(pm, "constant", int)
+    np.testing.assert_array_equal(pm.thread_index(), threads)
+
+
 @pytest.mark.parametrize("count", [1, 31, 33, 64])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count, warpgroup):
+def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count):
     """Differences of sums lose no digits, even if one token's decay is much smaller than that of all the others."""
     start, heads, size = 3, (4, 1), (3 + count, 5)
     g, beta = (-0.1 * np.abs(rng.normal(size=size))).astype(np.float32), rng.uniform(size=size).astype(np.float32)
     g[start + count // 2] *= scale
     empty = lambda *shape: Memory(np.full(shape, np.nan, np.float32))
     per_row, per_column = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE)
-    monkeypatch.setattr(sums_mosaic, "pm", fake(warpgroup))
+    monkeypatch.setattr(sums_mosaic, "pm", fake())
     refs = Memory(g), Memory(beta)
     sums_mosaic.sum_log_decays(*refs, start, count, heads, per_row, per_column, empty(3, 4))
 
