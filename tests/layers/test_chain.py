@@ -127,7 +127,7 @@ def first_token(mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches, mixer, bias):
-    """Also where a product with a bias leaves the norm alone."""
+    """Also where a product with a bias leaves the norm alone. Compilers may fuse the steps of both ways differently."""
     rngs = nnx.Rngs(0)
     mixer, norms = MIXERS[mixer](rngs), [RMSNorm(HIDDEN, 1e-6) for _ in range(2)]
     norm, name = (mixer.norm, "out_proj") if isinstance(mixer, GatedDeltaNet) else (mixer.o_norm, "o_proj")
@@ -148,7 +148,8 @@ def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches,
     wanted = run(chained=False)
     assert not launches
     for found, each in zip(run(chained=True), wanted, strict=True):
-        np.testing.assert_array_equal(found, each)
+        rounding = np.finfo(np.float32).eps * np.abs(each).max()
+        np.testing.assert_allclose(found, each, rtol=0, atol=4 * rounding)
     assert np.abs(wanted[1] - x - sums[0]).max() > 1e-3
     assert launches == [[Norm, Product], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
 
