@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from pallas_kernels import add_rms_norm
@@ -87,7 +88,11 @@ class GatedRMSNorm(nnx.Module):
             size: Number of channels.
             epsilon: Added to the mean square.
             activation: What is done to the gate, "silu" or "sigmoid".
+
+        Raises:
+            ValueError: `activation` is another name.
         """
+        values.choice("GatedRMSNorm: activation", activation, _ACTIVATIONS)
         self.weight = nnx.Param(jnp.ones(size, jnp.float32))
         self.epsilon, self.activation = epsilon, activation
 

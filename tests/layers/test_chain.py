@@ -13,7 +13,7 @@ from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.layers.mlp import GatedMLP
 from mamba_align_jax.layers.moe import SharedExpertMoE
-from mamba_align_jax.layers.norm import RMSNorm
+from mamba_align_jax.layers.norm import GatedRMSNorm, RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
@@ -152,6 +152,11 @@ def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches,
         np.testing.assert_allclose(found, each, rtol=0, atol=4 * rounding)
     assert np.abs(wanted[1] - x - sums[0]).max() > 1e-3
     assert launches == [[Norm, Product], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
+
+
+def test_gated_norms_refuse_other_activations():
+    with pytest.raises(ValueError, match=r"GatedRMSNorm: activation must be one of \('silu', 'sigmoid'\), got 'relu'"):
+        GatedRMSNorm(8, 1e-6, "relu")
 
 
 def test_an_empty_chain_is_its_inputs(launches):
