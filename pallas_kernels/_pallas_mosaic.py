@@ -231,7 +231,7 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
     pack = pack_of_spread(length)
 
     def body(_: Any, ref: Any) -> Any:
-        # A warpgroup's threads have whole heads, so a thread has the same part of each of its heads.
+        # The warpgroup's threads take whole heads at a time, so each thread has the same channels of every head.
         place = arith.remui(arith.muli(thread_index(), constant(pack)), constant(ref.type.shape[0]))
         weights = vector.load(
             ir.VectorType.get((pack,), ir.F32Type.get()), ref, [arith.index_cast(ir.IndexType.get(), place)]

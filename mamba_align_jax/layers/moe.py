@@ -173,6 +173,8 @@ class SharedExpertMoE(MixtureOfExperts):
     The router and the gate are one product, and the shared expert is among the experts: see `shared_experts`.
     """
 
+    takes_chains = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -200,8 +202,6 @@ class SharedExpertMoE(MixtureOfExperts):
         self.top_k, self.renormalise, self.shared = top_k, renormalise, shared_experts(shared_size, size)
         self.gate = Linear(hidden_size, experts + 1, dtype, rngs)
         self.experts = Experts(experts + self.shared, hidden_size, size, dtype, rngs)
-
-    takes_chains = True
 
     def __call__(
         self, x: Inputs, valid: jax.Array | None = None, implementation: Implementation | None = None

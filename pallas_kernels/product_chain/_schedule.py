@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels._pallas_mosaic import pack_of_spread
-from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step
+from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step, weights_of
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
 FEWEST_STEPS = 4
@@ -103,12 +103,15 @@ class Phase(NamedTuple):
         come first, are spread over all programs, which fetch them before the other experts are chosen.
         """
         if self.kind == "up":
-            count = jax.lax.div(self.blocks + programs - 1 - program, jnp.int32(programs))
-            return Work(jnp.int32(0), program, programs, count)
+            return Work(jnp.int32(0), program, programs, _count_in_turn(self.blocks, program, programs))
         each = programs // self.shares
         share, number = jax.lax.rem(program, jnp.int32(self.shares)), jax.lax.div(program, jnp.int32(self.shares))
         cut = lambda n: jax.lax.div(jnp.minimum(n, each) * self.blocks, jnp.int32(each))
         return Work(share, cut(number), 1, cut(number + 1) - cut(number))
+
+    def count_of_shared(self, program: Any, programs: int) -> Any:
+        """Returns how many of a program's blocks are shared experts', in the experts' first products."""
+        return _count_in_turn(self.mixture.shared * self.blocks // self.mixture.chosen, program, programs)
 
     def place(self, share: Any, block: Any, term: Any) -> Place:
         """Returns where the weights of a term of a block are. The block's results begin at `block * rows` of its share."""
@@ -150,6 +153,11 @@ class Schedule(NamedTuple):
     def has_experts(self) -> bool:
         """Whether experts are chosen."""
         return any(phase.experts is not None for phase in self.phases)
+
+
+def _count_in_turn(blocks: int, program: Any, programs: int) -> Any:
+    """Returns how many blocks a program gets if they are dealt out in turn."""
+    return jax.lax.div(blocks + programs - 1 - program, jnp.int32(programs))
 
 
 def _shares(inputs: int) -> int:
@@ -229,12 +237,7 @@ def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | No
         return f"there must be one token, got {x.shape[-2]}"
     if len(others) < 2 or not multiplied:
         return f"there must be a product and another step, got {len(others)} steps"
-    weights = [
-        weight
-        for step in multiplied
-        for weight in ((step.weight,) if isinstance(step, Product) else (step.router, step.up, step.down))
-    ]
-    dtypes = {jnp.dtype(weight.dtype) for weight in weights}
+    dtypes = {jnp.dtype(weight.dtype) for step in multiplied for weight in weights_of(step)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"all weights must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
     channels = x.shape[-1]

@@ -112,4 +112,11 @@ class Experts:
         return self.top_k + self.shared
 
 
+def weights_of(step: "Step") -> tuple[jax.Array, ...]:
+    """Returns the weights of a step's products, in the order in which they are multiplied."""
+    if isinstance(step, Product):
+        return (step.weight,)
+    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
+
+
 Step: TypeAlias = GatedNorm | Product | Norm | Experts

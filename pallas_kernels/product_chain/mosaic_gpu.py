@@ -21,7 +21,7 @@ from pallas_kernels import device
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._choice import choose
 from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step
+from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, weights_of
 
 _WARPGROUPS = 2
 # What is kept of a token's choice of experts, and the barrier that tells that it is there.
@@ -32,7 +32,7 @@ def product_chain(
     x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
 ) -> tuple[Any, jax.Array | None]:
     """See api.py. There is one token."""
-    weights = [weight for step in steps for weight in _weights(step)]
+    weights = [weight for step in steps for weight in weights_of(step)]
     norms = [step for step in steps if isinstance(step, Norm)]
     gated = steps[0] if isinstance(steps[0], GatedNorm) else None
     dtype, programs = weights[0].dtype, device.cores()
@@ -42,7 +42,7 @@ def product_chain(
     given |= dict(norms=[step.weight for step in norms], residual=[] if residual is None else [residual[0]])
     given |= dict(gated=[] if gated is None else [gated.gate[0], gated.weight.astype(jnp.float32)])
     # Booleans in memory are read differently by different versions of the lowering. A step converts the array once.
-    valid = (step.valid for step in steps if isinstance(step, Experts))
+    valid = (phase.mixture.valid if phase.kind == "down" else None for phase in plan.phases)
     given |= dict(valid=[None if each is None else each.astype(jnp.int32) for each in valid])
     # What programs send each other begins as +0: see _messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
@@ -82,13 +82,6 @@ def product_chain(
     if parts is None:
         return results[0].reshape(-1, 1, plan.phases[-1].outputs), total
     return tuple(part[None] for part in results), total
-
-
-def _weights(step: Step) -> tuple[jax.Array, ...]:
-    """The weights of a step's products, in the order of their phases."""
-    if isinstance(step, Product):
-        return (step.weight,)
-    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
@@ -163,8 +156,7 @@ def _run(
             before, count = jnp.int32(0), begin[number + 1] - begin[number]
             if phase.kind == "up":
                 # The blocks of shared experts can be fetched at once.
-                ahead = phase.mixture.shared * phase.blocks // phase.mixture.chosen
-                before = phase.terms * jax.lax.div(jnp.maximum(ahead + programs - 1 - program, 0), jnp.int32(programs))
+                before = phase.terms * phase.count_of_shared(program, programs)
                 jax.lax.fori_loop(jnp.int32(0), before, functools.partial(one, is_shared=True), None)
                 decide(number - 1)
             jax.lax.fori_loop(before, count, one, None)
@@ -300,8 +292,7 @@ def _run(
                 rows = pm.load_rows_by_warp(block.at[pm.slice_of(part * ROWS, ROWS)])
                 sums[part] = sums[part] + rows * pm.along_columns(x[term], ROWS)
             pm.arrive(refs.free.at[slot])
-        mixtures = [other for other, each in enumerate(phases) if each.kind == "down"]
-        valid = refs.valid[mixtures.index(number)]
+        valid = refs.valid[number]
         for part in parts:
             value = jnp.sum(sums[part], axis=1)
             value = value if valid is None else pm.keep_if(valid[0] > 0, value)

@@ -1,18 +1,17 @@
 """product_chain's one launch, run in NumPy by its schedule: which program multiplies what, and where results go.
 
-It shares with the kernel what `_schedule` says, and nothing else. All numbers are float64 and are not rounded between steps.
+It shares with the kernel what `_schedule` says, and in which order weights are multiplied. All numbers are float64 and are
+not rounded between steps.
 """
 
 import jax.numpy as jnp
 import numpy as np
+from oracles.layers import silu
 from oracles.ops import gated_rms_norm
 
-from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
+from pallas_kernels.product_chain import GatedNorm, Norm
 from pallas_kernels.product_chain._schedule import WIDTH, schedule
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
+from pallas_kernels.product_chain._steps import weights_of
 
 
 def float64(x):
@@ -57,12 +56,6 @@ def run(x, steps, residual, parts, programs):
     if plan.ends_with_norm:
         value, total = normed(value, total, norms[-1])
     return value, total
-
-
-def weights_of(step):
-    if isinstance(step, Product):
-        return (step.weight,)
-    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
 
 
 def gated(x, step, shares):

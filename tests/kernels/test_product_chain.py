@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kernels import chain_in_numpy
 from kernels.common import IMPLEMENTATIONS, MOSAIC_GPU, assert_close, how, skip_if_unavailable
+from oracles.layers import silu
 from oracles.ops import add_rms_norm, gated_rms_norm, linear
 
 from pallas_kernels import UnsupportedError, product_chain
@@ -54,11 +55,11 @@ def draw(rng, case, tokens=1):
 changed = dataclasses.replace
 
 
-def chosen_experts(logits, top_k):
-    """Returns a token's experts, the best one first, and by how much the last one is better than the next."""
-    order = np.argsort(-logits, kind="stable")
-    gap = np.inf if top_k == len(logits) else logits[order[top_k - 1]] - logits[order[top_k]]
-    return order[:top_k], gap / np.abs(logits).max()
+def clearness(logits, top_k):
+    """Returns by how much the last chosen expert's logit exceeds the next one, relative to the largest logit."""
+    ordered = np.sort(logits)[::-1]
+    gap = np.inf if top_k == len(logits) else ordered[top_k - 1] - ordered[top_k]
+    return gap / np.abs(logits).max()
 
 
 def mixture(x, step, rounded):
@@ -68,15 +69,11 @@ def mixture(x, step, rounded):
     sums, clear = [], np.inf
     for token in x:
         logits = rounded(np.asarray(step.router, np.float64) @ token)
-        scores = np.exp(logits[: step.routed] - logits[: step.routed].max())
-        best, gap = chosen_experts(logits[: step.routed], step.top_k)
-        weights = scores[best] / (scores[best] if step.renormalise else scores).sum()
-        gate = 1 / (1 + np.exp(-logits[-1])) if step.shared_gate else 1.0
-        pairs = [*zip(best, weights, strict=True), *((step.routed + n, gate) for n in range(step.shared))]
-        gates, values = np.split(np.stack([up[expert] @ token for expert, _ in pairs]), 2, axis=1)
-        hidden = rounded(gates / (1 + np.exp(-gates)) * values)
-        sums.append(sum(weight * down[expert] @ own for (expert, weight), own in zip(pairs, hidden, strict=True)))
-        clear = min(clear, gap)
+        chosen, weights = chain_in_numpy.choice(logits, step)
+        gates, values = np.split(np.stack([up[expert] @ token for expert in chosen]), 2, axis=1)
+        hidden = rounded(silu(gates) * values)
+        sums.append(sum(w * down[expert] @ own for expert, w, own in zip(chosen, weights, hidden, strict=True)))
+        clear = min(clear, clearness(logits[: step.routed], step.top_k))
     return np.stack(sums), clear
 
 
