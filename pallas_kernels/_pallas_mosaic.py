@@ -167,10 +167,17 @@ def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
     return arith.bitcast(x.type, found)
 
 
-def inline_array(body: Callable[..., Any], ref: Any, length: int) -> jax.Array:
-    """Runs code of single threads on `ref`, in the GPU's memory, that returns a float32 array of `fragments_of_spread`."""
+def inline_arrays(body: Callable[..., Any], refs: Sequence[Any], length: int) -> list[jax.Array]:
+    """Runs code of single threads on arrays in the GPU's memory.
+
+    Args:
+        body: Returns a tuple with an array for each reference, made by `fragments_of_spread`.
+        refs: References to the arrays.
+        length: The length of the results, which are float32.
+    """
     shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(()),), return_type=shape)(body)(ref)
+    types = dict(arg_types=(plgpu.RefType(()),) * len(refs), return_type=(shape,) * len(refs))
+    return list(plgpu.inline_mgpu(**types)(body)(*refs))
 
 
 def inline_of_warps(body: Callable[..., None], value: jax.Array, ref: Any) -> None:
@@ -236,9 +243,9 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
         weights = vector.load(
             ir.VectorType.get((pack,), ir.F32Type.get()), ref, [arith.index_cast(ir.IndexType.get(), place)]
         )
-        return fragments_of_spread([weights] * (length // (128 * pack)), length)
+        return (fragments_of_spread([weights] * (length // (128 * pack)), length),)
 
-    return inline_array(body, ref, length)
+    return inline_arrays(body, [ref], length)[0]
 
 
 def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:

@@ -6,6 +6,7 @@ number, so neither fences nor flags are needed. A fence would wait for all that 
 Source: the idea of NCCL's protocol "LL" (low latency), without a flag for each number.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,14 +16,20 @@ from pallas_kernels._pallas_mosaic import arith, ir, vector
 
 _WARP = 32  # lanes
 _THREADS = 128  # of a warpgroup
+_WARPS = 4  # of a warpgroup
+_ASKED = 64  # numbers that a thread asks for at a time
 
 
-def receive(ref: Any) -> jax.Array:
-    """Waits for numbers that other programs `send`, and returns them as float32, in the layout `pm.spread`.
+def receive(refs: Sequence[Any]) -> list[jax.Array]:
+    """Waits for numbers that other programs `send`. Returns a float32 vector for each reference, in the layout `pm.spread`.
 
-    All of them are on their way before the first one is looked at.
+    Those of several references are on their way before the first one is looked at: as many as registers can hold. The
+    references have one length.
     """
-    length = ref.shape[0]
+    length = refs[0].shape[0]
+    together = max(1, _ASKED * _THREADS // length)
+    if len(refs) > together:
+        return receive(refs[:together]) + receive(refs[together:])
     pack = pm.pack_of_spread(length)
     names = [f"${place}" for place in range(pack)]
     target = names[0] if pack == 1 else "{" + ", ".join(names) + "}"
@@ -34,23 +41,23 @@ def receive(ref: Any) -> jax.Array:
     lines += ["@!p bra DONE;", f"{load} [${2 * pack}];", "bra AGAIN;", "DONE:"]
     again = "{" + " ".join(lines) + "}"
 
-    def body(_: Any, ref: Any) -> Any:
+    def body(_: Any, *refs: Any) -> Any:
         kind = ir.F32Type.get()
         result = kind if pack == 1 else ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * pack)})>")
         numbers = lambda x: [x] if pack == 1 else [pm.element_of_struct(x, place, kind) for place in range(pack)]
         thread = arith.muli(pm.thread_index(), pm.constant(pack))
-        places = [
-            pm.address(ref, arith.addi(thread, pm.constant(first))) for first in range(0, length, _THREADS * pack)
-        ]
+        starts = [arith.addi(thread, pm.constant(first)) for first in range(0, length, _THREADS * pack)]
+        places = [pm.address(ref, start) for ref in refs for start in starts]
         first = [pm.assembly(f"{load} [${pack}];", ",".join(["=f"] * pack + ["l"]), result, [at]) for at in places]
         constraints = ",".join(["=&f"] * pack + ["f"] * pack + ["l"])
         found = [
             pm.assembly(again, constraints, result, [*numbers(x), at]) for x, at in zip(first, places, strict=True)
         ]
         held = [vector.from_elements(ir.VectorType.get((pack,), kind), numbers(x)) for x in found]
-        return pm.fragments_of_spread(held, length)
+        parts = [held[n : n + len(starts)] for n in range(0, len(held), len(starts))]
+        return tuple(pm.fragments_of_spread(part, length) for part in parts)
 
-    return pm.inline_array(body, ref, length)
+    return pm.inline_arrays(body, refs, length)
 
 
 def _lane_and_warp() -> tuple[Any, Any]:
@@ -86,13 +93,20 @@ def tell(counter: Any) -> None:
 
 
 def listen(counter: Any, programs: int) -> None:
-    """Waits until all warps of so many programs have called `tell`. It only keeps `receive` from asking too often."""
+    """Waits until three of four warps of so many programs have called `tell`. It only keeps `receive` from asking too often.
+
+    One warp reads the counter for its warpgroup, because each read delays the calls of `tell`. The last warps are not waited
+    for here, because `receive` sees their numbers sooner than their calls.
+    """
 
     def body(_: Any, counter: Any) -> None:
+        _lane, warp = _lane_and_warp()
         text = (
-            "{.reg .pred early; .reg .s32 count; AGAIN: ld.relaxed.gpu.s32 count, [$0];"
-            " setp.lt.s32 early, count, $1; @early bra AGAIN;}"
+            "{.reg .pred early, idle; .reg .s32 count; setp.ne.s32 idle, $2, 0; @idle bra DONE;"
+            " AGAIN: ld.relaxed.gpu.s32 count, [$0]; setp.lt.s32 early, count, $1; @early bra AGAIN; DONE:}"
         )
-        pm.assembly(text, "l,r", None, [pm.address(counter, pm.constant(0)), pm.constant(4 * programs)])
+        enough = pm.constant((_WARPS - 1) * programs)
+        pm.assembly(text, "l,r,r", None, [pm.address(counter, pm.constant(0)), enough, warp])
+        pm.warpgroup_barrier()
 
     pm.inline(body, (counter, ()))

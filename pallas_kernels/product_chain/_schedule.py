@@ -188,7 +188,7 @@ def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
 def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
     """Returns the schedule of a chain.
 
-    40 KB on their way to each core keep the memory of an H100 busy. With more, what programs tell each other would queue up
+    48 KB on their way to each core keep the memory of an H200 busy. With more, what programs tell each other would queue up
     behind them.
     """
     phases: list[Phase] = []
@@ -211,7 +211,7 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
     slot_bytes = slot_elements(phases) * itemsize
     vector_bytes = 4 * max(phase.vector for phase in phases)
     slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - vector_bytes - 4096) // slot_bytes)
-    depth = min(slots, max(2, 40_960 // slot_bytes))
+    depth = min(slots, max(2, 49_152 // slot_bytes))
     return Schedule(tuple(phases), isinstance(steps[-1], Norm), slots, depth)
 
 

@@ -165,7 +165,8 @@ def _run(
         """Chooses the token's experts by what the router's phase has computed, for both warpgroups."""
         logits = refs.logits.at[pm.slice_of(0, phases[number].outputs)]
         messages.listen(refs.counters.at[pm.slice_of(number, 1)], programs)
-        logits[...] = messages.receive(sent(number, 0, 0, phases[number].outputs)).astype(dtype).astype(jnp.float32)
+        (found,) = messages.receive([sent(number, 0, 0, phases[number].outputs)])
+        logits[...] = found.astype(dtype).astype(jnp.float32)
         pm.inline(lambda _: pm.warpgroup_barrier())
         choose(logits, refs.chosen, refs.factors, phases[number].mixture)
         pm.inline(lambda _: pm.warpgroup_barrier())
@@ -180,7 +181,7 @@ def _run(
         if number == 0:
             return [pm.load_spread(refs.x.at[n, pm.slice_of(first, count)]) for n in range(refs.x.shape[0])]
         messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
-        return [messages.receive(sent(number - 1, n, first, count)) for n in range(phases[number - 1].shares)]
+        return messages.receive([sent(number - 1, n, first, count) for n in range(phases[number - 1].shares)])
 
     def normed_heads(step: GatedNorm, first: Any, count: int) -> jax.Array:
         """Normalises and gates the inputs of the chain that this program's share of the first product takes."""
@@ -243,11 +244,10 @@ def _run(
         first = work[number].share * phase.terms
         messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
         pm.wait(refs.decided)
-        found = []
-        for term in range(phase.terms):
-            value = messages.receive(sent(number - 1, 0, (first + term) * phase.inputs, phase.inputs))
-            found.append(value.astype(dtype).astype(jnp.float32) * refs.factors[first + term])
-        return found
+        terms = [first + n for n in range(phase.terms)]
+        values = messages.receive([sent(number - 1, 0, term * phase.inputs, phase.inputs) for term in terms])
+        rounded = [value.astype(dtype).astype(jnp.float32) for value in values]
+        return [value * refs.factors[term] for term, value in zip(terms, rounded, strict=True)]
 
     def multiply() -> None:
         """Runs all phases."""
@@ -293,8 +293,8 @@ def _run(
                 sums[part] = sums[part] + rows * pm.along_columns(x[term], ROWS)
             pm.arrive(refs.free.at[slot])
         valid = refs.valid[number]
-        for part in parts:
-            value = jnp.sum(sums[part], axis=1)
+        values = [jnp.sum(each, axis=1) for each in sums]
+        for part, value in enumerate(values):
             value = value if valid is None else pm.keep_if(valid[0] > 0, value)
             store(number, share, (first + place) * phase.rows + part * ROWS, value)
         return x
