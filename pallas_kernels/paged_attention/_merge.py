@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_triton as pt
-from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
+from pallas_kernels.paged_attention._dims import Dims, gated, mask_of
 from pallas_kernels.paged_attention._shares import ceil
 from pallas_kernels.paged_attention._tiles import keys_of_tokens
 from pallas_kernels.rows import TokenRows
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
     values: list[jax.Array]
 
 
-_MERGED_ELEMENTS = 8192  # of a program's tile
+_DIMS = 64  # of a program, at most
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
@@ -45,10 +45,24 @@ def joined(first: Sums, second: Sums, interpret: bool) -> Sums:
     return Sums(top, total, [add(x, y) for x, y in zip(first.values, second.values, strict=True)])
 
 
-def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, interpret: bool):
-    """Merges the shares of some pairs of a token and a head."""
+def _kernel(
+    refs,
+    *,
+    split: int,
+    groups: tuple[int, ...],
+    units: tuple[int, ...],
+    tokens_and_heads: int,
+    dims_of_program: int,
+    interpret: bool,
+):
+    """Merges the shares of some pairs of a token and a head, in some of their dims.
+
+    Shares are joined one after another, so the order does not depend on how many pairs and dims a program has.
+    """
     shares, _, heads, value_dim = refs.sums.shape
     index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
+    dim, dim_exists = pt.lanes(pt.program_id(1), dims_of_program, value_dim)
+    dims = Dims(dim, None if value_dim % dims_of_program == 0 else dim_exists)
     token = jax.lax.div(index, jnp.int32(heads))
     head = index - token * heads
     num_keys = pt.load(refs.num_keys.at[token], mask=exists, other=1)
@@ -57,35 +71,36 @@ def _kernel(refs, *, split: int, tokens_and_heads: int, has_couples: bool, inter
 
     @pt.when(jnp.max(written.astype(jnp.int32)) > 0)
     def _():
-        count = shares // (1 + has_couples)
-        number, _ = pt.lanes(0, pt.power_of_two(count), count)
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
 
-        def sums_of(share, dims):
-            live = share[:, None] < used[None, :]
-            if refs.joins is not None:  # A couple that is joined already is stored as its first share.
-                live &= ((share & 1) == 0)[:, None] | (refs.joins[...] == 0)
-            stat = lambda ref, other: pt.load(
-                ref.at[share[:, None], head[None, :], place[None, :]], mask=live, other=other
-            )
-            at = share[:, None, None], place[None, :, None], head[None, :, None], dims.index[None, None, :]
-            mask = jnp.broadcast_to(live[:, :, None], (*live.shape, dims.index.shape[0]))
-            mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
-            values = pt.load(refs.sums.at[at], mask=mask, other=0.0)
+        def sums_of(share):
+            live = used > share
+            stat = lambda ref, other: pt.load(ref.at[share, head, place], mask=live, other=other)
+            at = refs.sums.at[share, place[:, None], head[:, None], dims.index[None, :]]
+            values = pt.load(at, mask=mask_of(live, dims), other=0.0)
             return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
 
-        for dims in dims_of(0, value_dim):
-            if has_couples:
-                each = joined(sums_of(2 * number, dims), sums_of(2 * number + 1, dims), interpret)
-            else:
-                each = sums_of(number, dims)
-            factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
-            total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
-            total = jnp.where(total > 0, total, 1.0)
-            out = jnp.sum(pt.product(each.values[0], factors[:, :, None], interpret), axis=0) / total[:, None]
+        def finish(unit):
+            """Joins all shares, of which every `unit`-th one is stored, and stores the results."""
+
+            def total_of(first, size):
+                if size == unit:
+                    return sums_of(first)
+                part = max(each for each in (1, *groups) if unit <= each < size)
+                parts = [total_of(first + n, part) for n in range(0, size, part)]
+                return functools.reduce(functools.partial(joined, interpret=interpret), parts)
+
+            merged = total_of(0, shares)
+            out = merged.values[0] / jnp.where(merged.total > 0, merged.total, 1.0)[:, None]
             out = gated(refs.gates, out, token, head, dims, mask_of(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=mask_of(written, dims))
+
+        for unit in units:
+            if refs.unit is None:
+                finish(unit)
+            else:
+                pt.when(refs.unit[...] == unit)(functools.partial(finish, unit))
 
 
 def merge(
@@ -96,8 +111,9 @@ def merge(
     *,
     split: int,
     place: jax.Array | None = None,
-    has_couples: bool = False,
-    joins: jax.Array | None = None,
+    groups: tuple[int, ...] = (),
+    units: tuple[int, ...] = (1,),
+    unit: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """Launches the kernel. Returns the attended values [tokens, heads, value_dim].
@@ -111,24 +127,35 @@ def merge(
         gates: The gates of the results, or None.
         split: The number of positions of a split.
         place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
-        has_couples: Whether shares 2 n and 2 n + 1 are `joined` before all of them are merged.
-        joins: 1 if they are joined already, and stored as share 2 n, and 0 if not; None if they never are. int32 [].
+        groups: The numbers of neighbouring shares that are `joined` first, and so on: see `Config`.
+        units: How many shares may be joined already, and stored as the first one of them.
+        unit: Which of `units` it is; None if there is one. int32 [].
         interpret: Whether to run the kernel's body as plain JAX.
     """
-    shares, _, heads, value_dim = attended["sums"].shape
-    tokens_and_heads = max(1, _MERGED_ELEMENTS // pt.power_of_two(shares // (1 + has_couples) * value_dim))
+    _, _, heads, value_dim = attended["sums"].shape
+    num_tokens = rows.row.shape[0]
+    dims_of_program = min(_DIMS, max(16, pt.power_of_two(value_dim)))
+    # Few results are many small programs, which wait for memory at the same time. How they are cut changes no bit.
+    is_small = num_tokens * heads * value_dim <= 2**20
+    tokens_and_heads = 1 if is_small else 32
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
-    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, joins=joins)
+    inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, unit=unit)
     merged = pt.call(
         functools.partial(
-            _kernel, split=split, tokens_and_heads=tokens_and_heads, has_couples=has_couples, interpret=interpret
+            _kernel,
+            split=split,
+            groups=groups,
+            units=units,
+            tokens_and_heads=tokens_and_heads,
+            dims_of_program=dims_of_program,
+            interpret=interpret,
         ),
         name="paged_attention_merge",
-        grid=(-(-rows.row.shape[0] * heads // tokens_and_heads),),
+        grid=(-(-num_tokens * heads // tokens_and_heads), -(-value_dim // dims_of_program)),
         inputs=inputs,
         outputs={},
         updates=dict(out=attended["out"]),
-        num_warps=4,
+        num_warps=1 if is_small else 4,
         interpret=interpret,
     )
     return merged["out"]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 _CORES = 132  # of an H200
+_KEYS_OF_A_UNIT = 190  # Beginning and ending a unit takes a program as long as so many keys.
 
 
 def ceil(x: Any, n: Any) -> Any:
@@ -23,11 +24,6 @@ class Shares:
 
     split: int
     shares: int
-
-    @property
-    def couples(self) -> "Shares":
-        """The couples, which are shares 2 n and 2 n + 1 together, as shares of twice the size."""
-        return Shares(2 * self.split, self.shares // 2)
 
     def used(self, num_keys: Any) -> Any:
         """Returns how many shares `num_keys` keys have."""
@@ -48,25 +44,27 @@ class Shares:
         return (share + turn * self.shares) * self.split + (n - turn * per_split) * block
 
 
-def pays_to_join(num_keys: jax.Array, tiles_of_row: int, programs: int, shares: Shares) -> jax.Array:
-    """Returns whether programs should attend couples of shares instead of single shares. bool [].
+def best_unit(num_keys: jax.Array, tiles_of_row: int, programs: int, shares: Shares, units: tuple[int, ...]) -> jax.Array:
+    """Returns how many neighbouring shares programs should attend as a unit. int32 [].
 
-    A program fetches a couple in one go and stores one result for it, which takes some 5 % less time on an H200. But there
-    are half as many couples as shares. Where that leaves more cores without work at the end, single shares are faster.
+    Programs fetch the keys of a unit in one go and store one result for it, so few large units take less time in all. But
+    many small ones leave fewer cores without work at the end.
 
     Args:
         num_keys: The number of keys of each tile of one head of keys. int32 [tiles].
         tiles_of_row: How many tiles of heads there are: one or more for each head of keys.
-        programs: The number of programs of a tile, among which its shares or couples are divided.
+        programs: The number of programs of a tile, among which its units are divided.
         shares: The shares.
+        units: The numbers of shares to choose from.
     """
     total, longest = tiles_of_row * jnp.sum(num_keys.astype(jnp.float32)), jnp.max(num_keys).astype(jnp.float32)
 
-    def keys_of_a_core(cut: Shares) -> jax.Array:
-        piece = jnp.maximum(longest / min(programs, cut.shares), cut.split)
-        return piece * jnp.ceil(total / (_CORES * piece))
+    def keys_of_a_core(unit: int) -> jax.Array:
+        piece = jnp.maximum(longest / min(programs, shares.shares // unit), unit * shares.split)
+        units_of_piece = piece / (unit * shares.split)
+        return (piece + _KEYS_OF_A_UNIT * units_of_piece) * jnp.ceil(total / (_CORES * piece))
 
-    return 0.95 * keys_of_a_core(shares.couples) <= keys_of_a_core(shares)
+    return jnp.asarray(units, jnp.int32)[jnp.argmin(jnp.stack([keys_of_a_core(unit) for unit in units]))]
 
 
 # Those of prompts are fewer than those of decode and verify rows: their programs are many, and a share costs a float32 copy

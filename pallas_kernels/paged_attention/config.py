@@ -1,5 +1,6 @@
 """Launch configuration of paged_attention's kernels."""
 
+import itertools
 from dataclasses import dataclass
 
 from pallas_kernels import device
@@ -11,42 +12,55 @@ class Config:
     """How the kernels cut queries and keys. Sizes are powers of two.
 
     The keys of a row are cut into splits, which are dealt out to shares (`Shares`). A program attends a tile of queries to
-    one share after another, and a second kernel merges the shares of each token. In decode and verify rows, the two shares
-    of a couple are joined before all couples are merged, by the program that attends both or by the second kernel. Every
-    field but the last three can change bits, so only these follow the number of rows and their lengths.
+    one share after another, and a second kernel merges the shares of each token: it joins neighbouring shares to groups,
+    those to larger groups, and all of the largest. In decode and verify rows, a program that attends a whole group can join
+    it. Every field but the last three can change bits, so only these follow the number of rows and their lengths.
 
     Attributes:
         queries: The most queries of a tile, which are tokens times heads. At least 16.
         block: The number of keys that are multiplied at a time. At least 16; divides `split`.
         split: The number of positions of a split.
         shares: The number of shares of a row.
+        groups: The numbers of neighbouring shares that groups have, in increasing order.
         num_warps: Warps of a program.
         num_stages: The software-pipelining depth of the loop over blocks.
         programs: The number of programs that attend the shares of a tile, at most `shares`. None is `default_programs`.
-        joins: Whether a program attends couples of shares and joins them itself. Prompts and a single share have no couples.
-            None decides by the rows' lengths, on the device (`pays_to_join`), where `can_join` allows it, and never joins in
-            latent attention and in interpret mode, where the two ways agree up to rounding only.
+        unit: The number of neighbouring shares that a program attends, joins and stores as one: 1 or one of `groups`.
+            Programs of prompts attend single shares. None decides by the rows' lengths, on the device (`best_unit`), among
+            `possible_units`; it is 1 in latent attention and in interpret mode, where two programs that join differ by
+            rounding.
 
     Raises:
-        ValueError: if `queries`, `block`, `split` or `shares` is no power of two, or `block` does not divide `split`.
+        ValueError: if `queries`, `block`, `split`, `shares` or one of `groups` is no power of two, if `block` does not
+            divide `split`, if `groups` do not grow from 2 to at most `shares`, or if `unit` is none of them.
     """
 
     queries: int
     block: int
     split: int
     shares: int
+    groups: tuple[int, ...]
     num_warps: int
     num_stages: int
     programs: int | None = None
-    joins: bool | None = None
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("queries", "block", "split", "shares")}
-        for name, size in sizes.items():
+        for name, size in [*sizes.items(), *(("groups", size) for size in self.groups)]:
             if size < 1 or size & (size - 1):
                 raise ValueError(f"paged_attention: config.{name} must be a power of two, got {size}")
         if self.split % self.block:
             raise ValueError(f"paged_attention: config.block must divide config.split = {self.split}, got {self.block}")
+        grows = all(small < large for small, large in itertools.pairwise((1, *self.groups)))
+        if not grows or max(self.groups, default=1) > self.shares:
+            raise ValueError(
+                f"paged_attention: config.groups must grow from 2 to at most {self.shares}, got {list(self.groups)}"
+            )
+        if self.unit not in (None, 1, *self.groups):
+            raise ValueError(
+                f"paged_attention: config.unit must be None, 1 or one of {list(self.groups)}, got {self.unit}"
+            )
 
 
 def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool) -> Config:
@@ -63,7 +77,8 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         is_latent: Whether values are the first dims of the keys.
     """
     row_bytes = dims * itemsize
-    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512, 32)
+    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512 if is_latent else 128, 32)
+    groups = () if is_prompt else (2,) if is_latent else (4, 8)
     num_warps = 8 if is_prompt or is_latent else 4
     if itemsize == 4:
         queries, block, num_stages = 16 if is_latent else 32, 32 if row_bytes <= 1024 else 16, 2
@@ -77,7 +92,7 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
             queries = 16
         elif itemsize == 2 and row_bytes > 512 and is_prompt:
             queries, block = queries // 2, 32
-    return Config(queries, block, split, shares, num_warps, num_stages)
+    return Config(queries, block, split, shares, groups, num_warps, num_stages)
 
 
 def default_stages(config: Config, num_tiles: int) -> int:
@@ -89,29 +104,26 @@ def default_stages(config: Config, num_tiles: int) -> int:
     return min(config.num_stages, 2) if num_tiles >= 64 else config.num_stages
 
 
-def can_join(numbers_per_thread: int, num_tiles: int) -> bool:
-    """Returns whether the programs of decode and verify rows may join couples of shares.
+def possible_units(groups: tuple[int, ...], numbers_per_thread: int, num_tiles: int) -> tuple[int, ...]:
+    """Returns how many shares a unit of decode and verify rows may have.
 
-    Where there are few tiles, their keys must be cut as finely as possible to fill all cores. A program that joins holds a
-    second set of sums, so they must be few.
+    Where there are few tiles, their keys must be cut as finely as possible to fill all cores. A program that joins holds
+    another set of sums for each size of groups, so these must be few.
 
     Args:
+        groups: See `Config`.
         numbers_per_thread: The number of sums that a thread has for one share.
         num_tiles: The number of tiles.
     """
-    return num_tiles >= 64 and numbers_per_thread <= 64
+    return (1, *groups[: max(0, 128 // numbers_per_thread - 1)]) if num_tiles >= 12 else (1,)
 
 
-def default_programs(shares: int, num_tiles: int, *, is_prompt: bool, may_join: bool = False) -> int:
+def default_programs(shares: int, num_tiles: int, *, is_prompt: bool) -> int:
     """The number of programs that attend the shares of each of `num_tiles` tiles, at most the number of shares.
 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
-
-    If programs may join couples, there is one for each couple.
     """
-    if may_join:
-        return max(1, shares // 2)
     programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 4
     while programs < shares and (programs < least or programs * num_tiles < wanted):
         programs *= 2

@@ -11,14 +11,14 @@ from pallas_kernels import device
 from pallas_kernels._dot import dot
 from pallas_kernels.paged_attention._dims import dims_of, gated, mask_of
 from pallas_kernels.paged_attention._merge import LOW, Sums, joined, merge
-from pallas_kernels.paged_attention._shares import Shares, ceil, pays_to_join
+from pallas_kernels.paged_attention._shares import Shares, best_unit, ceil
 from pallas_kernels.paged_attention._tiles import tiles
 from pallas_kernels.paged_attention.config import (
     Config,
-    can_join,
     default_config,
     default_programs,
     default_stages,
+    possible_units,
 )
 from pallas_kernels.rows import token_rows
 
@@ -94,6 +94,7 @@ def _attend_kernel(
     tile: _Tile,
     block: int,
     shares: Shares,
+    units: tuple[int, ...],
     programs: int,
     scale: float,
     value_dim: int,
@@ -108,10 +109,10 @@ def _attend_kernel(
     table, start, length, first = refs.table[number], refs.start[number], refs.length[number], refs.position[number]
     layer = refs.layer[...]
     end = first + length
-    # Shares are attended one by one, or in couples, which are joined and stored as their first share.
-    may_join = refs.joins is not None
-    joins = refs.joins[...] if may_join else jnp.int32(0)
-    units = ceil(shares.used(end), 1 + joins) if may_join else shares.used(end)
+    # Shares are attended one by one, or in units, which are joined and stored as their first share.
+    may_join = refs.unit is not None
+    unit = refs.unit[...] if may_join else 1
+    num_units = ceil(shares.used(end), unit) if may_join else shares.used(end)
 
     kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
     query, _ = pt.lanes(0, tile.queries, tile.queries)
@@ -133,25 +134,35 @@ def _attend_kernel(
 
     def attend(queries, share):
         count_of = lambda share: shares.blocks_below(share, ceil(end, block), block)
-        first_count = count_of(share)
-        count = first_count + jnp.where(joins > 0, count_of(share + 1), 0) if may_join else first_count
+        count = count_of(share)
+        if may_join:
+            count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
 
-        def begin_of(n):
-            if not may_join:
-                return shares.begin_of(share, n, block)
-            is_second = (n >= first_count).astype(jnp.int32)
-            return shares.begin_of(share + is_second, n - is_second * first_count, block)
+        def with_next_share(own, sums, level=0):
+            """Joins what is complete before a share begins. `sums` are those of a share, and of groups of each size."""
+            part, group, *larger = sums
+            part, group = nothing, joined(group, part, interpret)
+            if larger:
+                group, *larger = jax.lax.cond(
+                    jax.lax.rem(own, jnp.int32(units[level + 1])) == 0,
+                    lambda sums: with_next_share(own, sums, level + 1),
+                    lambda sums: sums,
+                    [group, *larger],
+                )
+            return [part, group, *larger]
 
         def advance(is_masked, n, carry):
-            page, of_first, so_far = carry
+            own, place, page, sums = carry
+            begin = shares.begin_of(own, place, block)
+            upcoming = own, place + 1
             if may_join:
-                begins = n == first_count
-                of_first = jax.tree.map(functools.partial(jnp.where, begins), so_far, of_first)
-                so_far = jax.tree.map(functools.partial(jnp.where, begins), nothing, so_far)
-            begin = begin_of(n)
+                sums = jax.lax.cond(place == 0, lambda sums: with_next_share(own, sums), lambda sums: sums, sums)
+                is_last = (place + 1 == count_of(own)).astype(jnp.int32)
+                upcoming = own + is_last, (place + 1) * (1 - is_last)
+            so_far, *groups = sums
             position = begin + lane
             exists = position < end
-            upcoming = page_of(begin_of(n + 1))
+            upcoming = *upcoming, page_of(shares.begin_of(*upcoming, block))
             if one_page:
                 place = jax.lax.rem(begin, jnp.int32(page_size)) + lane
             else:
@@ -175,28 +186,28 @@ def _attend_kernel(
             decay = pt.exp2(so_far.top - top, interpret)
             values = keys[: len(value_dims)] if is_latent else [take(refs.values, d, is_masked) for d in value_dims]
             narrow = weights.astype(dtype)
-            sums = [
+            sums_of_values = [
                 x * decay[:, None] + dot(narrow, v, interpret=interpret)
                 for x, v in zip(so_far.values, values, strict=True)
             ]
             total = pt.product(so_far.total, decay, interpret) + jnp.sum(weights, axis=1)
-            return upcoming, of_first, Sums(top, total, sums)
+            return *upcoming, [Sums(top, total, sums_of_values), *groups]
 
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
         sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
         nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
-        carry = page_of(begin_of(jnp.int32(0))), nothing if may_join else None, nothing
-        plain = jnp.int32(0)
+        page = page_of(shares.begin_of(share, jnp.int32(0), block))
+        carry, plain = (share, jnp.int32(0), page, [nothing for _ in units]), jnp.int32(0)
         if is_prompt:
             # Every token of the tile sees all keys of the first blocks.
             plain = jnp.minimum(shares.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block), count)
             carry = jax.lax.fori_loop(jnp.int32(0), plain, functools.partial(advance, False), carry)
-        _, of_first, own = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
-        top, total, sums = joined(of_first, own, interpret) if may_join else own
+        *_, sums = jax.lax.fori_loop(plain, count, functools.partial(advance, True), carry)
+        top, total, values = functools.reduce(lambda part, group: joined(group, part, interpret), sums)
 
         # A token whose keys are one split has its result here. Shares of the others are merged later.
         is_whole = position_of < shares.split
-        for dims, x in zip(value_dims, sums, strict=True):
+        for dims, x in zip(value_dims, values, strict=True):
             at = packed[:, None], head[:, None], dims.index[None, :]
             mask = mask_of(inside & is_whole & (share == 0), dims)
             result = gated(
@@ -207,7 +218,7 @@ def _attend_kernel(
         pt.store(refs.tops.at[share, head, packed], top, mask=inside & ~is_whole)
         pt.store(refs.totals.at[share, head, packed], total, mask=inside & ~is_whole)
 
-    @pt.when((length > 0) & (program < units))
+    @pt.when((length > 0) & (program < num_units))
     def _():
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
@@ -215,8 +226,8 @@ def _attend_kernel(
         if programs == shares.shares and not may_join:
             attend(queries, program)
         else:
-            turns = ceil(units - program, programs)
-            each = lambda turn, _: attend(queries, (program + turn * programs) * (1 + joins))
+            turns = ceil(num_units - program, programs)
+            each = lambda turn, _: attend(queries, (program + turn * programs) * unit)
             jax.lax.fori_loop(jnp.int32(0), turns, each, None)
 
 
@@ -245,17 +256,18 @@ def paged_attention(
     cut = tiles(query_start_loc, num_computed_tokens, num_tokens, tile.tokens, max_query_tokens, slots)
     grid = kv_heads * tile.per_group, cut.table.shape[0]
     num_tiles = grid[0] * grid[1]
-    shares, has_couples = Shares(used.split, used.shares), not is_prompt and used.shares > 1
-    may_join = has_couples and bool(used.joins)
-    if has_couples and used.joins is None and values is not None and not interpret:
-        may_join = can_join(tile.queries * value_dim // (32 * used.num_warps), num_tiles)
-    programs = used.programs or default_programs(shares.shares, num_tiles, is_prompt=is_prompt, may_join=may_join)
-    joins = None
-    if may_join and used.joins:
-        joins = jnp.int32(1)
-    elif may_join:
+    shares, units = Shares(used.split, used.shares), (1,)
+    if used.unit is not None and not is_prompt:
+        units = tuple(n for n in (1, *used.groups) if n <= used.unit)
+    elif not (is_prompt or values is None or interpret):
+        units = possible_units(used.groups, tile.queries * value_dim // (32 * used.num_warps), num_tiles)
+    programs = used.programs or default_programs(shares.shares, num_tiles, is_prompt=is_prompt)
+    unit = None
+    if len(units) > 1 and used.unit is not None:
+        unit = jnp.int32(used.unit)
+    elif len(units) > 1:
         num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
-        joins = pays_to_join(num_keys, grid[0], programs, shares).astype(jnp.int32)
+        unit = best_unit(num_keys, grid[0], programs, shares, units)
     num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -265,6 +277,7 @@ def paged_attention(
             tile=tile,
             block=used.block,
             shares=shares,
+            units=units,
             programs=programs,
             scale=scale,
             value_dim=value_dim,
@@ -285,7 +298,7 @@ def paged_attention(
             start=cut.start,
             length=cut.length,
             position=cut.position,
-            joins=joins,
+            unit=unit,
         ),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
@@ -299,5 +312,5 @@ def paged_attention(
         interpret=interpret,
     )
     rows = token_rows(query_start_loc, num_tokens)
-    options = dict(split=used.split, has_couples=has_couples, joins=joins, interpret=interpret)
+    options = dict(split=used.split, groups=used.groups, unit=unit, units=units, interpret=interpret)
     return merge(attended, rows, num_computed_tokens, gates, **options)

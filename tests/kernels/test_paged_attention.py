@@ -9,12 +9,12 @@ from kernels.attention_batches import LAYER, Dims, assert_is_attention, make, sa
 from kernels.common import IMPLEMENTATIONS, assert_close, how, pack
 
 from pallas_kernels import UnsupportedError, paged_attention
-from pallas_kernels.paged_attention._shares import Shares, pays_to_join
+from pallas_kernels.paged_attention._shares import Shares, best_unit
 from pallas_kernels.paged_attention.config import Config
 
 # Splits so short that a few hundred keys fill all shares, some of them twice.
-SMALL = Config(queries=16, block=16, split=32, shares=4, num_warps=4, num_stages=2, programs=2)
-SMALL_PROMPT = dataclasses.replace(SMALL, queries=32)
+SMALL = Config(queries=16, block=16, split=32, shares=8, groups=(2, 4), num_warps=4, num_stages=2, programs=2)
+SMALL_PROMPT = dataclasses.replace(SMALL, queries=32, shares=4, groups=())
 
 
 DIMS = {
@@ -89,13 +89,13 @@ def test_gates_multiply_the_results(rng, dims, dtype, window, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("joins", [None, True])
-def test_rows_of_every_length(rng, implementation, joins):
+@pytest.mark.parametrize("unit", [None, 2, 4])
+def test_rows_of_every_length(rng, implementation, unit):
     """Every length around the edges of pages, blocks, splits and shares, in one verify token and two."""
-    ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161]
+    ends = [*range(2, 36), 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 161, 255, 256, 257]
     lengths = [1 + end % 2 for end in ends]
     batch = make(rng, lengths, [end - n for end, n in zip(ends, lengths, strict=True)], DIMS["one head of 8"])
-    config = dataclasses.replace(SMALL, joins=joins)
+    config = dataclasses.replace(SMALL, unit=unit)
     assert_is_attention(batch, batch.run(max_query_tokens=2, **options_of(implementation, config)))
 
 
@@ -155,7 +155,7 @@ def test_slots_say_where_the_pages_of_each_row_are(rng, dims, dtype, implementat
 @pytest.mark.parametrize(("dims", "dtype", "implementation"), BITS)
 def test_verify_tokens_have_the_bits_of_decode_rows(rng, dims, dtype, implementation, optimized_programs):
     """A verify row of eight tokens over the edge of a split and of shares that wrap, and each token as a row of its own."""
-    for computed in (28, 124, 200):
+    for computed in (28, 124, 252):
         batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
         options = options_of(implementation, dataclasses.replace(SMALL, queries=32))
         verify = batch.run(max_query_tokens=8, **options)
@@ -202,20 +202,22 @@ def test_xla_has_the_same_bits_for_every_kind_of_row(rng, optimized_programs):
         ),
     ],
 )
-def test_programs_and_joined_couples_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
-    """Rows that end in either share of a couple, at their edges, and after all shares have wrapped."""
-    lengths, computed = [3, 1, 2, 1, 3, 1, 3], [300, 70, 31, 0, 126, 40, 63]
+def test_programs_and_joined_groups_change_no_bit(rng, dims, dtype, window, implementation, optimized_programs):
+    """Rows that end in each share of a group, at their edges, and after all shares have wrapped."""
+    lengths, computed = [3, 1, 2, 1, 3, 1, 3, 1, 2], [300, 70, 31, 0, 126, 40, 63, 600, 255]
     batch = make(rng, lengths, computed, DIMS[dims], dtype)
-    run = lambda n, joins: batch.run(
-        max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n, joins=joins), **how(implementation)
+    run = lambda n, unit: batch.run(
+        max_query_tokens=window, config=dataclasses.replace(SMALL, programs=n, unit=unit), **how(implementation)
     )
-    apart, together = run(1, None), run(1, True)
-    for programs in (2, 4):
-        same_bits(apart, run(programs, False))
-    same_bits(together, run(2, True))
-    assert_is_attention(batch, together)
-    if implementation == "triton":  # Interpreted programs are fused in different ways.
-        same_bits(apart, together)
+    apart = run(1, None)
+    for programs in (2, 8):
+        same_bits(apart, run(programs, 1))
+    for unit in (2, 4):
+        together = run(1, unit)
+        same_bits(together, run(2, unit))
+        assert_is_attention(batch, together)
+        if implementation == "triton":  # Interpreted programs are fused in different ways.
+            same_bits(apart, together)
 
 
 @pytest.mark.gpu
@@ -243,7 +245,7 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
     batch = make(rng, [8], [computed], DIMS[dims], dtype, extra_tokens=0)
     verify = [batch.run(max_query_tokens=n, implementation="triton") for n in (8, 9)]
     same_bits(*verify)
-    for copies in (1, 2):  # 16 rows of 4 heads of keys are enough tiles for programs that join couples.
+    for copies in (1, 2):  # 16 rows of 4 heads of keys are enough tiles for programs that join groups.
         decode = batch.run(
             q=jnp.tile(batch.arguments["q"], (copies, 1, 1)),
             query_start_loc=pack([1] * 8 * copies),
@@ -269,7 +271,7 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
 
 @pytest.mark.gpu
 def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rng):
-    """One row has too few tiles for it, eight fill the cores with couples, and ten fill them with single shares only."""
+    """One row has too few tiles for it, eight fill the cores with groups, and ten fill them with single shares only."""
     batch = make(rng, [1] * 10, [4100 - r for r in range(10)], DIMS["8 of 64"], jnp.bfloat16, 64, extra_tokens=0)
     ten = batch.run(max_query_tokens=1, implementation="triton")
     assert_is_attention(batch, ten)
@@ -280,18 +282,20 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
 
 
 @pytest.mark.parametrize(
-    ("lengths", "programs", "joins"),
+    ("lengths", "programs", "unit"),
     [
-        ([4096] * 64, 16, True),  # 3.9 rounds of single shares, 1.9 of couples
-        ([4096] * 80, 16, False),  # 4.8, or 2.4, whose last one takes as long as two of single shares
-        ([4096] * 1024, 16, True),
-        ([32768] * 4, 32, False),  # its 128 shares keep all cores busy, its 64 couples do not
-        ([32768] * 4, 16, True),  # either way there are 64 programs
-        ([0] * 64 + [4096] * 64, 16, True),
+        ([4096] * 4, 32, 1),  # 128 shares keep all cores busy, 32 groups do not
+        ([4096] * 16, 32, 4),  # 128 groups do, 64 larger ones do not
+        ([4096] * 64, 32, 8),  # 3.9 rounds of groups, 1.9 of larger ones
+        ([4096] * 80, 32, 4),  # 4.8 rounds of groups, 2.4 of larger ones, whose last one takes as long as two of groups
+        ([4096] * 1024, 32, 8),
+        ([32768] * 4, 32, 1),
+        ([32768] * 4, 4, 8),  # either way there are 16 programs
+        ([0] * 64 + [4096] * 64, 32, 8),
     ],
 )
-def test_couples_are_joined_where_they_fill_the_cores(lengths, programs, joins):
-    assert bool(pays_to_join(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(512, 32))) == joins
+def test_units_fill_the_cores(lengths, programs, unit):
+    assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(128, 32), (1, 4, 8)) == unit
 
 
 @pytest.mark.parametrize(
@@ -300,6 +304,10 @@ def test_couples_are_joined_where_they_fill_the_cores(lengths, programs, joins):
         (dict(shares=3), "config.shares must be a power of two, got 3"),
         (dict(queries=0), "config.queries must be a power of two, got 0"),
         (dict(block=64), "config.block must divide config.split = 32, got 64"),
+        (dict(groups=(3,)), "config.groups must be a power of two, got 3"),
+        (dict(groups=(4, 2)), r"config.groups must grow from 2 to at most 8, got \[4, 2\]"),
+        (dict(groups=(2, 16)), r"config.groups must grow from 2 to at most 8, got \[2, 16\]"),
+        (dict(unit=8), r"config.unit must be None, 1 or one of \[2, 4\], got 8"),
     ],
 )
 def test_bad_sizes_of_a_configuration(change, message):
