@@ -28,6 +28,7 @@ class Sums(NamedTuple):
 
 
 _DIMS = 64  # of a program, at most
+_READ = 16  # shares or units that a program reads at the same time
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
@@ -49,6 +50,7 @@ def _kernel(
     refs,
     *,
     split: int,
+    shares: int,
     groups: tuple[int, ...],
     units: tuple[int, ...],
     tokens_and_heads: int,
@@ -59,7 +61,7 @@ def _kernel(
 
     Shares are joined one after another, so the order does not depend on how many pairs and dims a program has.
     """
-    shares, _, heads, value_dim = refs.sums.shape
+    _, _, heads, value_dim = refs.sums.shape
     index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
     dim, dim_exists = pt.lanes(pt.program_id(1), dims_of_program, value_dim)
     dims = Dims(dim, None if value_dim % dims_of_program == 0 else dim_exists)
@@ -74,11 +76,13 @@ def _kernel(
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
 
         def sums_of(share):
-            live = used > share
-            stat = lambda ref, other: pt.load(ref.at[share, head, place], mask=live, other=other)
-            at = refs.sums.at[share, place[:, None], head[:, None], dims.index[None, :]]
+            live, slot = used > share, share // units[0]
+            stat = lambda ref, other: pt.load(ref.at[slot, head, place], mask=live, other=other)
+            at = refs.sums.at[slot, place[:, None], head[:, None], dims.index[None, :]]
             values = pt.load(at, mask=mask_of(live, dims), other=0.0)
             return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
+
+        join = functools.partial(functools.reduce, functools.partial(joined, interpret=interpret))
 
         def finish(unit):
             """Joins all shares, of which every `unit`-th one is stored, and stores the results."""
@@ -87,17 +91,25 @@ def _kernel(
                 if size == unit:
                     return sums_of(first)
                 part = max(each for each in (1, *groups) if unit <= each < size)
-                parts = [total_of(first + n, part) for n in range(0, size, part)]
-                return functools.reduce(functools.partial(joined, interpret=interpret), parts)
+                return join([total_of(first + n, part) for n in range(0, size, part)])
 
-            merged = total_of(0, shares)
+            # So many shares are read at the same time.
+            largest = max((unit, *groups))
+            turn = max(largest, min(shares, _READ * unit))
+
+            def add(n, so_far):
+                return join([so_far, *(total_of(n * turn + first, largest) for first in range(0, turn, largest))])
+
+            zeros = jnp.zeros((tokens_and_heads,), jnp.float32)
+            nothing = Sums(zeros + LOW, zeros, [jnp.zeros((tokens_and_heads, dims_of_program), jnp.float32)])
+            merged = jax.lax.fori_loop(jnp.int32(0), ceil(jnp.max(used), turn), add, nothing)
             out = merged.values[0] / jnp.where(merged.total > 0, merged.total, 1.0)[:, None]
             out = gated(refs.gates, out, token, head, dims, mask_of(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=mask_of(written, dims))
 
         for unit in units:
-            if refs.unit is None:
+            if len(units) == 1:
                 finish(unit)
             else:
                 pt.when(refs.unit[...] == unit)(functools.partial(finish, unit))
@@ -110,6 +122,7 @@ def merge(
     gates: jax.Array | None,
     *,
     split: int,
+    shares: int,
     place: jax.Array | None = None,
     groups: tuple[int, ...] = (),
     units: tuple[int, ...] = (1,),
@@ -120,12 +133,14 @@ def merge(
 
     Args:
         attended: `out`, the results of tokens whose keys are one split [tokens, heads, value_dim], and of the others and
-            their shares `sums`, the weighted values [shares, places, heads, value_dim], `tops`, the largest scores times
-            log2(e) [shares, heads, places], and `totals`, the sums of the weights, of the same shape.
+            their shares `sums`, the weighted values [slots, places, heads, value_dim], `tops`, the largest scores times
+            log2(e) [slots, heads, places], and `totals`, the sums of the weights, of the same shape. Each slot is for as
+            many neighbouring shares as the least of `units` has.
         rows: The place of each token in its row.
         num_computed_tokens: Position of each row's first token. int32 [rows].
         gates: The gates of the results, or None.
         split: The number of positions of a split.
+        shares: The number of shares of a row.
         place: The place of each token in `sums`, `tops` and `totals`; None if it is the token itself. int32 [tokens].
         groups: The numbers of neighbouring shares that are `joined` first, and so on: see `Config`.
         units: How many shares may be joined already, and stored as the first one of them.
@@ -144,6 +159,7 @@ def merge(
         functools.partial(
             _kernel,
             split=split,
+            shares=shares,
             groups=groups,
             units=units,
             tokens_and_heads=tokens_and_heads,

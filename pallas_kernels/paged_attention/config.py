@@ -77,7 +77,7 @@ def default_config(dims: int, itemsize: int, *, is_prompt: bool, is_latent: bool
         is_latent: Whether values are the first dims of the keys.
     """
     row_bytes = dims * itemsize
-    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512 if is_latent else 128, 32)
+    split, shares = (PROMPT_SHARES.split, PROMPT_SHARES.shares) if is_prompt else (512, 32) if is_latent else (128, 128)
     groups = () if is_prompt else (2,) if is_latent else (4, 8)
     num_warps = 8 if is_prompt or is_latent else 4
     if itemsize == 4:
@@ -107,24 +107,26 @@ def default_stages(config: Config, num_tiles: int) -> int:
 def possible_units(groups: tuple[int, ...], numbers_per_thread: int, num_tiles: int) -> tuple[int, ...]:
     """Returns how many shares a unit of decode and verify rows may have.
 
-    Where there are few tiles, their keys must be cut as finely as possible to fill all cores. A program that joins holds
-    another set of sums for each size of groups, so these must be few.
+    Where there are few tiles, their keys must be cut as finely as possible to fill all cores. With more tiles, single shares
+    would only take time and memory. A program that joins holds another set of sums for each size of groups, so these must
+    be few.
 
     Args:
         groups: See `Config`.
         numbers_per_thread: The number of sums that a thread has for one share.
         num_tiles: The number of tiles.
     """
-    return (1, *groups[: max(0, 128 // numbers_per_thread - 1)]) if num_tiles >= 12 else (1,)
+    fitting = groups[: max(0, 128 // numbers_per_thread - 1)]
+    return (1, *fitting[:1]) if num_tiles < 12 or not fitting else fitting
 
 
-def default_programs(shares: int, num_tiles: int, *, is_prompt: bool) -> int:
-    """The number of programs that attend the shares of each of `num_tiles` tiles, at most the number of shares.
+def default_programs(units: int, num_tiles: int, *, is_prompt: bool) -> int:
+    """The number of programs that attend the units of each of `num_tiles` tiles, at most the number of units.
 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
-    of decode and verify rows has at least four, so that a launch does not wait for the single long row of many.
+    of decode and verify rows has at least 16, so that a launch does not wait for the single long row of many.
     """
-    programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 4
-    while programs < shares and (programs < least or programs * num_tiles < wanted):
+    programs, wanted, least = 1, 264 if is_prompt else 528, 1 if is_prompt else 16
+    while programs < units and (programs < least or programs * num_tiles < wanted):
         programs *= 2
-    return min(programs, shares)
+    return min(programs, units)

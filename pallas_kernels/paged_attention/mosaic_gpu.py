@@ -320,5 +320,5 @@ def paged_attention(
     attended = dict(zip(outputs, attended, strict=True))
     rows = token_rows(query_start_loc, num_tokens)
     place = places_of_tokens(rows, query_start_loc, tokens_of_tile, None)
-    split = PROMPT_SHARES.split
-    return merge(attended, rows, num_computed_tokens, gates, split=split, place=place, interpret=False)
+    cut = dict(split=PROMPT_SHARES.split, shares=PROMPT_SHARES.shares, place=place)
+    return merge(attended, rows, num_computed_tokens, gates, **cut, interpret=False)

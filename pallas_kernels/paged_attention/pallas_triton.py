@@ -94,7 +94,8 @@ def _attend_kernel(
     tile: _Tile,
     block: int,
     shares: Shares,
-    units: tuple[int, ...],
+    joins: tuple[int, ...],
+    least: int,
     programs: int,
     scale: float,
     value_dim: int,
@@ -110,9 +111,8 @@ def _attend_kernel(
     layer = refs.layer[...]
     end = first + length
     # Shares are attended one by one, or in units, which are joined and stored as their first share.
-    may_join = refs.unit is not None
-    unit = refs.unit[...] if may_join else 1
-    num_units = ceil(shares.used(end), unit) if may_join else shares.used(end)
+    unit = refs.unit[...] if joins else 1
+    num_units = ceil(shares.used(end), unit) if joins else shares.used(end)
 
     kv_head = jax.lax.div(head_tile, jnp.int32(tile.per_group))
     query, _ = pt.lanes(0, tile.queries, tile.queries)
@@ -135,7 +135,7 @@ def _attend_kernel(
     def attend(queries, share):
         count_of = lambda share: shares.blocks_below(share, ceil(end, block), block)
         count = count_of(share)
-        if may_join:
+        if joins:
             count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
 
         def with_next_share(own, sums, level=0):
@@ -144,7 +144,7 @@ def _attend_kernel(
             part, group = nothing, joined(group, part, interpret)
             if larger:
                 group, *larger = jax.lax.cond(
-                    jax.lax.rem(own, jnp.int32(units[level + 1])) == 0,
+                    jax.lax.rem(own, jnp.int32(joins[level])) == 0,
                     lambda sums: with_next_share(own, sums, level + 1),
                     lambda sums: sums,
                     [group, *larger],
@@ -155,7 +155,7 @@ def _attend_kernel(
             own, place, page, sums = carry
             begin = shares.begin_of(own, place, block)
             upcoming = own, place + 1
-            if may_join:
+            if joins:
                 sums = jax.lax.cond(place == 0, lambda sums: with_next_share(own, sums), lambda sums: sums, sums)
                 is_last = (place + 1 == count_of(own)).astype(jnp.int32)
                 upcoming = own + is_last, (place + 1) * (1 - is_last)
@@ -197,7 +197,7 @@ def _attend_kernel(
         sums = [zeros(tile.queries, d.index.shape[0]) for d in value_dims]
         nothing = Sums(jnp.full((tile.queries,), LOW, jnp.float32), zeros(tile.queries), sums)
         page = page_of(shares.begin_of(share, jnp.int32(0), block))
-        carry, plain = (share, jnp.int32(0), page, [nothing for _ in units]), jnp.int32(0)
+        carry, plain = (share, jnp.int32(0), page, [nothing for _ in (1, *joins)]), jnp.int32(0)
         if is_prompt:
             # Every token of the tile sees all keys of the first blocks.
             plain = jnp.minimum(shares.blocks_below(share, jax.lax.div(first + 1, jnp.int32(block)), block), count)
@@ -207,6 +207,7 @@ def _attend_kernel(
 
         # A token whose keys are one split has its result here. Shares of the others are merged later.
         is_whole = position_of < shares.split
+        slot = share // least
         for dims, x in zip(value_dims, values, strict=True):
             at = packed[:, None], head[:, None], dims.index[None, :]
             mask = mask_of(inside & is_whole & (share == 0), dims)
@@ -214,16 +215,16 @@ def _attend_kernel(
                 refs.gates, x / jnp.where(total > 0, total, 1.0)[:, None], packed, head, dims, mask, value_dim
             )
             pt.store(refs.out.at[at], result.astype(dtype), mask=mask)
-            pt.store(refs.sums.at[(share, *at)], x, mask=mask_of(inside & ~is_whole, dims))
-        pt.store(refs.tops.at[share, head, packed], top, mask=inside & ~is_whole)
-        pt.store(refs.totals.at[share, head, packed], total, mask=inside & ~is_whole)
+            pt.store(refs.sums.at[(slot, *at)], x, mask=mask_of(inside & ~is_whole, dims))
+        pt.store(refs.tops.at[slot, head, packed], top, mask=inside & ~is_whole)
+        pt.store(refs.totals.at[slot, head, packed], total, mask=inside & ~is_whole)
 
     @pt.when((length > 0) & (program < num_units))
     def _():
         queries = [
             _load(refs.q.at[packed[:, None], head[:, None], d.index[None, :]], mask_of(inside, d)) for d in key_dims
         ]
-        if programs == shares.shares and not may_join:
+        if programs == shares.shares and not joins:
             attend(queries, program)
         else:
             turns = ceil(num_units - program, programs)
@@ -258,16 +259,13 @@ def paged_attention(
     num_tiles = grid[0] * grid[1]
     shares, units = Shares(used.split, used.shares), (1,)
     if used.unit is not None and not is_prompt:
-        units = tuple(n for n in (1, *used.groups) if n <= used.unit)
+        units = (used.unit,)
     elif not (is_prompt or values is None or interpret):
         units = possible_units(used.groups, tile.queries * value_dim // (32 * used.num_warps), num_tiles)
-    programs = used.programs or default_programs(shares.shares, num_tiles, is_prompt=is_prompt)
-    unit = None
-    if len(units) > 1 and used.unit is not None:
-        unit = jnp.int32(used.unit)
-    elif len(units) > 1:
-        num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
-        unit = best_unit(num_keys, grid[0], programs, shares, units)
+    num_slots = used.shares // units[0]
+    programs = used.programs or default_programs(num_slots, num_tiles, is_prompt=is_prompt)
+    num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)
+    unit = None if units == (1,) else best_unit(num_keys, grid[0], programs, shares, units)
     num_stages = used.num_stages if config else default_stages(used, num_tiles)
 
     array = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
@@ -277,7 +275,8 @@ def paged_attention(
             tile=tile,
             block=used.block,
             shares=shares,
-            units=units,
+            joins=tuple(n for n in used.groups if n <= units[-1]),
+            least=units[0],
             programs=programs,
             scale=scale,
             value_dim=value_dim,
@@ -302,9 +301,9 @@ def paged_attention(
         ),
         outputs=dict(
             out=array((num_tokens, heads, value_dim), q.dtype),
-            sums=array((used.shares, num_tokens, heads, value_dim)),
-            tops=array((used.shares, heads, num_tokens)),
-            totals=array((used.shares, heads, num_tokens)),
+            sums=array((num_slots, num_tokens, heads, value_dim)),
+            tops=array((num_slots, heads, num_tokens)),
+            totals=array((num_slots, heads, num_tokens)),
         ),
         updates={},
         num_warps=used.num_warps,
@@ -312,5 +311,5 @@ def paged_attention(
         interpret=interpret,
     )
     rows = token_rows(query_start_loc, num_tokens)
-    options = dict(split=used.split, groups=used.groups, unit=unit, units=units, interpret=interpret)
+    options = dict(split=used.split, shares=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret)
     return merge(attended, rows, num_computed_tokens, gates, **options)

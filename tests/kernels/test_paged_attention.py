@@ -284,18 +284,18 @@ def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rn
 @pytest.mark.parametrize(
     ("lengths", "programs", "unit"),
     [
-        ([4096] * 4, 32, 1),  # 128 shares keep all cores busy, 32 groups do not
-        ([4096] * 16, 32, 4),  # 128 groups do, 64 larger ones do not
-        ([4096] * 64, 32, 8),  # 3.9 rounds of groups, 1.9 of larger ones
-        ([4096] * 80, 32, 4),  # 4.8 rounds of groups, 2.4 of larger ones, whose last one takes as long as two of groups
-        ([4096] * 1024, 32, 8),
-        ([32768] * 4, 32, 1),
-        ([32768] * 4, 4, 8),  # either way there are 16 programs
-        ([0] * 64 + [4096] * 64, 32, 8),
+        ([4096] * 4, 128, 1),  # 128 shares keep all cores busy, 32 groups do not
+        ([4096] * 16, 16, 4),  # 128 groups do, 64 larger ones do not
+        ([4096] * 64, 16, 8),  # 3.9 rounds of groups, 1.9 of larger ones
+        ([4096] * 80, 16, 4),  # 4.8, or 2.4, whose last one takes as long as two of groups
+        ([4096] * 1024, 16, 8),
+        ([32768] * 4, 128, 4),  # 128 groups of eight splits each
+        ([32768] * 8, 16, 8),  # either way there are 128 programs
+        ([0] * 64 + [4096] * 64, 16, 8),
     ],
 )
 def test_units_fill_the_cores(lengths, programs, unit):
-    assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(128, 32), (1, 4, 8)) == unit
+    assert best_unit(jnp.asarray(lengths, jnp.int32), 1, programs, Shares(128, 128), (1, 4, 8)) == unit
 
 
 @pytest.mark.parametrize(
