@@ -27,8 +27,18 @@ class Sums(NamedTuple):
     values: list[jax.Array]
 
 
-_DIMS = 64  # of a program, at most
-_READ = 16  # shares or units that a program reads at the same time
+class _Tile(NamedTuple):
+    """What a program of the kernel reads of a share or a group: so many elements in all, of so many dims of a head.
+
+    Neither may follow the number of tokens, because the order of sums depends on them.
+    """
+
+    elements: int
+    dims: int
+
+
+# Decode and verify rows have many shares and few tokens, so many programs must wait for memory at the same time.
+_WITH_GROUPS, _WITHOUT_GROUPS = _Tile(1024, 64), _Tile(8192, 256)
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
@@ -57,10 +67,7 @@ def _kernel(
     dims_of_program: int,
     interpret: bool,
 ):
-    """Merges the shares of some pairs of a token and a head, in some of their dims.
-
-    Shares are joined one after another, so the order does not depend on how many pairs and dims a program has.
-    """
+    """Merges the shares of some pairs of a token and a head, in some of their dims. See `merge`."""
     _, _, heads, value_dim = refs.sums.shape
     index, exists = pt.lanes(pt.program_id(0), tokens_and_heads, refs.num_keys.shape[0] * heads)
     dim, dim_exists = pt.lanes(pt.program_id(1), dims_of_program, value_dim)
@@ -75,14 +82,19 @@ def _kernel(
     def _():
         place = token if refs.place is None else pt.load(refs.place.at[token], mask=exists, other=0)
 
-        def sums_of(share):
-            live, slot = used > share, share // units[0]
-            stat = lambda ref, other: pt.load(ref.at[slot, head, place], mask=live, other=other)
-            at = refs.sums.at[slot, place[:, None], head[:, None], dims.index[None, :]]
-            values = pt.load(at, mask=mask_of(live, dims), other=0.0)
-            return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
+        largest = max((1, *groups))
+        count = shares // largest
+        number, _ = pt.lanes(0, pt.power_of_two(count), count)
 
-        join = functools.partial(functools.reduce, functools.partial(joined, interpret=interpret))
+        def sums_of(share):
+            live, slot = share[:, None] < used[None, :], share // units[0]
+            pair = slot[:, None], head[None, :], place[None, :]
+            stat = lambda ref, other: pt.load(ref.at[pair], mask=live, other=other)
+            at = slot[:, None, None], place[None, :, None], head[None, :, None], dims.index[None, None, :]
+            mask = jnp.broadcast_to(live[:, :, None], (*live.shape, dims.index.shape[0]))
+            mask = mask if dims.exists is None else mask & dims.exists[None, None, :]
+            values = pt.load(refs.sums.at[at], mask=mask, other=0.0)
+            return Sums(stat(refs.tops, LOW), stat(refs.totals, 0.0), [values])
 
         def finish(unit):
             """Joins all shares, of which every `unit`-th one is stored, and stores the results."""
@@ -91,19 +103,14 @@ def _kernel(
                 if size == unit:
                     return sums_of(first)
                 part = max(each for each in (1, *groups) if unit <= each < size)
-                return join([total_of(first + n, part) for n in range(0, size, part)])
+                parts = [total_of(first + n, part) for n in range(0, size, part)]
+                return functools.reduce(functools.partial(joined, interpret=interpret), parts)
 
-            # So many shares are read at the same time.
-            largest = max((unit, *groups))
-            turn = max(largest, min(shares, _READ * unit))
-
-            def add(n, so_far):
-                return join([so_far, *(total_of(n * turn + first, largest) for first in range(0, turn, largest))])
-
-            zeros = jnp.zeros((tokens_and_heads,), jnp.float32)
-            nothing = Sums(zeros + LOW, zeros, [jnp.zeros((tokens_and_heads, dims_of_program), jnp.float32)])
-            merged = jax.lax.fori_loop(jnp.int32(0), ceil(jnp.max(used), turn), add, nothing)
-            out = merged.values[0] / jnp.where(merged.total > 0, merged.total, 1.0)[:, None]
+            each = total_of(largest * number, largest)
+            factors = pt.exp2(each.top - jnp.max(each.top, axis=0)[None, :], interpret)
+            total = jnp.sum(pt.product(each.total, factors, interpret), axis=0)
+            total = jnp.where(total > 0, total, 1.0)
+            out = jnp.sum(pt.product(each.values[0], factors[:, :, None], interpret), axis=0) / total[:, None]
             out = gated(refs.gates, out, token, head, dims, mask_of(exists & (num_keys > split), dims), value_dim)
             at = refs.out.at[token[:, None], head[:, None], dims.index[None, :]]
             pt.store(at, out.astype(refs.out.dtype), mask=mask_of(written, dims))
@@ -149,10 +156,10 @@ def merge(
     """
     _, _, heads, value_dim = attended["sums"].shape
     num_tokens = rows.row.shape[0]
-    dims_of_program = min(_DIMS, max(16, pt.power_of_two(value_dim)))
-    # Few results are many small programs, which wait for memory at the same time. How they are cut changes no bit.
-    is_small = num_tokens * heads * value_dim <= 2**20
-    tokens_and_heads = 1 if is_small else 32
+    of_program = _WITH_GROUPS if groups else _WITHOUT_GROUPS
+    dims_of_program = min(of_program.dims, max(16, pt.power_of_two(value_dim)))
+    largest_groups = pt.power_of_two(shares // max((1, *groups)))
+    tokens_and_heads = max(1, of_program.elements // (largest_groups * dims_of_program))
     inputs = {name: attended[name] for name in ("sums", "tops", "totals")}
     inputs |= dict(num_keys=keys_of_tokens(rows, num_computed_tokens), gates=gates, place=place, unit=unit)
     merged = pt.call(
@@ -171,7 +178,7 @@ def merge(
         inputs=inputs,
         outputs={},
         updates=dict(out=attended["out"]),
-        num_warps=1 if is_small else 4,
+        num_warps=4,
         interpret=interpret,
     )
     return merged["out"]

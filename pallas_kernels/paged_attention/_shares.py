@@ -44,7 +44,9 @@ class Shares:
         return (share + turn * self.shares) * self.split + (n - turn * per_split) * block
 
 
-def best_unit(num_keys: jax.Array, tiles_of_row: int, programs: int, shares: Shares, units: tuple[int, ...]) -> jax.Array:
+def best_unit(
+    num_keys: jax.Array, tiles_of_row: int, programs: int, shares: Shares, units: tuple[int, ...]
+) -> jax.Array:
     """Returns how many neighbouring shares programs should attend as a unit. int32 [].
 
     Programs fetch the keys of a unit in one go and store one result for it, so few large units take less time in all. But

@@ -311,5 +311,7 @@ def paged_attention(
         interpret=interpret,
     )
     rows = token_rows(query_start_loc, num_tokens)
-    options = dict(split=used.split, shares=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret)
+    options = dict(
+        split=used.split, shares=used.shares, groups=used.groups, unit=unit, units=units, interpret=interpret
+    )
     return merge(attended, rows, num_computed_tokens, gates, **options)
