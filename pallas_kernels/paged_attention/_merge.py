@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
 
 
 # Decode and verify rows have many shares and few tokens, so many programs must wait for memory at the same time.
-_WITH_GROUPS, _WITHOUT_GROUPS = _Tile(1024, 64), _Tile(8192, 256)
+_WITH_GROUPS, _WITHOUT_GROUPS = _Tile(1024, 128), _Tile(8192, 256)
 LOW = -1e30  # below every score, and finite: a block that a token does not see leaves its sums as they are
 
 
