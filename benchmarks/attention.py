@@ -228,9 +228,9 @@ def tuned(case: Case) -> list[Config]:
         tries = [(32, 32, 512, 32, (2,), 8, 2), (32, 32, 512, 32, (2,), 8, 3), (32, 64, 512, 32, (2,), 8, 2)]
         tries += [(32, 32, 256, 32, (2, 4), 8, 3), (16, 32, 512, 32, (2,), 4, 3), (64, 32, 512, 32, (2,), 8, 2)]
     else:
-        tries = [(32, 32, 128, 32, (4, 8), 4, 3), (32, 64, 128, 32, (4, 8), 4, 2), (32, 64, 128, 32, (4, 8), 4, 3)]
-        tries += [(32, 32, 128, 32, (4, 8), 4, 2), (32, 32, 128, 32, (4, 8), 4, 4), (32, 64, 512, 32, (2,), 4, 3)]
-        tries += [(32, 64, 256, 32, (2, 4), 4, 3), (16, 32, 128, 32, (4, 8), 4, 3), (16, 32, 128, 32, (4, 8), 2, 3)]
+        tries = [(32, 64, 128, 128, (4, 8), 4, 3), (32, 64, 128, 128, (4, 8), 4, 2), (32, 32, 128, 128, (4, 8), 4, 3)]
+        tries += [(32, 32, 128, 128, (4, 8), 4, 2), (32, 32, 128, 128, (4, 8), 4, 4), (32, 64, 512, 32, (2,), 4, 3)]
+        tries += [(32, 64, 256, 64, (2, 4), 4, 3), (16, 32, 128, 128, (4, 8), 4, 3), (16, 32, 128, 128, (4, 8), 2, 3)]
     return [
         *(Config(*values) for values in tries),
         *(Config(*tries[0], programs=programs, unit=unit) for programs in (4, 8, 32) for unit in (1, tries[0][4][-1])),
@@ -269,9 +269,10 @@ def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
 
 
 def short(config: Config) -> str:
-    """A configuration in few letters: queries, block, split, shares, warps, stages, programs."""
+    """A configuration in few letters: queries, block, split, shares, warps, stages, groups that are joined, programs, unit."""
     text = f"q{config.queries}_n{config.block}_s{config.split}x{config.shares}_w{config.num_warps}_p{config.num_stages}"
-    return text + (f"_g{config.programs}" if config.programs else "")
+    text += f"_j{'-'.join(map(str, config.groups))}" if config.groups else ""
+    return text + "".join(f"_{name}{n}" for name, n in (("g", config.programs), ("u", config.unit)) if n)
 
 
 def candidates_of(case: Case, tune: bool, **options: Any) -> dict[str, Run]:
