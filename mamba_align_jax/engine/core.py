@@ -106,6 +106,7 @@ class EngineCore:
             config.max_num_batched_tokens,
             drafter=self._drafters.device,
             layout=layout,
+            launches_ahead=config.async_stepping and mesh is not None and not mesh.is_multi_process,
         )
         self.unread_steps: deque[Dispatched] = deque()
         # The rows of the step that is being dispatched or read.

@@ -12,6 +12,7 @@ from mamba_align_jax.align.checked import StepChecker
 from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
+from mamba_align_jax.engine.command_thread import Answer, CommandThread
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.device_inputs import DeviceInputs, new_mailboxes
 from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
@@ -36,7 +37,7 @@ class Dispatched(NamedTuple):
     """A step that was dispatched and not read: the row in each place, and its result, a packed `StepResult`."""
 
     places: list[Row | None]
-    result: Packed
+    result: Answer[Packed]
 
 
 class RowResult(NamedTuple):
@@ -75,12 +76,13 @@ class StepRunner:
     The methods `do_...` are its commands: all that changes what is on the device after the runner is made. Their
     arguments are plain values, so that several processes can run the same commands: see `mamba_align_jax.processes`.
 
+    A runner that launches ahead runs its commands in a thread. Starting a program on several devices takes the host about as
+    long as planning a step, so it plans the next step meanwhile. After a command that has failed in the thread, no other one
+    is begun until `reset`: what it would work on may be lost. Whoever reads a step that was not launched gets the exception.
+
     Attributes:
         spec: How states are kept.
         params: The model's parameters.
-        device_state: What the last step left. Every step donates it.
-        sampler: What the device knows of requests whose logits are changed; None before the first of them. The steps
-            with such requests donate it.
         packer: Packs rows into the inputs of a step.
         layout: How the arrays lie on several devices; None for one device.
         drafter: Proposes drafts inside the step; None if no drafter runs on the device.
@@ -97,6 +99,7 @@ class StepRunner:
         *,
         drafter: DeviceDrafter | None = None,
         layout: Layout | None = None,
+        launches_ahead: bool = False,
     ) -> None:
         """Makes a runner with fresh pools.
 
@@ -110,6 +113,7 @@ class StepRunner:
             drafter: Proposes drafts inside the step; None if no drafter runs on the device.
             layout: How the arrays lie, for a model that is split over devices; `spec` and `sizes` are then those of one
                 device.
+            launches_ahead: Whether `dispatch` and what precedes a step return before the step is launched.
         """
         self.spec = spec
         self.max_prefill_rows = max_prefill_rows
@@ -120,14 +124,41 @@ class StepRunner:
         self._hidden_size = getattr(model.config, "hidden_size", 0)
         self._sizes, self._page_size = sizes, kv_page_size
         self.drafter, self.layout, self._inputs = drafter, layout, DeviceInputs(layout)
+        self._thread = CommandThread() if launches_ahead else None
         self._start()
+
+    @property
+    def device_state(self) -> DeviceState:
+        """What the last step left. Every step donates it. Commands that were begun are run first."""
+        self._settle()
+        return self._device_state
+
+    @device_state.setter
+    def device_state(self, device_state: DeviceState) -> None:
+        self._settle()
+        self._device_state = device_state
+
+    @property
+    def sampler(self) -> SamplerState | None:
+        """What the device knows of requests whose logits are changed; None before the first of them.
+
+        The steps with such requests donate it. Commands that were begun are run first.
+        """
+        self._settle()
+        return self._sampler
+
+    @sampler.setter
+    def sampler(self, sampler: SamplerState | None) -> None:
+        self._settle()
+        self._sampler = sampler
 
     def is_intact(self) -> bool:
         """Waits for the device, and returns whether pools and bookkeeping exist, whatever an earlier call has left.
 
         They don't if a step has taken them and has not left new ones, or if a step has failed on the device.
         """
-        if not self._is_sound:
+        self._settle()
+        if not self._is_sound or self._failure is not None:
             return False
         try:
             jax.block_until_ready((self.device_state, self.sampler))
@@ -137,7 +168,27 @@ class StepRunner:
 
     def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         """Runs one of the methods `do_...`. With several processes, all of them run it."""
-        return command(*arguments)
+        return command(*arguments) if self._thread is None else self._thread.run(command, *arguments)
+
+    def _begin(self, command: Callable[..., R], *arguments: Any) -> Answer[R]:
+        """Runs one of the methods `do_...` like `_command`, but a runner that launches ahead does not wait for it."""
+        if self._thread is None:
+            return Answer.of(lambda: self._command(command, *arguments))
+        return self._thread.start(self._run_unless_failed, command, arguments)
+
+    def _run_unless_failed(self, command: Callable[..., R], arguments: Sequence[Any]) -> R:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return command(*arguments)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _settle(self) -> None:
+        """Waits until all commands that were begun have been run."""
+        if self._thread is not None:
+            self._thread.run(lambda: None)
 
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
@@ -147,13 +198,13 @@ class StepRunner:
         """Command: see `reset`."""
         self._is_sound = False
         # The old arrays go first, because there is no room for both.
-        del self.device_state, self.sampler
+        del self._device_state, self._sampler
         self._start()
 
     def _start(self) -> None:
         spec, sizes = self.spec, self._sizes
         history = spec.max_model_len if self.drafter else 0
-        self.device_state = DeviceState.create(
+        self._device_state = DeviceState.create(
             spec,
             self._kv_spec,
             state_blocks=sizes.state_blocks,
@@ -162,11 +213,13 @@ class StepRunner:
             history=history,
             layout=self.layout,
         )
-        self.sampler: SamplerState | None = None
+        self._sampler: SamplerState | None = None
         # Old mailboxes stay until the new ones are there: a step that has failed may still write into them.
         self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
         self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)
         self._checker = StepChecker(spec, sizes.state_blocks)
+        # What the first command has raised that failed in the thread.
+        self._failure: BaseException | None = None
         # False while the device's state, or the checker's account of it, may be half changed.
         self._is_sound = True
 
@@ -209,14 +262,14 @@ class StepRunner:
         """Command: see `digest_weights`."""
         return weights_digest(self.params, self.layout)
 
-    def make_sampler(self) -> SamplerState:
-        """Makes `sampler` unless it exists, and returns it."""
-        return self._command(self.do_make_sampler) if self.sampler is None else self.sampler
+    def make_sampler(self) -> None:
+        """Makes `sampler` unless it exists."""
+        if self._sampler is None:
+            self._command(self.do_make_sampler)
 
-    def do_make_sampler(self) -> SamplerState:
-        """Command: makes a new `sampler`, and returns it."""
+    def do_make_sampler(self) -> None:
+        """Command: makes a new `sampler`."""
         self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
-        return self.sampler
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -225,10 +278,19 @@ class StepRunner:
 
     def trace(self, bucket: Bucket) -> jax.stages.Traced:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
-        inputs = self._inputs.send(pack(self.packer.pack(bucket, [None] * bucket.num_rows)))
-        sampler = self.make_sampler() if bucket.level >= Level.FULL else None
-        arrays = self.params, inputs, self.device_state, sampler, self.mailboxes
-        return run_step.trace(*arrays, **self._static(bucket))
+        if bucket.level >= Level.FULL:
+            self.make_sampler()
+        inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
+        # JAX keeps what it has traced by settings that a thread may have to itself, so the same thread traces and runs.
+        return self._trace(bucket, inputs) if self._thread is None else self._thread.run(self._trace, bucket, inputs)
+
+    def _trace(self, bucket: Bucket, inputs: Packed) -> jax.stages.Traced:
+        return run_step.trace(*self._arrays(bucket, inputs), **self._static(bucket))
+
+    def _arrays(self, bucket: Bucket, inputs: Packed) -> tuple[Any, ...]:
+        """Returns the arrays that a bucket's program takes."""
+        sampler = self.sampler if bucket.level >= Level.FULL else None
+        return self.params, self._inputs.send(inputs), self.device_state, sampler, self.mailboxes
 
     def compile(self, buckets: Sequence[Bucket]) -> Generator[None, None, None]:
         """Compiles the programs of `buckets`, and yields once after each.
@@ -257,12 +319,12 @@ class StepRunner:
             self._store_tokens(0, ())
         if self.spec.is_deferred:
             self.fold(-1)
-        jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows))
+        jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows).result())
 
     def fold(self, slot: int) -> None:
         """Starts the fold of a slot's complete fold group, after the steps that were dispatched: see `fold_slots`."""
         self._is_sound = not self.spec.checked
-        self._command(self.do_fold, slot)
+        self._begin(self.do_fold, slot)
         self._checker.folded(slot)
         self._is_sound = True
 
@@ -275,11 +337,9 @@ class StepRunner:
         """Starts the step of a plan, without waiting for the device. `read` waits for the result."""
         bucket = choose_bucket(self.buckets, plan)
         places = bucket.places(plan)
-        result = self._run(bucket, places)
-        result.words.copy_to_host_async()
-        return Dispatched(places, result)
+        return Dispatched(places, self._run(bucket, places))
 
-    def _run(self, bucket: Bucket, places: Sequence[Row | None]) -> Packed:
+    def _run(self, bucket: Bucket, places: Sequence[Row | None]) -> Answer[Packed]:
         early = self.packer.early_rows(bucket, places)
         if early:
             self._store_pages(early)
@@ -294,26 +354,28 @@ class StepRunner:
         inputs = self.packer.pack(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
         self._is_sound = not self.spec.checked
-        result = self._command(self.do_step, bucket, pack(inputs))
+        result = self._begin(self.do_step, bucket, pack(inputs))
         if self.spec.checked:
-            counts = result.unpack().counts
+            counts = result.result().unpack().counts
             self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
         self._is_sound = True
         return result
 
     def do_step(self, bucket: Bucket, inputs: Packed) -> Packed:
-        """Command: starts the step of a bucket's program over packed `Inputs`, and returns its packed result."""
-        sampler = self.sampler if bucket.level >= Level.FULL else None
-        static = self._static(bucket)
-        arrays = self.params, self._inputs.send(inputs), self.device_state, sampler, self.mailboxes
-        result, self.device_state, after = run_step(*arrays, **static)
-        self.sampler = self.sampler if sampler is None else after
+        """Command: starts the step of a bucket's program over packed `Inputs`, and returns its packed result.
+
+        The result is on its way to the host.
+        """
+        result, self.device_state, after = run_step(*self._arrays(bucket, inputs), **self._static(bucket))
+        if bucket.level >= Level.FULL:
+            self.sampler = after
+        result.words.copy_to_host_async()
         return result
 
     def _store_request(self, row: Row) -> None:
         self.make_sampler()
         request = row.request
-        self._command(self.do_store_request, row.slot, request.prompt, request.generated, request.params)
+        self._begin(self.do_store_request, row.slot, request.prompt, tuple(request.generated), request.params)
 
     def do_store_request(
         self, slot: int, prompt: Sequence[int], generated: Sequence[int], params: SamplingParams
@@ -324,7 +386,7 @@ class StepRunner:
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
         slots = [row.slot for row in rows if row.enters]
-        self._command(self.do_store_pages, slots, page_entries(rows))
+        self._begin(self.do_store_pages, slots, page_entries(rows))
 
     def do_store_pages(self, slots: Sequence[int], entries: Sequence[Entry]) -> None:
         """Command: clears the page tables of slots, and sets entries of them."""
@@ -332,7 +394,7 @@ class StepRunner:
         self.device_state = replace(self.device_state, page_tables=tables)
 
     def _store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
-        self._command(self.do_store_tokens, slot, tokens)
+        self._begin(self.do_store_tokens, slot, tokens)
 
     def do_store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         """Command: stores the first tokens of a slot's history."""
@@ -341,7 +403,8 @@ class StepRunner:
 
     def read(self, dispatched: Dispatched) -> ReadStep:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
-        result: StepResult = replace(dispatched.result, words=jax.device_get(dispatched.result.words)).unpack()
+        packed = dispatched.result.result()
+        result: StepResult = replace(packed, words=jax.device_get(packed.words)).unpack()
         columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
         rows = [
             (row, RowResult(sampled[: count if row.samples else 0], num_drafts))

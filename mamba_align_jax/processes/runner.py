@@ -1,15 +1,14 @@
 """Runs the same commands on every process: the leader tells the others each command before it runs it itself."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.command_thread import CommandThread
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.packed import Packed, pack
@@ -43,9 +42,7 @@ class LeadingRunner(StepRunner):
 
     def __init__(self, audience: Audience, *arguments: Any, **keywords: Any) -> None:
         """Makes a runner that tells its commands to `audience`. The other arguments are those of `StepRunner`."""
-        self._audience, self._is_retired = audience, False
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
-        threading.Thread(target=self._work, name="mamba-align commands", daemon=True).start()
+        self._audience, self._is_retired, self._telling = audience, False, CommandThread()
         super().__init__(*arguments, **keywords)
 
     def retire(self) -> None:
@@ -54,7 +51,7 @@ class LeadingRunner(StepRunner):
 
     def is_intact(self) -> bool:
         """See `StepRunner.is_intact`. Commands that were told are run first."""
-        return self._in_thread(super().is_intact)
+        return self._telling.run(super().is_intact)
 
     def compile(self, buckets: Sequence[Bucket]) -> Generator[None, None, None]:
         """See `StepRunner.compile`. All processes compile at the same time."""
@@ -72,7 +69,7 @@ class LeadingRunner(StepRunner):
 
     def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         self._check()
-        return self._in_thread(lambda: self._tell_and_run(command, arguments))
+        return self._telling.run(self._tell_and_run, command, arguments)
 
     def _tell_and_run(self, command: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         name = command.__name__
@@ -82,22 +79,6 @@ class LeadingRunner(StepRunner):
         except BaseException as error:
             self._audience.fail(f"process 0 failed in {name}: {type(error).__name__}: {error}")
             raise
-
-    def _in_thread(self, task: Callable[[], Any]) -> Any:
-        answer: SimpleQueue[Any] = SimpleQueue()
-        self._tasks.put((task, answer))
-        result, error = answer.get()
-        if error is not None:
-            raise error
-        return result
-
-    def _work(self) -> None:
-        while True:
-            task, answer = self._tasks.get()
-            try:
-                answer.put((task(), None))
-            except BaseException as error:
-                answer.put((None, error))
 
 
 def tell(audience: Audience, name: str, arguments: tuple[Any, ...]) -> None:

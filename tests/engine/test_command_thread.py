@@ -1,0 +1,57 @@
+"""CommandThread: calls are made in order, answers arrive, and the thread ends with its owner."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from mamba_align_jax.engine.command_thread import Answer, CommandThread
+
+
+def test_calls_are_made_in_order_and_answered():
+    thread, made = CommandThread(), []
+    answers = [thread.start(lambda n=n: made.append(n) or n * n) for n in range(100)]
+    assert [answer.result() for answer in answers] == [n * n for n in range(100)]
+    assert made == list(range(100))
+    assert answers[7].result() == 49
+
+
+def test_start_does_not_wait():
+    thread, gate = CommandThread(), threading.Event()
+    answer = thread.start(gate.wait, 60)
+    gate.set()
+    assert answer.result()
+
+
+def test_what_a_call_raises_is_raised_to_whoever_asks_and_later_calls_are_made():
+    thread = CommandThread()
+    answer = thread.start(lambda: 1 / 0)
+    assert thread.run(lambda: 5) == 5
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            answer.result()
+    with pytest.raises(ZeroDivisionError):
+        Answer.of(lambda: 1 / 0)
+
+
+def test_a_call_of_the_thread_itself_is_made_at_once():
+    thread = CommandThread()
+    assert thread.run(lambda: thread.run(threading.current_thread)) is not threading.current_thread()
+
+
+def test_the_thread_ends_with_its_owner_and_keeps_nothing_that_it_has_called():
+    class Owner:
+        def method(self):
+            return threading.current_thread()
+
+    thread, owner = CommandThread(), Owner()
+    worker, alive = thread.run(owner.method), weakref.ref(owner)
+    del owner
+    thread.run(lambda: None)
+    gc.collect()
+    assert alive() is None
+    del thread
+    gc.collect()
+    worker.join(60)
+    assert not worker.is_alive()

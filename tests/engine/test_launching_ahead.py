@@ -1,0 +1,132 @@
+"""An engine whose steps are launched by a thread: right tokens, failures that end what was lost, and interrupts."""
+
+import threading
+
+import depth
+import jax
+import numpy as np
+import pytest
+from failures.test_interrupts import Calls, Interrupt
+from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, PlannedError, assert_nothing_is_held, assert_right
+from failures.test_owners import prompts as drawn_prompts
+from failures.test_owners import serve as served
+from fakes.letters import Letters
+from jax.sharding import Mesh
+
+from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.runner import StepRunner
+from mamba_align_jax.load.random_model import TINY, random_model
+from mamba_align_jax.sharding import AXIS
+
+CONFIG = EngineConfig(**SIZES, **DRAFTS, async_stepping=True)
+
+
+class AheadEngine(Engine):
+    """An engine that launches ahead on one device, where others don't."""
+
+    def _make_runner(self, *arguments, **keywords):
+        return StepRunner(*arguments, **keywords | dict(launches_ahead=True))
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Lets `run_step` run only while it is set."""
+    gate, run_step = threading.Event(), runner.run_step
+
+    def waiting(*arguments, **static):
+        assert gate.wait(60)
+        return run_step(*arguments, **static)
+
+    monkeypatch.setattr(runner, "run_step", waiting)
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_split_engine_launches_ahead_if_it_steps_asynchronously(is_async):
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    config = EngineConfig(num_state_blocks=20, num_kv_pages=80, max_model_len=64, async_stepping=is_async)
+    model = random_model(TINY)
+    assert (Engine(model, config, mesh=mesh).runner._thread is not None) == is_async
+    assert Engine(model, config).runner._thread is None
+
+
+@pytest.mark.usefixtures("one_program")
+def test_a_step_is_planned_while_the_one_before_is_launched(rng, gate):
+    engine, asked = AheadEngine(SPELLER, CONFIG), drawn_prompts(rng)[:1]
+    (request,) = [engine.add_request(prompt, PARAMS) for prompt in asked]
+    assert engine.step() == []
+    assert len(engine.unread_steps) == 1
+    gate.set()
+    while engine.has_unfinished:
+        outputs = engine.step()
+    assert [output.request_id for output in outputs] == [request]
+
+
+@pytest.mark.usefixtures("one_program")
+def test_what_is_read_of_the_device_is_what_the_last_step_leaves(rng, gate):
+    """Also while steps wait to be launched, which give away the arrays that were there before."""
+    engine, arrays = AheadEngine(SPELLER, CONFIG), []
+    engine.add_request(drawn_prompts(rng)[0], PARAMS)
+    engine.step()
+    reader = threading.Thread(target=lambda: arrays.extend(jax.tree.leaves(engine.runner.device_state)))
+    reader.start()
+    reader.join(0.2)
+    assert reader.is_alive()
+    gate.set()
+    reader.join(60)
+    assert not any(array.is_deleted() for array in arrays)
+    assert engine.runner.is_intact()
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("turn", [0, 1, 9])
+def test_a_step_that_was_not_launched_ends_its_requests_and_the_engine_goes_on(rng, turn, monkeypatch):
+    """No later command is begun, because it would find the pools of another step. The pools and the cache are made anew."""
+    engine, asked, launched = AheadEngine(SPELLER, CONFIG), drawn_prompts(rng), []
+    run_step, do_reset, resets = runner.run_step, engine.runner.do_reset, []
+
+    def failing(*arguments, **static):
+        launched.append(len(resets))
+        if len(launched) == turn + 1:
+            raise PlannedError
+        return run_step(*arguments, **static)
+
+    monkeypatch.setattr(runner, "run_step", failing)
+    monkeypatch.setattr(engine.runner, "do_reset", lambda: (resets.append(len(launched)), do_reset()))
+    outputs = served(engine, asked)
+    assert_right(outputs, asked)
+    assert_nothing_is_held(engine)
+    failed = [output for output in outputs if output.error is not None]
+    assert 0 < len(failed) <= SIZES["max_num_seqs"]
+    assert all(isinstance(output.error, PlannedError) for output in failed)
+    assert resets == [turn + 1]
+    assert_right(again := served(engine, asked), asked)
+    assert all(output.error is None for output in again)
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.usefixtures("one_program")
+def test_interrupts_lose_nothing():
+    """Prefixes are shared, requests are preempted, aborted and change logits, and drafts are made on the device."""
+    rng = np.random.default_rng(3)
+    engine = AheadEngine(SPELLER, CONFIG, tokenizer=Letters())
+    calls, interrupted = Calls(engine, rng), 0
+    calls.generate()
+    for number in range(depth.examples(8, 60)):
+        for _ in range(rng.integers(1, 4)):
+            calls.add()
+        for _ in range(rng.integers(0, 12)):
+            (calls.step, calls.update)[rng.integers(2)]()
+        name = ("step", "update", "generate", "abort", "add")[rng.integers(5)]
+        with Interrupt(int(rng.integers(250))) as interrupt:
+            getattr(calls, name)()
+        interrupted += interrupt.place is not None
+        if number % 5 == 4:
+            engine.reset_prefix_cache()
+        calls.drain()
+        calls.check()
+    assert interrupted
+    assert engine.stats.hit_requests > 0
+    assert engine.runner._failure is None
