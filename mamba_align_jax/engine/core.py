@@ -44,6 +44,8 @@ from mamba_align_jax.models.tensor_parallel import shard_model, share
 P = ParamSpec("P")
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
+# The host takes longer to start a program on so many devices than to plan a step.
+_MANY_DEVICES = 4
 
 
 class EngineCore:
@@ -97,6 +99,7 @@ class EngineCore:
         self._reports = CacheReports()
         self.cache = self._new_cache()
         self.scheduler = self._new_scheduler()
+        has_many_devices = mesh is not None and mesh.size >= _MANY_DEVICES and not mesh.is_multi_process
         self.runner = self._make_runner(
             model,
             self.spec,
@@ -106,7 +109,7 @@ class EngineCore:
             config.max_num_batched_tokens,
             drafter=self._drafters.device,
             layout=layout,
-            launches_ahead=config.async_stepping and mesh is not None and not mesh.is_multi_process,
+            launches_ahead=config.async_stepping and has_many_devices,
         )
         self.unread_steps: deque[Dispatched] = deque()
         # The rows of the step that is being dispatched or read.

@@ -76,9 +76,9 @@ class StepRunner:
     The methods `do_...` are its commands: all that changes what is on the device after the runner is made. Their
     arguments are plain values, so that several processes can run the same commands: see `mamba_align_jax.processes`.
 
-    A runner that launches ahead runs its commands in a thread. Starting a program on several devices takes the host about as
-    long as planning a step, so it plans the next step meanwhile. After a command that has failed in the thread, no other one
-    is begun until `reset`: what it would work on may be lost. Whoever reads a step that was not launched gets the exception.
+    A runner that launches ahead runs its commands in a thread, so that the host plans the next step while a program is started
+    on many devices. After a command that has failed in the thread, no other one is begun until `reset`: what it would work on
+    may be lost. Whoever reads a step that was not launched gets the exception.
 
     Attributes:
         spec: How states are kept.

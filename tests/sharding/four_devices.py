@@ -96,6 +96,7 @@ def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
     for stepping in (False, True):
         config = EngineConfig(**SIZES, speculation="mtp", async_stepping=stepping)
         one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
+        assert (four.runner._thread is not None) == stepping
         poison(one)
         poison(four)
 
