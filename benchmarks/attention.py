@@ -269,7 +269,7 @@ def measure(case: Case, candidates: dict[str, Run], time_it: bool) -> list[Row]:
 
 
 def short(config: Config) -> str:
-    """A configuration in few letters: queries, block, split, shares, warps, stages, groups that are joined, programs, unit."""
+    """A configuration in few letters: queries, block, split, shares, warps, stages, joined groups, programs, unit."""
     text = f"q{config.queries}_n{config.block}_s{config.split}x{config.shares}_w{config.num_warps}_p{config.num_stages}"
     text += f"_j{'-'.join(map(str, config.groups))}" if config.groups else ""
     return text + "".join(f"_{name}{n}" for name, n in (("g", config.programs), ("u", config.unit)) if n)

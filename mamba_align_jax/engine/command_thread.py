@@ -7,8 +7,17 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from jax.sharding import Mesh
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_MANY_DEVICES = 4
+
+
+def is_slow_to_start(mesh: Mesh | None) -> bool:
+    """Whether starting a program on a model's devices takes the host longer than planning a step; None is one device."""
+    return mesh is not None and mesh.size >= _MANY_DEVICES and not mesh.is_multi_process
 
 
 class Answer(Generic[R]):

@@ -18,6 +18,7 @@ from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
 from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
 from mamba_align_jax.engine.cache_reports import CacheReports
+from mamba_align_jax.engine.command_thread import is_slow_to_start
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 from mamba_align_jax.engine.drafting.choose import choose_drafter
 from mamba_align_jax.engine.drafting.guarded import GuardedDrafter
@@ -26,14 +27,15 @@ from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarCompiler
 from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.model import end_tokens
+from mamba_align_jax.engine.read_step import ReadStep, RowResult
 from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
-from mamba_align_jax.engine.runner import Dispatched, ReadStep, RowResult, StepRunner
+from mamba_align_jax.engine.runner import Dispatched, StepRunner
 from mamba_align_jax.engine.scheduler import Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.text import Tokenizer
-from mamba_align_jax.engine.trace import TracedStep, traced_row
+from mamba_align_jax.engine.trace import TracedStep
 from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.engine.updates import Updates
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
@@ -44,8 +46,6 @@ from mamba_align_jax.models.tensor_parallel import shard_model, share
 P = ParamSpec("P")
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
-# The host takes longer to start a program on so many devices than to plan a step.
-_MANY_DEVICES = 4
 
 
 class EngineCore:
@@ -99,7 +99,6 @@ class EngineCore:
         self._reports = CacheReports()
         self.cache = self._new_cache()
         self.scheduler = self._new_scheduler()
-        has_many_devices = mesh is not None and mesh.size >= _MANY_DEVICES and not mesh.is_multi_process
         self.runner = self._make_runner(
             model,
             self.spec,
@@ -109,7 +108,7 @@ class EngineCore:
             config.max_num_batched_tokens,
             drafter=self._drafters.device,
             layout=layout,
-            launches_ahead=config.async_stepping and has_many_devices,
+            launches_ahead=config.async_stepping and is_slow_to_start(mesh),
         )
         self.unread_steps: deque[Dispatched] = deque()
         # The rows of the step that is being dispatched or read.
@@ -286,11 +285,8 @@ class EngineCore:
 
     def _write_trace(self, write: Callable[[TracedStep], None], read: ReadStep, late: Sequence[Row]) -> None:
         """Writes a step that was read. A trace that can't be written ends, and nothing else does."""
-        size, gone = self.spec.state_block_size, set(map(id, late))
-        copied, lost = read.copied_bytes, read.null_reads
         try:
-            rows = [traced_row(row, one.num_drafts, one.tokens, id(row) in gone, size) for row, one in read.rows]
-            write(TracedStep(step=self._counters.steps, copied_bytes=copied, null_reads=lost, rows=tuple(rows)))
+            write(TracedStep.of(read, self._counters.steps, late, self.spec.state_block_size))
         except Exception:
             _LOG.exception("the trace ends here: a step could not be written")
             self._trace = None

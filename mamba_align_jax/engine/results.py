@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from mamba_align_jax.engine.generated_text import GeneratedText
+from mamba_align_jax.engine.read_step import RowResult
 from mamba_align_jax.engine.request import Request
-from mamba_align_jax.engine.runner import RowResult
 from mamba_align_jax.engine.scheduler import Row
 from mamba_align_jax.engine.stats import Counters
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mamba_align_jax.align.checked import StepChecker
-from mamba_align_jax.align.config import AlignConfig, ConvState
+from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.buckets import Bucket, all_buckets, choose_bucket
 from mamba_align_jax.engine.command_thread import Answer, CommandThread
@@ -25,7 +25,7 @@ from mamba_align_jax.engine.page_tables import Entry, store_pages
 from mamba_align_jax.engine.pending import store_tokens
 from mamba_align_jax.engine.pool_entries import Forms, entry_bytes, forms_of, put_entries, take_entries
 from mamba_align_jax.engine.program import DeviceState, Graph, StepResult, run_fold, run_step
-from mamba_align_jax.engine.request import TokenLogprobs
+from mamba_align_jax.engine.read_step import ReadStep
 from mamba_align_jax.engine.scheduler import Plan, Row
 from mamba_align_jax.engine.sizing import PoolSizes, pages_spec
 from mamba_align_jax.sharding import Layout
@@ -40,45 +40,15 @@ class Dispatched(NamedTuple):
     result: Answer[Packed]
 
 
-class RowResult(NamedTuple):
-    """What the host has read of one row.
-
-    Attributes:
-        tokens: The tokens that it sampled, accepted drafts first.
-        num_drafts: How many drafts it had.
-        logprobs: The log-probabilities of the tokens, if the request asks for them.
-        prompt_logprobs: Those of the prompt's tokens after the row's tokens, if the request asks for them.
-    """
-
-    tokens: list[int]
-    num_drafts: int
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-
-
-class ReadStep(NamedTuple):
-    """The result of a step, in host memory.
-
-    Attributes:
-        rows: The result of each row. Rows that don't sample have no tokens.
-        copied_bytes: Bytes of states that the step copied between blocks.
-        null_reads: Number of rows whose state was lost.
-    """
-
-    rows: list[tuple[Row, RowResult]]
-    copied_bytes: int
-    null_reads: int
-
-
 class StepRunner:
     """Owns what is on the device: parameters, pools and bookkeeping. It compiles one program per bucket.
 
     The methods `do_...` are its commands: all that changes what is on the device after the runner is made. Their
     arguments are plain values, so that several processes can run the same commands: see `mamba_align_jax.processes`.
 
-    A runner that launches ahead runs its commands in a thread, so that the host plans the next step while a program is started
-    on many devices. After a command that has failed in the thread, no other one is begun until `reset`: what it would work on
-    may be lost. Whoever reads a step that was not launched gets the exception.
+    A runner that launches ahead runs its commands in a thread, so that the host plans the next step while a program is
+    started on many devices. After a command that has failed in the thread, no other one is begun until `reset`, because what
+    it would work on may be lost. Whoever reads a step that was not launched gets the exception.
 
     Attributes:
         spec: How states are kept.
@@ -405,55 +375,9 @@ class StepRunner:
         """Waits for a step and returns its result. Nothing else of a step waits for the device."""
         packed = dispatched.result.result()
         result: StepResult = replace(packed, words=jax.device_get(packed.words)).unpack()
-        columns = result.tokens.tolist(), result.counts.tolist(), result.drafts.tolist()
-        rows = [
-            (row, RowResult(sampled[: count if row.samples else 0], num_drafts))
-            for row, sampled, count, num_drafts in zip(dispatched.places, *columns, strict=True)
-            if row is not None
-        ]
-        if result.scores is not None:
-            rows = _with_logprobs(result, dispatched.places, rows)
-        return ReadStep(rows, self._copied_bytes(result.copies), int(result.null_reads))
-
-    def _copied_bytes(self, copies: Any) -> int:
-        """Returns the bytes of copied blocks, int32 [2, groups] as in `StepResult.copies`."""
-        return sum(
-            int(copies[int(isinstance(state, ConvState)), number]) * self.spec.state_bytes_per_block(number, state)
-            for number, group in enumerate(self.spec.groups)
-            for state in group.states
-        )
+        return ReadStep.of(result, dispatched.places, self.spec)
 
     def _static(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the static arguments of a bucket's program."""
         model = dict(graph=self._graph, drafter=self.drafter, layout=self.layout)
         return dict(spec=self.spec, num_decode_rows=bucket.decode_rows, **model)
-
-
-def _with_logprobs(
-    result: StepResult, places: Sequence[Row | None], rows: Sequence[tuple[Row, RowResult]]
-) -> list[tuple[Row, RowResult]]:
-    """Returns the results of the rows, in the order of their places, with the log-probabilities that they ask for."""
-    found, begin = [], 0
-    used = (place for place, row in enumerate(places) if row is not None)
-    for place, (row, own) in zip(used, rows, strict=True):
-        logprobs, of_prompt = _logprobs(result, row, place, own.tokens), _prompt_logprobs(result, row, begin)
-        found.append((row, own._replace(logprobs=logprobs, prompt_logprobs=of_prompt)))
-        begin += row.num_tokens
-    return found
-
-
-def _logprobs(result: StepResult, row: Row, place: int, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
-    """Returns the log-probabilities of the tokens that a row sampled, if its request asks for them."""
-    num_top = row.request.params.logprobs
-    if num_top is None or result.scores is None:
-        return ()
-    return [result.scores.read((place, number), token, num_top) for number, token in enumerate(tokens)]
-
-
-def _prompt_logprobs(result: StepResult, row: Row, begin: int) -> Sequence[TokenLogprobs]:
-    """Returns the log-probabilities of the prompt's tokens after the row's tokens, which are packed from `begin` on."""
-    num_top = row.request.params.prompt_logprobs
-    if num_top is None or result.prompt is None or not row.scores_prompt:
-        return ()
-    following = row.request.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
-    return [result.prompt.read(begin + number, token, num_top) for number, token in enumerate(following)]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mamba_align_jax.align.columns import boundary_save, certain_tokens, tokens_after
+from mamba_align_jax.engine.read_step import ReadStep
 from mamba_align_jax.engine.scheduler import Row
 
 
@@ -63,6 +64,20 @@ class TracedStep:
     copied_bytes: int
     null_reads: int
     rows: tuple[TracedRow, ...]
+
+    @classmethod
+    def of(cls, read: ReadStep, number: int, late: Sequence[Row], block_size: int) -> "TracedStep":
+        """Makes the trace of a step.
+
+        Args:
+            read: Its result. The rows' results were taken in.
+            number: The number of the step.
+            late: The rows whose results were dropped because their request had ended or been preempted.
+            block_size: Number of tokens between boundaries: `AlignConfig.state_block_size`.
+        """
+        gone = set(map(id, late))
+        rows = [traced_row(row, one.num_drafts, one.tokens, id(row) in gone, block_size) for row, one in read.rows]
+        return cls(step=number, copied_bytes=read.copied_bytes, null_reads=read.null_reads, rows=tuple(rows))
 
 
 def traced_row(row: Row, proposed: int, sampled: Sequence[int], gone: bool, block_size: int) -> TracedRow:
