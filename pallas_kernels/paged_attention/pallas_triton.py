@@ -261,7 +261,8 @@ def paged_attention(
     if used.unit is not None and not is_prompt:
         units = (used.unit,)
     elif not (is_prompt or values is None or interpret):
-        units = possible_units(used.groups, tile.queries * value_dim // (32 * used.num_warps), num_tiles)
+        numbers_per_thread = max(1, tile.queries * value_dim // (32 * used.num_warps))
+        units = possible_units(used.groups, numbers_per_thread, num_tiles)
     num_slots = used.shares // units[0]
     programs = used.programs or default_programs(num_slots, num_tiles, is_prompt=is_prompt)
     num_keys = jnp.where(cut.length > 0, cut.position + cut.length, 0)

@@ -339,6 +339,12 @@ def test_pages_beyond_2_to_the_31_elements(rng, large_pool, window):
     assert_is_attention(batch, out)
 
 
+def test_heads_may_have_fewer_dims_than_a_program_has_threads(rng):
+    """Both implementations are traced, and the kernel in its default configuration."""
+    batch = make(rng, [1, 1], [3, 40], Dims(2, 1, 4), extra_tokens=0)
+    assert_is_attention(batch, batch.run(max_query_tokens=1))
+
+
 def test_calls_without_tokens_or_rows(rng):
     batch = make(rng, [1], [3], DIMS["4 of 32"], extra_tokens=0)
     assert batch.run(q=batch.arguments["q"][:0]).shape == (0, 4, 32)
