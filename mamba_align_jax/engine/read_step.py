@@ -1,4 +1,4 @@
-"""What the host reads of a step: the result of each row, in host memory."""
+"""Reads the result of a step in host memory: which tokens each row sampled, and what the step counted."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -138,7 +138,11 @@ class StepRunner:
 
     def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         """Runs one of the methods `do_...`. With several processes, all of them run it."""
-        return command(*arguments) if self._thread is None else self._thread.run(command, *arguments)
+        return self._in_thread(command, *arguments)
+
+    def _in_thread(self, call: Callable[..., R], *arguments: Any) -> R:
+        """Makes a call and waits for it, in the runner's thread if there is one."""
+        return call(*arguments) if self._thread is None else self._thread.run(call, *arguments)
 
     def _begin(self, command: Callable[..., R], *arguments: Any) -> Answer[R]:
         """Runs one of the methods `do_...` like `_command`, but a runner that launches ahead does not wait for it."""
@@ -157,8 +161,7 @@ class StepRunner:
 
     def _settle(self) -> None:
         """Waits until all commands that were begun have been run."""
-        if self._thread is not None:
-            self._thread.run(lambda: None)
+        self._in_thread(lambda: None)
 
     def reset(self) -> None:
         """Replaces pools and bookkeeping by fresh ones, whatever a step that raised has left."""
@@ -252,7 +255,7 @@ class StepRunner:
             self.make_sampler()
         inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
         # JAX keeps what it has traced by settings that a thread may have to itself, so the same thread traces and runs.
-        return self._trace(bucket, inputs) if self._thread is None else self._thread.run(self._trace, bucket, inputs)
+        return self._in_thread(self._trace, bucket, inputs)
 
     def _trace(self, bucket: Bucket, inputs: Packed) -> jax.stages.Traced:
         return run_step.trace(*self._arrays(bucket, inputs), **self._static(bucket))

@@ -121,7 +121,7 @@ def possible_units(groups: tuple[int, ...], numbers_per_thread: int, num_tiles: 
 
 
 def default_programs(units: int, num_tiles: int, *, is_prompt: bool) -> int:
-    """The number of programs that attend the units of each of `num_tiles` tiles, at most the number of units.
+    """Returns how many programs attend the units of each of `num_tiles` tiles. No tile has more programs than units.
 
     They are enough to fill an H200's 132 cores. More would take time even where a row is too short to give them work. A tile
     of decode and verify rows has at least 16, so that a launch does not wait for the single long row of many.

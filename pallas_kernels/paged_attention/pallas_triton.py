@@ -139,7 +139,10 @@ def _attend_kernel(
             count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
 
         def with_next_share(own, sums, level=0):
-            """Joins what is complete before a share begins. `sums` are those of a share, and of groups of each size."""
+            """Joins the sums of the last share to its group, and of groups that are complete to larger ones.
+
+            It is called before share `own` begins. `sums` are those of the last share, and of groups of each size.
+            """
             part, group, *larger = sums
             part, group = nothing, joined(group, part, interpret)
             if larger:

@@ -23,8 +23,8 @@ _ASKED = 64  # numbers that a thread asks for at a time
 def receive(refs: Sequence[Any]) -> list[jax.Array]:
     """Waits for numbers that other programs `send`. Returns a float32 vector for each reference, in the layout `pm.spread`.
 
-    Those of several references are on their way before the first one is looked at: as many as registers can hold. The
-    references have one length.
+    A thread asks for up to 64 numbers, of several references too, before it looks at the first one. All references have the
+    same length.
     """
     length = refs[0].shape[0]
     together = max(1, _ASKED * _THREADS // length)

@@ -6,7 +6,7 @@ import depth
 import jax
 import numpy as np
 import pytest
-from failures.test_interrupts import Calls, Interrupt
+from failures.test_interrupts import Calls
 from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, PlannedError, assert_nothing_is_held, assert_right
 from failures.test_owners import prompts as drawn_prompts
 from failures.test_owners import serve as served
@@ -110,21 +110,10 @@ def test_interrupts_lose_nothing():
     """Prefixes are shared, requests are preempted, aborted and change logits, and drafts are made on the device."""
     rng = np.random.default_rng(3)
     engine = AheadEngine(SPELLER, CONFIG, tokenizer=Letters())
-    calls, interrupted = Calls(engine, rng), 0
+    calls = Calls(engine, rng)
     calls.generate()
-    for number in range(depth.examples(8, 60)):
-        for _ in range(rng.integers(1, 4)):
-            calls.add()
-        for _ in range(rng.integers(0, 12)):
-            (calls.step, calls.update)[rng.integers(2)]()
-        name = ("step", "update", "generate", "abort", "add")[rng.integers(5)]
-        with Interrupt(int(rng.integers(250))) as interrupt:
-            getattr(calls, name)()
-        interrupted += interrupt.place is not None
-        if number % 5 == 4:
-            engine.reset_prefix_cache()
-        calls.drain()
-        calls.check()
+    names = "step", "update", "generate", "abort", "add"
+    interrupted = calls.interrupt_often(depth.examples(8, 60), 250, names, steps=("step", "update"))
     assert interrupted
     assert engine.stats.hit_requests > 0
     assert engine.runner._failure is None

@@ -98,6 +98,35 @@ class Calls:
         outputs = self.engine.generate(prompts, FULL)
         assert_right(outputs, prompts)
 
+    def interrupt_often(self, rounds, lines, names, steps=("step",), after=lambda: None):
+        """Adds requests, makes steps, and interrupts a call in one of its first lines, again and again.
+
+        Returns how many calls were interrupted before their end.
+
+        Args:
+            rounds: How often a call is interrupted.
+            lines: The number of a call's lines in one of which it is interrupted.
+            names: The calls to choose from.
+            steps: The kinds of steps that come before.
+            after: Is called after each round, when no request is left.
+        """
+        rng, interrupted = self.rng, 0
+        for number in range(rounds):
+            for _ in range(rng.integers(1, 4)):
+                self.add()
+            for _ in range(rng.integers(0, 12)):
+                getattr(self, steps[rng.integers(len(steps))])()
+            name = names[rng.integers(len(names))]
+            with Interrupt(int(rng.integers(lines))) as interrupt:
+                getattr(self, name)()
+            interrupted += interrupt.place is not None
+            if number % 5 == 4:
+                self.engine.reset_prefix_cache()
+            self.drain()
+            self.check()
+            after()
+        return interrupted
+
     def drain(self):
         for _ in range(600):
             if not self.engine.has_unfinished:

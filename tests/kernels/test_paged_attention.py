@@ -271,7 +271,7 @@ def test_default_configuration_keeps_its_promises_of_bits(rng, dims):
 
 @pytest.mark.gpu
 def test_rows_have_the_same_bits_in_batches_whose_programs_join_and_in_others(rng):
-    """One row has too few tiles for it, eight fill the cores with groups, and ten fill them with single shares only."""
+    """Programs attend single shares of one row, groups of eight shares of eight rows, and groups of four of ten rows."""
     batch = make(rng, [1] * 10, [4100 - r for r in range(10)], DIMS["8 of 64"], jnp.bfloat16, 64, extra_tokens=0)
     ten = batch.run(max_query_tokens=1, implementation="triton")
     assert_is_attention(batch, ten)

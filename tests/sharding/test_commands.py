@@ -13,7 +13,7 @@ import depth
 import jax
 import numpy as np
 import pytest
-from failures.test_interrupts import Calls, Interrupt
+from failures.test_interrupts import Calls
 from failures.test_owners import DRAFTS, FULL, SIZES, SPELLER
 from fakes.letters import Letters
 
@@ -75,22 +75,10 @@ def test_follower_has_the_bits_of_the_leader(stepping):
     rng = np.random.default_rng(len(stepping))
     engine = MirroredEngine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]), tokenizer=Letters())
     engine.warmup()
-    calls, interrupted = Calls(engine, rng), 0
+    calls = Calls(engine, rng)
     calls.generate()
-    for number in range(depth.examples(6, 25)):
-        for _ in range(rng.integers(1, 4)):
-            calls.add()
-        for _ in range(rng.integers(0, 12)):
-            calls.step()
-        name = ("step", "generate", "abort", "add")[rng.integers(4)]
-        with Interrupt(int(rng.integers(200))) as interrupt:
-            getattr(calls, name)()
-        interrupted += interrupt.place is not None
-        if number % 5 == 4:
-            engine.reset_prefix_cache()
-        calls.drain()
-        calls.check()
-        engine.assert_mirrored()
+    names = "step", "generate", "abort", "add"
+    interrupted = calls.interrupt_often(depth.examples(6, 25), 200, names, after=engine.assert_mirrored)
     assert interrupted
     assert engine.stats.hit_requests > 0
     wanted = {"compile", "do_step", "do_store_pages", "do_make_sampler", "do_store_request"}
