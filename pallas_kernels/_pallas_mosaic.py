@@ -71,6 +71,20 @@ def thread_index() -> Any:
     return arith.andi(mosaic.thread_idx(), constant(127))
 
 
+def thread_of_program() -> Any:
+    """Returns a thread's place in its program, of all warpgroups, int32, in `inline`."""
+    return mosaic.thread_idx()
+
+
+def barrier_of_warpgroups(count: int) -> None:
+    """Waits until all threads of the first `count` warpgroups are here, in `inline`.
+
+    They see then what the others have stored in shared memory. The lowering itself has the barriers 0 (the program's) and 1
+    to 4 (one for each warpgroup).
+    """
+    assembly(f"bar.sync 8, {128 * count};", "", None, [])
+
+
 def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
     """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
 
@@ -128,21 +142,38 @@ def token_tiles(shapes: Any, dtype: Any) -> Any:
     return union(*views_of_tokens(shapes, dtype))
 
 
-def inline(body: Callable[..., None], *operands: Any) -> None:
+def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int, Any]] = ()) -> list[jax.Array]:
     """Runs code of single threads, which `body` writes as operations of MLIR.
 
     Args:
-        body: Gets the lowering's context, and each of `operands` as its bytes are: a tiled one has its pieces' axes last.
-        operands: Pairs of a reference to memory and its `tiling`, or () if it has none. Numbers are passed as they are.
+        body: Gets the lowering's context, and each of `operands`: memory as its bytes are, where a tiled one has its pieces'
+            axes last; an array as a `FragmentedArray`; and a number as it is. It returns a tuple with an array for each of
+            `results`, made by `fragments_of_spread`, or None if there are none.
+        operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`, of
+            which each thread has its part; and numbers.
+        results: The length and the dtype of each array that is returned, in the layout `spread`.
+
+    Returns:
+        The arrays.
     """
-    kind = lambda x: plgpu.RefType(x[1]) if isinstance(x, tuple) else plgpu.Layout.WG_SPLAT
-    value = lambda x: x[0] if isinstance(x, tuple) else x
+    is_number = lambda x: not isinstance(x, tuple) and jnp.ndim(x) == 0
 
-    def run(context: Any, *given: Any) -> None:
+    def kind(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return plgpu.RefType(x[1])
+        return plgpu.Layout.WG_SPLAT if is_number(x) else spread(x.shape[0])
+
+    numbers = [is_number(x) for x in operands]
+
+    def run(context: Any, *given: Any) -> Any:
         # A number comes as an array without axes.
-        body(context, *(x.registers.item() if isinstance(x, mosaic.FragmentedArray) else x for x in given))
+        pairs = zip(numbers, given, strict=True)
+        return body(context, *(x.registers.item() if is_one else x for is_one, x in pairs))
 
-    plgpu.inline_mgpu(arg_types=tuple(map(kind, operands)))(run)(*map(value, operands))
+    types = tuple(plgpu.ShapeDtypeStruct((length,), dtype, spread(length)) for length, dtype in results)
+    written = plgpu.inline_mgpu(arg_types=tuple(map(kind, operands)), return_type=types or None)(run)
+    found = written(*(x[0] if isinstance(x, tuple) else x for x in operands))
+    return list(found) if types else []
 
 
 def repeated(start: Any, stop: Any, body: Callable[[Any, list[Any]], list[Any]], values: Sequence[Any]) -> list[Any]:
@@ -167,27 +198,14 @@ def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
     return arith.bitcast(x.type, found)
 
 
-def inline_arrays(body: Callable[..., Any], refs: Sequence[Any], length: int) -> list[jax.Array]:
-    """Runs code of single threads on arrays in the GPU's memory.
-
-    Args:
-        body: Returns a tuple with an array for each reference, made by `fragments_of_spread`.
-        refs: References to the arrays.
-        length: The length of the results, which are float32.
-    """
-    shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
-    types = dict(arg_types=(plgpu.RefType(()),) * len(refs), return_type=(shape,) * len(refs))
-    return list(plgpu.inline_mgpu(**types)(body)(*refs))
-
-
 def inline_of_warps(body: Callable[..., None], value: jax.Array, ref: Any) -> None:
     """Runs code of single threads on `ref`, an array in the GPU's memory, and on an array with a number for each warp."""
     plgpu.inline_mgpu(arg_types=(_by_warp().reduce(1), plgpu.RefType(())))(body)(value, ref)
 
 
-def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any]) -> Any:
-    """Writes instructions in `inline`. Their effects keep their order."""
-    return llvm.inline_asm(results, operands, text, constraints, has_side_effects=True)
+def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any], *, has_effects: bool = True) -> Any:
+    """Writes instructions in `inline`. They keep their order if they have effects besides their results."""
+    return llvm.inline_asm(results, operands, text, constraints, has_side_effects=has_effects)
 
 
 def address(ref: Any, index: Any) -> Any:
@@ -198,6 +216,16 @@ def address(ref: Any, index: Any) -> Any:
 def constant(number: int) -> Any:
     """Returns an int32 number, in `inline`."""
     return arith.constant(ir.IntegerType.get_signless(32), number)
+
+
+def integer() -> Any:
+    """Returns the type of int32 numbers, in `inline`."""
+    return ir.IntegerType.get_signless(32)
+
+
+def type_of(dtype: Any) -> Any:
+    """Returns the type of numbers of a dtype, in `inline`."""
+    return utils.dtype_to_ir_type(dtype)
 
 
 def element_of_struct(struct: Any, place: int, kind: Any) -> Any:
@@ -220,7 +248,8 @@ def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
     held = np.empty((len(registers),), object)
     held[:] = registers
     layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=None)
+    is_signed = True if isinstance(registers[0].type.element_type, ir.IntegerType) else None
+    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
 
 
 def load_spread(ref: Any) -> jax.Array:
@@ -245,7 +274,7 @@ def load_for_each_head(ref: Any, length: int) -> jax.Array:
         )
         return (fragments_of_spread([weights] * (length // (128 * pack)), length),)
 
-    return inline_arrays(body, [ref], length)[0]
+    return inline(body, (ref, ()), results=[(length, jnp.float32)])[0]
 
 
 def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
@@ -263,10 +292,9 @@ def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
         while distance < dim // pack:
             sums = [arith.addf(each, exchanged(each, distance)) for each in sums]
             distance *= 2
-        return fragments_of_spread([vector.broadcast(kind, each) for each in sums], length)
+        return (fragments_of_spread([vector.broadcast(kind, each) for each in sums], length),)
 
-    shape = plgpu.ShapeDtypeStruct((length,), jnp.float32, spread(length))
-    return plgpu.inline_mgpu(arg_types=(spread(length),), return_type=shape)(body)(x)
+    return inline(body, x, results=[(length, jnp.float32)])[0]
 
 
 def _by_warp() -> Any:

@@ -1,6 +1,6 @@
 """Products, norms and mixtures of experts of a step that follow each other, and are launched together.
 
-A step of a single token spends much of its time on starting launches. From the end of one mixer to the beginning of the
+A step of few tokens spends much of its time on starting launches. From the end of one mixer to the beginning of the
 next, everything is one of them: see `pallas_kernels.product_chain`. A mixer's own gated norm may be part of it.
 """
 
@@ -28,6 +28,11 @@ class Chain:
         self._residual: jax.Array | None = None
         self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return self._x.shape[-2]
 
     def gated_norm(self, norm: GatedNorm) -> "Chain":
         """Adds a gated norm, which is the first step, and which a product follows: see `GatedNorm`."""

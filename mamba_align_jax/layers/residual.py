@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mamba_align_jax.layers.chain import Chain, Inputs
 from mamba_align_jax.layers.exchange import Exchange, Outputs, Partial
 from mamba_align_jax.layers.norm import RMSNorm
-from pallas_kernels.product_chain import Norm
+from pallas_kernels.product_chain import MOST_TOKENS, Norm
 from pallas_kernels.rms_norm.xla import sum_of_shares
 
 
@@ -93,17 +93,17 @@ class Residual:
         return normed, Residual(value, exchange=self.exchange)
 
     def chained(self, norm: RMSNorm) -> tuple[Inputs, "Residual"]:
-        """Normalises the stream of a single token later, together with what follows: see `Chain`.
+        """Normalises the stream of few tokens later, together with what follows: see `Chain`.
 
         Returns:
-            The chain that computes the normed values, and the stream, whose value it computes too. With several tokens, or
-            where sums are added up over devices, they are those of `normed`.
+            The chain that computes the normed values, and the stream, whose value it computes too. With more than
+            `MOST_TOKENS` tokens, or where sums are added up over devices, they are those of `normed`.
         """
         waiting = self.waiting
         if waiting is None or isinstance(waiting, Partial) or self.exchange is not None:
             return self.normed(norm)
         if not isinstance(waiting, Chain):
-            if waiting.shape[-2] != 1:
+            if waiting.shape[-2] > MOST_TOKENS:
                 return self.normed(norm)
             waiting = Chain(waiting if waiting.ndim == 3 else waiting[None])
         chain = self._continued(waiting, norm.step(self.scale))

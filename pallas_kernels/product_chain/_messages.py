@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_mosaic import arith, ir, vector
 
 _WARP = 32  # lanes
 _THREADS = 128  # of a warpgroup
-_WARPS = 4  # of a warpgroup
+WARPS = 4  # of a warpgroup
 _ASKED = 64  # numbers that a thread asks for at a time
 
 
@@ -31,33 +32,91 @@ def receive(refs: Sequence[Any]) -> list[jax.Array]:
     if len(refs) > together:
         return receive(refs[:together]) + receive(refs[together:])
     pack = pm.pack_of_spread(length)
-    names = [f"${place}" for place in range(pack)]
-    target = names[0] if pack == 1 else "{" + ", ".join(names) + "}"
-    load = f"ld.relaxed.gpu{'' if pack == 1 else f'.v{pack}'}.f32 {target},"
-    lines = [".reg .pred p;", ".reg .b32 bits;"]
-    lines += [f"mov.f32 ${place}, ${pack + place};" for place in range(pack)] + ["AGAIN:"]
-    for place, name in enumerate(names):
-        lines += [f"mov.b32 bits, {name};", f"setp.eq{'.or' if place else ''}.b32 p, bits, 0{', p' if place else ''};"]
-    lines += ["@!p bra DONE;", f"{load} [${2 * pack}];", "bra AGAIN;", "DONE:"]
-    again = "{" + " ".join(lines) + "}"
 
     def body(_: Any, *refs: Any) -> Any:
         kind = ir.F32Type.get()
-        result = kind if pack == 1 else ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * pack)})>")
-        numbers = lambda x: [x] if pack == 1 else [pm.element_of_struct(x, place, kind) for place in range(pack)]
         thread = arith.muli(pm.thread_index(), pm.constant(pack))
         starts = [arith.addi(thread, pm.constant(first)) for first in range(0, length, _THREADS * pack)]
         places = [pm.address(ref, start) for ref in refs for start in starts]
-        first = [pm.assembly(f"{load} [${pack}];", ",".join(["=f"] * pack + ["l"]), result, [at]) for at in places]
-        constraints = ",".join(["=&f"] * pack + ["f"] * pack + ["l"])
-        found = [
-            pm.assembly(again, constraints, result, [*numbers(x), at]) for x, at in zip(first, places, strict=True)
-        ]
-        held = [vector.from_elements(ir.VectorType.get((pack,), kind), numbers(x)) for x in found]
+        found = arrived(ask(places, pack, kind), places, kind)
+        held = [vector.from_elements(ir.VectorType.get((pack,), kind), numbers) for numbers in found]
         parts = [held[n : n + len(starts)] for n in range(0, len(held), len(starts))]
         return tuple(pm.fragments_of_spread(part, length) for part in parts)
 
-    return pm.inline_arrays(body, refs, length)
+    return pm.inline(body, *((ref, ()) for ref in refs), results=[(length, jnp.float32)] * len(refs))
+
+
+def ask(places: Sequence[Any], pack: int, kind: Any) -> list[list[Any]]:
+    """Reads `pack` numbers that follow each other at each place, whether they are there or not, in `pm.inline`.
+
+    Args:
+        places: Addresses in the GPU's memory.
+        pack: 1, 2 or 4.
+        kind: The numbers' type, which has 32 bits.
+
+    Returns:
+        The numbers of each place.
+    """
+    # A plain load is faster than a relaxed one. It may miss what has been sent, which `arrived` then reads.
+    text, letter = f"{_load(pack, pack, '.global')};", _letter(kind)
+    constraints = ",".join([f"={letter}"] * pack + ["l"])
+    return [_numbers(pm.assembly(text, constraints, _result(pack, kind), [at]), pack, kind) for at in places]
+
+
+def arrived(asked: Sequence[Sequence[Any]], places: Sequence[Any], kind: Any) -> list[list[Any]]:
+    """Waits until the numbers that `ask` has read are there, and reads them again if they were not, in `pm.inline`."""
+    pack, letter = len(asked[0]), _letter(kind)
+    lines = [".reg .pred p;", ".reg .b32 bits;"]
+    lines += [f"mov.b32 ${place}, ${pack + place};" for place in range(pack)] + ["AGAIN:"]
+    for place in range(pack):
+        lines += [
+            f"mov.b32 bits, ${place};",
+            f"setp.eq{'.or' if place else ''}.b32 p, bits, 0{', p' if place else ''};",
+        ]
+    lines += ["@!p bra DONE;", f"{_load(pack, 2 * pack)};", "bra AGAIN;", "DONE:"]
+    text = "{" + " ".join(lines) + "}"
+    constraints = ",".join([f"=&{letter}"] * pack + [letter] * pack + ["l"])
+    once_more = lambda first, at: pm.assembly(text, constraints, _result(pack, kind), [*first, at])
+    return [_numbers(once_more(first, at), pack, kind) for first, at in zip(asked, places, strict=True)]
+
+
+def _load(pack: int, place: int, how: str = ".relaxed.gpu") -> str:
+    """Writes the instruction that reads numbers at the address that is operand `place`."""
+    names = [f"${number}" for number in range(pack)]
+    return f"ld{how}{'' if pack == 1 else f'.v{pack}'}.b32 {names[0] if pack == 1 else _braced(names)}, [${place}]"
+
+
+def _braced(names: Sequence[str]) -> str:
+    return "{" + ", ".join(names) + "}"
+
+
+def _letter(kind: Any) -> str:
+    return "r" if isinstance(kind, ir.IntegerType) else "f"
+
+
+def _result(pack: int, kind: Any) -> Any:
+    return kind if pack == 1 else ir.Type.parse(f"!llvm.struct<({', '.join([str(kind)] * pack)})>")
+
+
+def _numbers(result: Any, pack: int, kind: Any) -> list[Any]:
+    return [result] if pack == 1 else [pm.element_of_struct(result, place, kind) for place in range(pack)]
+
+
+def store(place: Any, numbers: Sequence[Any]) -> None:
+    """Stores one or two numbers of 32 bits where other programs wait for them, in `pm.inline`.
+
+    Args:
+        place: The address of the first one. It is a multiple of their bytes.
+        numbers: int32 or float32 numbers of this thread. If all bits of one are 0, its sign is set instead.
+    """
+    kind = ir.IntegerType.get_signless(32)
+    bits = [arith.bitcast(kind, number) for number in numbers]
+    is_zero = [arith.cmpi(arith.CmpIPredicate.eq, each, pm.constant(0)) for each in bits]
+    sent = [arith.select(*pair) for pair in zip(is_zero, [pm.constant(-(2**31))] * len(bits), bits, strict=True)]
+    names = [f"${number + 1}" for number in range(len(sent))]
+    text = f"st.relaxed.gpu{'' if len(sent) == 1 else f'.v{len(sent)}'}.b32 [$0], "
+    text += f"{names[0] if len(sent) == 1 else _braced(names)};"
+    pm.assembly(text, ",".join(["l"] + ["r"] * len(sent)), None, [place, *sent])
 
 
 def _lane_and_warp() -> tuple[Any, Any]:
@@ -92,11 +151,21 @@ def tell(counter: Any) -> None:
     pm.inline(body, (counter, ()))
 
 
-def listen(counter: Any, programs: int) -> None:
-    """Waits until three of four warps of so many programs have called `tell`. It only keeps `receive` from asking too often.
+def tell_once(counter: Any) -> None:
+    """Adds one to a counter, int32 [1], when the program's first warp gets here. What it has sent may arrive later."""
 
-    One warp reads the counter for its warpgroup, because each read delays the calls of `tell`. The last warps are not waited
-    for here, because `receive` sees their numbers sooner than their calls.
+    def body(_: Any, counter: Any) -> None:
+        text = "{.reg .pred first; setp.eq.s32 first, $1, 0; @first red.relaxed.gpu.add.u32 [$0], 1;}"
+        pm.assembly(text, "l,r", None, [pm.address(counter, pm.constant(0)), pm.thread_of_program()])
+
+    pm.inline(body, (counter, ()))
+
+
+def listen(counter: Any, enough: int) -> None:
+    """Waits until a counter, int32 [1], is at least `enough`. It only keeps `receive` and `ask` from asking too often.
+
+    One warp reads the counter for its warpgroup, because each read delays the calls of `tell`. Three of four calls are
+    enough where few numbers are asked for: the last ones are seen sooner than what their senders tell.
     """
 
     def body(_: Any, counter: Any) -> None:
@@ -105,8 +174,7 @@ def listen(counter: Any, programs: int) -> None:
             "{.reg .pred early, idle; .reg .s32 count; setp.ne.s32 idle, $2, 0; @idle bra DONE;"
             " AGAIN: ld.relaxed.gpu.s32 count, [$0]; setp.lt.s32 early, count, $1; @early bra AGAIN; DONE:}"
         )
-        enough = pm.constant((_WARPS - 1) * programs)
-        pm.assembly(text, "l,r,r", None, [pm.address(counter, pm.constant(0)), enough, warp])
+        pm.assembly(text, "l,r,r", None, [pm.address(counter, pm.constant(0)), pm.constant(enough), warp])
         pm.warpgroup_barrier()
 
     pm.inline(body, (counter, ()))

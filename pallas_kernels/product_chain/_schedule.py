@@ -23,10 +23,14 @@ FEWEST_STEPS = 4
 WIDTH = 256  # inputs that a warp multiplies at a time, eight per lane
 ROWS = 4  # outputs that the warps of a warpgroup multiply at a time, one each
 LANES = 32  # of a warp
+MOST_TOKENS = 16
+TOKENS_ROWS = 8  # outputs of a block, if there are several tokens
+OWNERS = 128  # programs that have a part of the residual stream each, if there are several tokens
 _MAX_PIECES = 16  # of `WIDTH` inputs, which a warp keeps in registers
 _FEW_PIECES = 12  # more are divided into shares, if they can be
 _MAX_SLOTS = 10  # blocks in shared memory
 _MAX_ROWS = 16  # of a block
+_MAX_GROUP = 5  # pieces that are fetched at once, if there are several tokens
 _THREADS = 128  # of a warpgroup
 
 
@@ -85,6 +89,11 @@ class Phase(NamedTuple):
     def pieces(self) -> int:
         """Pieces of `WIDTH` inputs in a block."""
         return self.inputs // WIDTH // (1 if self.kind == "down" else self.shares)
+
+    @property
+    def group(self) -> int:
+        """Pieces of a block that are fetched at once, if there are several tokens: few, so that little is on its way."""
+        return next((n for n in range(_MAX_GROUP, 2, -1) if self.pieces % n == 0), self.pieces)
 
     @property
     def vector(self) -> int:
@@ -186,11 +195,31 @@ def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
 
 
 def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
-    """Returns the schedule of a chain.
+    """Returns the schedule of a chain of one token.
 
     48 KB on their way to each core keep the memory of an H200 busy. With more, what programs tell each other would queue up
     behind them.
     """
+    phases = _phases(steps, parts, ROWS)
+    vector_bytes = 4 * max(phase.vector for phase in phases)
+    return _with_slots(phases, steps, slot_elements(phases) * itemsize, vector_bytes)
+
+
+def schedule_of_tokens(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
+    """Returns the schedule of a chain of several tokens. A block is fetched in groups of pieces: see `Phase.group`."""
+    phases = _phases(steps, parts, TOKENS_ROWS)
+    return _with_slots(phases, steps, group_elements(phases) * itemsize, 20_480)
+
+
+def _with_slots(phases: tuple[Phase, ...], steps: Sequence[Step], slot_bytes: int, other_bytes: int) -> Schedule:
+    """Makes a schedule. `other_bytes` of shared memory are used for other things than weights."""
+    slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - other_bytes - 4096) // slot_bytes)
+    depth = min(slots, max(2, 49_152 // slot_bytes))
+    return Schedule(phases, isinstance(steps[-1], Norm), slots, depth)
+
+
+def _phases(steps: Sequence[Step], parts: tuple[int, ...] | None, rows: int) -> tuple[Phase, ...]:
+    """Returns the products of a chain. A block of a product has so many `rows`."""
     phases: list[Phase] = []
     norms = 0
     for number, step in enumerate(steps):
@@ -207,17 +236,18 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
         can_share = parts is None if is_last else isinstance(steps[number + 1], Norm)
         inputs = step.weight.shape[1]
         shares = _shares(inputs) if can_share and not step.is_gated else 1
-        phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norm, shares))
-    slot_bytes = slot_elements(phases) * itemsize
-    vector_bytes = 4 * max(phase.vector for phase in phases)
-    slots = min(_MAX_SLOTS, (device.HOPPER_SHARED_BYTES - vector_bytes - 4096) // slot_bytes)
-    depth = min(slots, max(2, 49_152 // slot_bytes))
-    return Schedule(tuple(phases), isinstance(steps[-1], Norm), slots, depth)
+        phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norm, shares, rows=rows))
+    return tuple(phases)
 
 
 def slot_elements(phases: Sequence[Phase]) -> int:
     """Returns the elements of the largest block."""
     return WIDTH * max(phase.rows * phase.pieces for phase in phases)
+
+
+def group_elements(phases: Sequence[Phase]) -> int:
+    """Returns the elements of the largest group of a block's pieces."""
+    return WIDTH * max(phase.rows * phase.group for phase in phases)
 
 
 def is_short(steps: Sequence[Step]) -> bool:
@@ -229,12 +259,14 @@ def _without_gated_norm(steps: Sequence[Step]) -> list[Product | Norm | Experts]
     return [step for step in steps if not isinstance(step, GatedNorm)]
 
 
-def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | None, programs: int) -> str | None:
+def unsupported(
+    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None, programs: int
+) -> str | None:
     """Returns why one launch cannot run a chain, or None if it can."""
     others = _without_gated_norm(steps)
     multiplied = [step for step in others if not isinstance(step, Norm)]
     if x.shape[-2] != 1:
-        return f"there must be one token, got {x.shape[-2]}"
+        return _unsupported_tokens(x, steps, residual, parts, programs)
     if len(others) < 2 or not multiplied:
         return f"there must be a product and another step, got {len(others)} steps"
     dtypes = {jnp.dtype(weight.dtype) for step in multiplied for weight in weights_of(step)}
@@ -268,6 +300,44 @@ def unsupported(x: jax.Array, steps: Sequence[Step], parts: tuple[int, ...] | No
         if phase.pieces > _MAX_PIECES or phase.shares > programs:
             return f"a product has too many inputs, {phase.inputs}"
     return _unsupported_heads(steps[0].weight.shape[0], phases[0]) if isinstance(steps[0], GatedNorm) else None
+
+
+def _unsupported_tokens(
+    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None, programs: int
+) -> str | None:
+    """Returns why one launch cannot run a chain of several tokens, or None if it can."""
+    tokens = x.shape[-2]
+    if not 2 <= tokens <= MOST_TOKENS:
+        return f"there must be 1 to {MOST_TOKENS} tokens, got {tokens}"
+    others = _without_gated_norm(steps)
+    products = [step for step in others if isinstance(step, Product)]
+    if len(others) < 2 or not all(isinstance(others[end], Product) for end in (0, -1)):
+        return "of several tokens, the first and the last step must be products"
+    if any(isinstance(step, Experts) for step in others):
+        return "experts must have one token"
+    arrays = [x, *(step.weight for step in products), *([] if residual is None else [residual])]
+    dtypes = {jnp.dtype(array.dtype) for array in arrays}
+    dtypes |= {jnp.dtype(step.out_dtype) for step in others if isinstance(step, Norm) and step.out_dtype}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
+        return f"all arrays of several tokens must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
+    for step in products:
+        outputs, inputs = step.outputs, step.weight.shape[1]
+        if inputs % WIDTH or outputs % TOKENS_ROWS:
+            return f"a product must have multiples of {WIDTH} inputs and {TOKENS_ROWS} outputs, got {inputs}, {outputs}"
+    if products[-1].is_gated:
+        return "the last product must not be gated"
+    if any(isinstance(step, Norm) and step.weight.shape[0] % WIDTH for step in others):
+        return f"a norm must have a multiple of {WIDTH} channels"
+    if programs < OWNERS and len(others) > len(products):
+        return f"norms of several tokens need {OWNERS} cores, got {programs}"
+    if parts is not None and any(part % TOKENS_ROWS for part in parts):
+        return f"parts must be multiples of {TOKENS_ROWS}, got {list(parts)}"
+    for phase in schedule_of_tokens(steps, parts, 2).phases:
+        if phase.pieces > _FEW_PIECES or phase.shares > programs:
+            return f"a product has too many inputs, {phase.inputs}"
+    if isinstance(steps[0], GatedNorm) and steps[0].weight.shape[0] not in (32, 64, 128, 256):
+        return f"heads of a gated norm must have 32, 64, 128 or 256 channels, got {steps[0].weight.shape[0]}"
+    return None
 
 
 def _unsupported_heads(dim: int, first: Phase) -> str | None:

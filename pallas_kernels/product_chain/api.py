@@ -11,7 +11,7 @@ from pallas_kernels import device
 from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.product_chain import _schedule, _separate, mosaic_gpu
+from pallas_kernels.product_chain import _few_tokens, _schedule, _separate, mosaic_gpu
 from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
 
 
@@ -60,7 +60,9 @@ def product_chain(
     """
     steps = tuple(steps)
     _check(x, steps, residual, parts)
-    reason = _schedule.unsupported(x, steps, parts, device.cores()) or unavailable(implementation, None, False)
+    reason = _schedule.unsupported(x, steps, residual, parts, device.cores()) or unavailable(
+        implementation, None, False
+    )
     if implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
     return _run(x, steps, residual, parts, implementation, reason)
@@ -146,6 +148,7 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
 def _run(x, steps, residual, parts, implementation, reason):
+    one_launch = mosaic_gpu if x.shape[-2] == 1 else _few_tokens
     separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     return dispatch(
         "product_chain",
@@ -153,6 +156,6 @@ def _run(x, steps, residual, parts, implementation, reason):
         (x, steps, residual),
         xla=separate,
         triton=separate,
-        mosaic_gpu=functools.partial(mosaic_gpu.product_chain, parts=parts),
+        mosaic_gpu=functools.partial(one_launch.product_chain, parts=parts),
         no_mosaic_gpu=reason,
     )

@@ -123,6 +123,7 @@ def _run(
     """Runs one program."""
     program = pm.axis_index("program")
     phases, slots = plan.phases, jnp.int32(plan.slots)
+    enough = 3 * messages.WARPS * programs // 4  # warps that have told
     work = [phase.work(program, programs) for phase in phases]
     # The blocks of a phase are numbered from `begin` on, in the order in which they are fetched.
     begin = [jnp.int32(0)]
@@ -164,7 +165,7 @@ def _run(
     def decide(number: int) -> None:
         """Chooses the token's experts by what the router's phase has computed, for both warpgroups."""
         logits = refs.logits.at[pm.slice_of(0, phases[number].outputs)]
-        messages.listen(refs.counters.at[pm.slice_of(number, 1)], programs)
+        messages.listen(refs.counters.at[pm.slice_of(number, 1)], enough)
         (found,) = messages.receive([sent(number, 0, 0, phases[number].outputs)])
         logits[...] = found.astype(dtype).astype(jnp.float32)
         pm.inline(lambda _: pm.warpgroup_barrier())
@@ -180,7 +181,7 @@ def _run(
         """Waits for the shares of what the phase before has computed."""
         if number == 0:
             return [pm.load_spread(refs.x.at[n, pm.slice_of(first, count)]) for n in range(refs.x.shape[0])]
-        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
+        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], enough)
         return messages.receive([sent(number - 1, n, first, count) for n in range(phases[number - 1].shares)])
 
     def normed_heads(step: GatedNorm, first: Any, count: int) -> jax.Array:
@@ -242,7 +243,7 @@ def _run(
         """Returns what the experts of this program's share have computed between their products, times their weights."""
         phase = phases[number]
         first = work[number].share * phase.terms
-        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], programs)
+        messages.listen(refs.counters.at[pm.slice_of(number - 1, 1)], enough)
         pm.wait(refs.decided)
         terms = [first + n for n in range(phase.terms)]
         values = messages.receive([sent(number - 1, 0, term * phase.inputs, phase.inputs) for term in terms])

@@ -41,6 +41,18 @@ WITH_GATED_NORM = [
     Case("gated, to experts", (("silu", 128), 256, "norm", Mixture(8, 2, 256, 256), "norm", 64), 512),
     Case("heads of 2 channels", (("sigmoid", 2), 512, "norm", 64), 256),
 ]
+# Chains of several tokens begin and end with a product, and their blocks have eight outputs.
+OF_TOKENS = [
+    Case("sums of shares", (256, "norm", 384), 4096),
+    Case("parts of one block", (256, "norm", ("gated", 512), 256, "norm", 32), 512, (8, 16, 8)),
+    Case("three products", (512, 768, 256), 256, (256,), dtype="float16"),
+    Case("more pairs than threads", (5120, "norm", 64), 256),
+    Case("many shares", (256, "norm", 264), 12800, (264,)),
+    Case("heads of 128 channels", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
+    Case("heads of 256 channels", (("sigmoid", 256), 512, "norm", 64), 5120, dtype="float16"),
+    Case("heads of 32 channels", (("sigmoid", 32), ("gated", 256), 256, "norm", 64), 768, (64,)),
+]
+LARGE_OF_TOKENS = [case for case in CASES if case.name in ("to a delta net", "from a delta net", "to attention")]
 BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM]]
 # Products in another order change logits by less than this, relative to the largest one.
 CLEAR = 0.02
@@ -162,12 +174,60 @@ def test_one_launch_matches_the_oracle(rng, case, implementation):
 
 
 @pytest.mark.parametrize("implementation", [MOSAIC_GPU])
-def test_launches_that_follow_each_other_have_the_same_bits_as_alone(rng, implementation):
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [
+        pytest.param(case, tokens, id=f"{case.name}-{tokens}")
+        for cases, counts in ((OF_TOKENS, (2, 5, 8, 9, 16)), (LARGE_OF_TOKENS, (3, 16)))
+        for case in cases
+        for tokens in counts
+    ],
+)
+def test_one_launch_of_several_tokens_matches_the_oracle(rng, case, tokens, implementation):
+    check(rng, case, tokens, **how(implementation))
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+@pytest.mark.parametrize("case", [OF_TOKENS[1], OF_TOKENS[5], OF_TOKENS[-1]], ids=lambda case: case.name)
+def test_tokens_of_one_launch_do_not_change_each_others_bits(rng, case, implementation):
+    """Nor does their number."""
+    skip_if_unavailable(implementation)
+    x, steps, residual = draw(rng, case, 16)
+    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    wanted, wanted_total = run(x, steps, residual)
+    for tokens in (2, 7, 8, 11):
+        few = [changed(step, gate=step.gate[:tokens]) if isinstance(step, GatedNorm) else step for step in steps]
+        found, total = run(x[:tokens], few, residual[:tokens])
+        for part, whole_part in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(part, whole_part[:tokens])
+        np.testing.assert_array_equal(total, wanted_total[:tokens])
+
+
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+def test_tokens_that_are_not_finite_do_not_reach_others(rng, implementation):
+    """Zeros must not be waited for either: they are how memory says that a number is not there yet."""
+    skip_if_unavailable(implementation)
+    case = OF_TOKENS[1]
+    x, steps, residual = draw(rng, case, 5)
+    run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
+    wanted, _ = run(x, steps, residual)
+    found, total = run(x.at[3].set(jnp.nan), steps, residual)
+    for part, clean in zip(found, wanted, strict=True):
+        assert np.isnan(np.asarray(part[3], np.float32)).all()
+        np.testing.assert_array_equal(np.delete(part, 3, 0), np.delete(clean, 3, 0))
+    assert np.isnan(np.asarray(total[3], np.float32)).all()
+    _, total = run(jnp.zeros_like(x), steps, jnp.zeros_like(residual))
+    np.testing.assert_array_equal(total, jnp.zeros_like(residual))
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(5, 1), (1, 6)])
+@pytest.mark.parametrize("implementation", [MOSAIC_GPU])
+def test_launches_that_follow_each_other_have_the_same_bits_as_alone(rng, number, tokens, implementation):
     """What programs send each other is fresh in every launch, and no launch leaves anything to the next one."""
     skip_if_unavailable(implementation)
-    case = ODD[5]
-    arguments = [draw(rng, case) for _ in range(3)]
-    one = lambda x, steps, residual: product_chain(x, steps, residual, implementation=implementation)
+    case = (ODD if tokens == 1 else OF_TOKENS)[number]
+    arguments = [draw(rng, case, tokens) for _ in range(3)]
+    one = functools.partial(product_chain, implementation=implementation)
     alone = [jax.jit(one)(*given) for given in arguments]
 
     @jax.jit
@@ -278,7 +338,15 @@ def test_short_chains_are_separate_launches_unless_one_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(tokens=2), "there must be one token, got 2"),
+        (dict(tokens=17), "there must be 1 to 16 tokens, got 17"),
+        (dict(tokens=2, steps=(256, "norm")), "the first and the last step must be products"),
+        (dict(tokens=2, steps=(256, "norm", Mixture(8, 2, 256, 256), "norm", 256)), "experts must have one token"),
+        (dict(tokens=2, dtype="float32"), "all arrays of several tokens must be bfloat16 or all float16"),
+        (dict(tokens=2, steps=(260, "norm", 256)), "multiples of 256 inputs and 8 outputs, got 256, 260"),
+        (dict(tokens=2, steps=(256, ("gated", 256))), "the last product must not be gated"),
+        (dict(tokens=2, steps=(256, "norm", 264), parts=(260, 4)), r"parts must be multiples of 8, got \[260, 4\]"),
+        (dict(tokens=2, inputs=3328, steps=(256, 256)), "a product has too many inputs, 3328"),
+        (dict(tokens=2, steps=(("silu", 16), 256, "norm", 256)), "must have 32, 64, 128 or 256 channels, got 16"),
         (dict(dtype="float32"), "all weights must be bfloat16 or all float16"),
         (dict(inputs=500), "a product must have a multiple of 256 inputs, got 500"),
         (dict(steps=(258, "norm")), "a product must have a multiple of 4 outputs, got 258"),

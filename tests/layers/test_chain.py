@@ -1,4 +1,4 @@
-"""Chains: the residual stream of a single token computes the same with them, and launches together what can be."""
+"""Chains: the residual stream of few tokens computes the same with them, and launches together what can be."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import GatedRMSNorm, RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import step_inputs
-from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
+from pallas_kernels.product_chain import MOST_TOKENS, Experts, GatedNorm, Norm, Product
 
 HIDDEN = 32
 MIXERS = {
@@ -57,7 +57,7 @@ class TwoLayers:
         for layer in range(2):
             normed, stream = normed_by(stream, self.norms[2 * layer])
             y, _ = self.into[layer](normed)
-            y = Chain(y) if chained and y.shape[0] == 1 else y
+            y = Chain(y) if chained and y.shape[0] <= MOST_TOKENS else y
             normed, stream = normed_by(stream.add(self.out[layer].sums(y), scale), self.norms[2 * layer + 1])
             stream = stream.add(self.mlps[layer](normed), scale)
         return stream
@@ -65,13 +65,18 @@ class TwoLayers:
 
 @pytest.mark.parametrize("with_experts", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_model_computes_the_same_with_chains(rng, launches, scale, with_experts):
-    model, x = TwoLayers(with_experts=with_experts), jnp.asarray(rng.normal(size=(1, HIDDEN)), jnp.float32)
+@pytest.mark.parametrize("tokens", [1, 2, MOST_TOKENS])
+def test_a_model_computes_the_same_with_chains(rng, launches, tokens, scale, with_experts):
+    model, x = TwoLayers(with_experts=with_experts), jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.float32)
     wanted, wanted_stream = model(x, chained=False, scale=scale).normed(model.norms[4])
     assert not launches
     found, stream = model(x, chained=True, scale=scale).normed(model.norms[4])
     np.testing.assert_array_equal(found, wanted)
     np.testing.assert_array_equal(stream.value, wanted_stream.value)
+    if with_experts and tokens > 1:
+        # Experts of several tokens are no steps. The norm after them begins another chain, if a product follows.
+        assert launches == [[Product, Norm], [Norm, Product], [Product, Norm]]
+        return
     # From one mixer to the next one, and from the last mixer to the head.
     of_layer = [Experts] if with_experts else [Product, Product]
     assert launches == [[Product, Norm, *of_layer, Norm, Product], [Product, Norm, *of_layer, Norm]]
@@ -83,8 +88,8 @@ def test_a_stream_that_ends_without_a_norm_adds_what_its_chain_computes(rng):
     np.testing.assert_array_equal(found, wanted)
 
 
-def test_several_tokens_have_no_chains(rng, launches):
-    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(3, HIDDEN)), jnp.float32)
+def test_many_tokens_have_no_chains(rng, launches):
+    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(MOST_TOKENS + 1, HIDDEN)), jnp.float32)
     normed, _ = model(x, chained=True).normed(model.norms[4])
     assert isinstance(normed, jnp.ndarray)
     assert not launches

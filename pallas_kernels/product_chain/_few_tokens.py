@@ -1,0 +1,277 @@
+"""product_chain of 2 to 16 tokens in one launch, on Hopper GPUs, with a program for each core.
+
+One of a program's three warpgroups fetches blocks of weights, those of the products to come too, while the others wait for
+what other programs compute. These two multiply by its blocks together, on tensor cores. Each warp has a part of the inputs
+of all tokens in registers, and the warps' sums are added in shared memory: see `_fragments`. If a norm follows a product,
+each of 128 programs adds up its channels of the residual stream, and sends them to all others: see `_residual_stream`. All
+programs must run at the same time, because they wait for each other.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import device
+from pallas_kernels.product_chain import _fragments as fragments
+from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain import _residual_stream as residual_stream
+from pallas_kernels.product_chain._schedule import (
+    MOST_TOKENS,
+    OWNERS,
+    TOKENS_ROWS,
+    WIDTH,
+    Phase,
+    Schedule,
+    group_elements,
+    schedule_of_tokens,
+)
+from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, weights_of
+
+_FETCHING = fragments.WARPGROUPS  # the warpgroup that fetches
+
+
+class Places(NamedTuple):
+    """Where programs send each other what a phase computes, in words of 32 bits from the first one on.
+
+    Attributes:
+        shares: Shares of the sums, float32 [shares, tokens, outputs]; or the rounded results, two in each word, if the next
+            phase takes them as they are.
+        stream: If a norm follows, the residual stream, two channels in each word.
+        squares: If a norm follows, sums of squares of each owner's channels. float32 [tokens, owners]
+        end: The place after them.
+    """
+
+    shares: int
+    stream: int
+    squares: int
+    end: int
+
+
+def places(plan: Schedule, tokens: int) -> list[Places]:
+    """Returns the places of all phases but the last one."""
+    found: list[Places] = []
+    for phase, after in itertools.pairwise(plan.phases):
+        start, outputs = found[-1].end if found else 0, tokens * phase.outputs
+        if after.norm is None:
+            found.append(Places(start, start, start, start + outputs // 2))
+            continue
+        stream = start + phase.shares * outputs
+        squares = stream + outputs // 2
+        found.append(Places(start, stream, squares, squares + tokens * OWNERS))
+    return found
+
+
+def product_chain(
+    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
+) -> tuple[Any, jax.Array | None]:
+    """See api.py. There are 2 to 16 tokens. The first step is a product or a gated norm, and the last one is a product."""
+    weights = [weight for step in steps for weight in weights_of(step)]
+    norms = [step for step in steps if isinstance(step, Norm)]
+    gated = steps[0] if isinstance(steps[0], GatedNorm) else None
+    dtype, programs, tokens = weights[0].dtype, device.cores(), x.shape[0]
+    plan = schedule_of_tokens(steps, parts, dtype.itemsize)
+    cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
+    given = dict(x=x.reshape(-1), weights=[cut(weight) for weight in weights], norms=[step.weight for step in norms])
+    given |= dict(residual=[] if residual is None else [residual.reshape(-1)])
+    given |= dict(gated=[] if gated is None else [gated.gate.reshape(-1), gated.weight.astype(jnp.float32)])
+    # What programs send each other begins as +0: see _messages.py. An array must not be empty.
+    sent = max(1, places(plan, tokens)[-1].end if len(plan.phases) > 1 else 1)
+    given |= dict(sent=jax.new_ref(jnp.zeros((sent,), jnp.float32)))
+    given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
+    arrays, tree = jax.tree.flatten(given)
+    last = plan.phases[-1]
+    out = [jax.ShapeDtypeStruct((tokens * part,), dtype) for part in parts or ()]
+    out += [] if parts else [jax.ShapeDtypeStruct((last.shares * tokens * last.outputs,), jnp.float32)]
+    if norms:
+        assert residual is not None
+        out.append(jax.ShapeDtypeStruct((residual.size,), residual.dtype))
+    staged = max([1, *(tokens * step.weight.shape[0] // 2 // OWNERS for step in norms)])
+
+    def body(*refs):
+        count = len(arrays) + len(out)
+        names = "blocks", "partials", "staging", "factors", "full", "free", "done"
+        memory = dict(zip(names, refs[count:], strict=True))
+        refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
+        _run(refs, plan, gated, norms, parts, dtype, programs, tokens)
+
+    terms = max(phase.terms for phase in plan.phases)
+    heads = 0 if gated is None else plan.phases[0].pieces * MOST_TOKENS * 8
+    results = pm.kernel(
+        body,
+        out_type=tuple(out),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=fragments.WARPGROUPS + 1,
+        thread_name=pm.WARPGROUP,
+        scratch_types=[
+            pm.shared((plan.slots, group_elements(plan.phases)), dtype),
+            pm.shared((max(fragments.partial_elements(terms), heads),), jnp.float32),
+            pm.shared((staged,), jnp.float32),
+            pm.shared((MOST_TOKENS,), jnp.float32),
+            pm.Barrier(num_barriers=plan.slots),
+            pm.Barrier(num_barriers=plan.slots, num_arrivals=fragments.WARPGROUPS),
+            pm.Barrier(num_arrivals=fragments.WARPGROUPS + 1),
+        ],
+        compiler_params=pm.fast_math(),
+        kernel_name="product_chain_of_few_tokens",
+    )(*arrays)
+    total = results[-1].reshape(tokens, -1) if norms else residual
+    if parts is None:
+        return results[0].reshape(last.shares, tokens, last.outputs), total
+    return tuple(part.reshape(tokens, -1) for part in results[: len(parts)]), total
+
+
+def _run(
+    refs: Any,
+    plan: Schedule,
+    gated: GatedNorm | None,
+    norms: Sequence[Norm],
+    parts: tuple[int, ...] | None,
+    dtype: Any,
+    programs: int,
+    tokens: int,
+) -> None:
+    """Runs one program."""
+    program = pm.axis_index("program")
+    owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
+    phases, slots = plan.phases, jnp.int32(plan.slots)
+    work = [phase.work(program, programs) for phase in phases]
+    where = places(plan, tokens)
+    groups = [phase.terms * (phase.pieces // phase.group) for phase in phases]  # that make a block of outputs
+    # The groups of weights and the blocks of outputs are numbered over all phases.
+    begin, turns = [jnp.int32(0)], [jnp.int32(0)]
+    for count, own in zip(groups, work, strict=True):
+        begin.append(begin[-1] + own.count * count)
+        turns.append(turns[-1] + own.count)
+
+    def group_of(phase: Phase, slot: Any, *shape: int) -> Any:
+        return refs.blocks.at[slot, pm.slice_of(0, TOKENS_ROWS * phase.group * WIDTH)].reshape(shape)
+
+    def counter(number: int, second: bool = False) -> Any:
+        return refs.counters.at[pm.slice_of(2 * number + second, 1)]
+
+    def fetch() -> None:
+        """Fetches the blocks of all phases, a few at a time."""
+        pm.set_max_registers(40, action="decrease")
+        for number, phase in enumerate(phases):
+
+            def one(n, _, number=number, phase=phase):
+                block = begin[number] + n
+                slot, earlier = jax.lax.rem(block, slots), jax.lax.rem(block - plan.depth, slots)
+                pm.when(block >= slots)(lambda: pm.wait(refs.free.at[slot]))
+                pm.when(block >= plan.depth)(lambda: pm.wait(refs.full.at[earlier]))
+                share, first, step, _ = work[number]
+                place, group = jax.lax.div(n, jnp.int32(groups[number])), jax.lax.rem(n, jnp.int32(groups[number]))
+                each = jnp.int32(phase.pieces // phase.group)
+                _, row, piece = phase.place(share, first + place * step, jax.lax.div(group, each))
+                pieces = pm.slice_of(piece + jax.lax.rem(group, each) * phase.group, phase.group)
+                source = refs.weights[number].at[pm.slice_of(row, TOKENS_ROWS), pieces]
+                pm.copy_in(source, group_of(phase, slot, TOKENS_ROWS, phase.group, WIDTH), refs.full.at[slot])
+
+            jax.lax.fori_loop(jnp.int32(0), begin[number + 1] - begin[number], one, None)
+
+    def inputs_of(number: int, total: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Returns this thread's inputs of a phase, and its part of the residual stream."""
+        phase = phases[number]
+        first = work[number].share * phase.pieces * WIDTH
+        if number == 0:
+            x = fragments.Vectors(refs.x, 0, phase.inputs, first)
+            if gated is None:
+                return fragments.load(x, phase.pieces, tokens), total
+            gate, weight = refs.gated
+            return fragments.load_gated(x, gate, weight, refs.partials, gated, phase.pieces, tokens), total
+        at = where[number - 1]
+        if phase.norm is None:
+            messages.listen(counter(number - 1), 3 * programs // 4)
+            sent = fragments.Vectors(refs.sent, at.shares, phase.inputs, first)
+            return fragments.receive(sent, phase.pieces, tokens), total
+        # What is there already is loaded before anything is waited for.
+        weights = residual_stream.load_norm(refs.norms[phase.norm], first, phase.pieces)
+        if total is None:
+            total = residual_stream.load_own(refs.residual[0], owner, phase.inputs, tokens)
+        messages.listen(counter(number - 1), 3 * programs // 4)
+        total = owned(number - 1, phase.norm, total)
+        messages.listen(counter(number - 1, second=True), OWNERS)
+        stream, step = fragments.Vectors(refs.sent, at.stream, phase.inputs, first), norms[phase.norm]
+        normed = residual_stream.receive_normed(
+            stream, at.squares, weights, refs.factors, step, phase.pieces, tokens, dtype
+        )
+        return normed, total
+
+    def owned(number: int, norm: int, total: jax.Array) -> jax.Array:
+        """Adds what a phase has computed to this program's part of the residual stream, if it has one."""
+        phase, at = phases[number], where[number]
+        size = tokens * phase.outputs
+
+        def own() -> jax.Array:
+            result = residual_stream.own(
+                refs.sent,
+                [at.shares + share * size for share in range(phase.shares)],
+                at.stream,
+                at.squares,
+                total,
+                refs.out[-1] if norm + 1 == len(norms) else None,
+                refs.staging,
+                program,
+                norms[norm],
+                phase.outputs,
+                tokens,
+                dtype,
+            )
+            messages.tell_once(counter(number, second=True))
+            return result
+
+        return jax.lax.cond(program < OWNERS, own, lambda: total)
+
+    def multiply() -> None:
+        """Runs all phases."""
+        pm.set_max_registers(232, action="increase")
+        total = None
+        for number in range(len(phases)):
+            x, total = inputs_of(number, total)
+            body = functools.partial(multiply_block, number, x)
+            jax.lax.fori_loop(jnp.int32(0), work[number].count, body, None)
+            if number + 1 < len(phases):
+                messages.tell_once(counter(number))
+
+    def multiply_block(number: int, x: jax.Array, place: Any, _: None) -> None:
+        """Multiplies by a block of weights, or by two of which one is the gate of the other."""
+        phase, (share, first, step, _) = phases[number], work[number]
+        each = phase.pieces // phase.group
+        sums: list[jax.Array] = []
+        for group in range(groups[number]):
+            slot = jax.lax.rem(begin[number] + place * groups[number] + group, slots)
+            pm.wait(refs.full.at[slot])
+            weights = group_of(phase, slot, TOKENS_ROWS, phase.group * WIDTH)
+            found = fragments.multiply(weights, x, group % each * phase.group, phase.group, tokens)
+            pm.arrive(refs.free.at[slot])
+            sums = [*sums, found] if group % each == 0 else [*sums[:-1], sums[-1] + found]
+        row = (first + place * step) * TOKENS_ROWS
+        fragments.finish(
+            sums, refs.partials, turns[number] + place, tokens, *emitting(number, share, row, phase.outputs)
+        )
+
+    def emitting(number: int, share: Any, row: Any, outputs: int) -> tuple[list[Any], Any]:
+        """Returns where results of a phase go, and how threads store them: see `fragments.finish`."""
+        size = tokens * outputs
+        if number + 1 == len(phases):
+            if parts is None:
+                return [(refs.out[0], ()), share, row], functools.partial(fragments.emit_result_sums, outputs, size)
+            return [*((ref, ()) for ref in refs.out[: len(parts)]), row], functools.partial(
+                fragments.emit_parts, parts, dtype
+            )
+        at = where[number].shares
+        if phases[number + 1].norm is None:
+            return [(refs.sent, ()), row], functools.partial(fragments.emit_rounded, at, outputs, dtype)
+        return [(refs.sent, ()), share, row], functools.partial(fragments.emit_sums, at, outputs, size)
+
+    is_multiplying = jax.lax.axis_index(pm.WARPGROUP) < _FETCHING
+    pm.when(is_multiplying)(multiply)
+    pm.when(jnp.logical_not(is_multiplying))(fetch)
+    pm.finish_together(refs.done)

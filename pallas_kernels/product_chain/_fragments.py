@@ -1,0 +1,289 @@
+"""What single threads do in a chain of few tokens, on Hopper GPUs.
+
+The eight warps of two warpgroups multiply a block of eight outputs together. Of every 256 inputs, each warp takes 32, and
+the lanes of a row take eight each, which follow each other. A lane holds its inputs of the tokens `lane // 4` and
+`lane // 4 + 8`, and multiplies by its weights of the output `lane // 4`. The tensor core's instruction wants inputs and
+weights in the same order, whichever it is, so eight weights are read at once and used as they are.
+
+Sources: the registers of the instruction are those of "mma.m16n8k16" in NVIDIA's PTX ISA, section "Matrix fragments".
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._pallas_mosaic import arith, ir, memref, scf, vector
+from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain import _thread_code as code
+from pallas_kernels.product_chain._schedule import MOST_TOKENS, WIDTH
+from pallas_kernels.product_chain._schedule import TOKENS_ROWS as OUTPUTS
+from pallas_kernels.product_chain._steps import GatedNorm
+
+WARPGROUPS = 2  # that multiply
+_WARPS = 8
+_SUMS = 4  # of the same outputs, so that products need not wait for each other
+PAIRS = OUTPUTS // 2  # of a token's outputs in a block
+
+
+class Vectors(NamedTuple):
+    """A vector of each token in the GPU's memory, or a part of each.
+
+    Attributes:
+        ref: The memory, with one axis. Its elements are those of the vectors, or 32 bits for two of them.
+        start: The memory's element at which the first vector begins.
+        length: Elements of a whole vector.
+        first: The first element of the part.
+    """
+
+    ref: Any
+    start: Any
+    length: int
+    first: Any
+
+
+def halves(tokens: int) -> int:
+    """Returns how many tokens a thread has inputs of."""
+    return 1 if tokens <= MOST_TOKENS // 2 else 2
+
+
+def registers(pieces: int, tokens: int) -> int:
+    """Returns the length of the array of int32 that holds the inputs of all threads, two in each element."""
+    return 128 * PAIRS * pieces * halves(tokens)
+
+
+def partial_elements(terms: int) -> int:
+    """Returns the float32 numbers of shared memory that `finish` needs."""
+    return 2 * terms * _WARPS * MOST_TOKENS * OUTPUTS
+
+
+def load(x: Vectors, pieces: int, tokens: int) -> jax.Array:
+    """Loads the inputs of all threads. See `registers`."""
+
+    def body(_: Any, ref: Any, first: Any) -> Any:
+        loaded = [code.words(code.load(ref, at, 8)) for at in places_of(x, first, pieces, tokens)]
+        return (pm.fragments_of_spread(loaded, registers(pieces, tokens)),)
+
+    return pm.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
+
+
+def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, pieces: int, tokens: int) -> jax.Array:
+    """Loads inputs like `load`, normalises each head by itself, and gates it.
+
+    Args:
+        x: The vectors.
+        gate: The gates, like x.ref.
+        weight: Weights of a head. float32 [channels of a head]
+        heads: float32 memory of at least pieces * 128 numbers that all warps share.
+        step: The gated norm.
+        pieces: Pieces of `WIDTH` inputs.
+        tokens: The number of tokens.
+    """
+    dim = weight.shape[0]
+    warps = max(1, dim // 32)  # that share a head
+
+    def body(_: Any, ref: Any, gate: Any, weight: Any, heads: Any, first: Any) -> Any:
+        at = places_of(x, first, pieces, tokens)
+        kind = ir.MemRefType(ref.type).element_type
+        values, gates = ([code.load(each, place, 8) for place in at] for each in (ref, gate))
+        _lane, warp, row, column = thread()
+        weights = code.load(weight, arith.andi(column, pm.constant(dim - 1)), 8)
+        stored = lambda n, warp: code.index(
+            code.total(
+                code.scaled(row, _WARPS), warp, pm.constant((n // halves(tokens)) * 128 + n % halves(tokens) * 64)
+            )
+        )
+        for number, value in enumerate(values):
+            wide = code.wide(value)
+            total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.mulf(wide, wide))
+            for distance in (1, 2):
+                total = arith.addf(total, pm.exchanged(total, distance))
+            memref.store(total, heads, [stored(number, warp)])
+        pm.barrier_of_warpgroups(WARPGROUPS)
+        first_warp = arith.andi(warp, pm.constant(_WARPS - warps))
+        found = []
+        for number, (value, closed) in enumerate(zip(values, gates, strict=True)):
+            sums = [memref.load(heads, [stored(number, code.total(first_warp, pm.constant(n)))]) for n in range(warps)]
+            factor = code.approximate("rsqrt", arith.addf(code.over(code.added(sums), dim), code.number(step.epsilon)))
+            activation = code.silu if step.activation == "silu" else code.sigmoid
+            opened = code.from_parts([activation(one) for one in code.parts(code.wide(closed))])
+            scaled = arith.mulf(
+                arith.mulf(code.wide(value), vector.broadcast(code.vector_type(8, ir.F32Type.get()), factor)), weights
+            )
+            found.append(code.words(arith.truncf(code.vector_type(8, kind), arith.mulf(scaled, opened))))
+        pm.barrier_of_warpgroups(WARPGROUPS)  # `heads` may be used again
+        return (pm.fragments_of_spread(found, registers(pieces, tokens)),)
+
+    operands = (x.ref, ()), (gate, ()), (weight, ()), (heads, ()), x.first
+    return pm.inline(body, *operands, results=[(registers(pieces, tokens), jnp.int32)])[0]
+
+
+def receive(x: Vectors, pieces: int, tokens: int) -> jax.Array:
+    """Waits for inputs that other programs send, two in each word of 32 bits. See `registers`."""
+
+    def body(_: Any, ref: Any, first: Any) -> Any:
+        places = [code.word_address(ref, x.start, at) for at in places_of(x, first, pieces, tokens)]
+        kind = pm.integer()
+        found = messages.arrived(messages.ask(places, PAIRS, kind), places, kind)
+        held = [code.from_parts(words) for words in found]
+        return (pm.fragments_of_spread(held, registers(pieces, tokens)),)
+
+    return pm.inline(body, (x.ref, ()), x.first, results=[(registers(pieces, tokens), jnp.int32)])[0]
+
+
+def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: int) -> jax.Array:
+    """Multiplies some of this warp's inputs by its weights. Returns float32 [512], four sums of each thread.
+
+    The sums are those of the tokens `lane // 4` and `lane // 4 + 8`, and of the outputs `lane % 4 * 2` and the one after it.
+
+    Args:
+        block: The weights, in shared memory. [OUTPUTS, pieces * WIDTH]
+        x: All of its inputs: see `registers`.
+        first_piece: The first piece of inputs that is multiplied.
+        pieces: The number of pieces, of `WIDTH` inputs each.
+        tokens: The number of tokens.
+    """
+
+    def body(_: Any, block: Any, x: Any) -> Any:
+        _lane, _warp, row, column = thread()
+        held, kind = list(x.registers.flat)[first_piece * halves(tokens) :], ir.MemRefType(block.type).element_type
+        columns = [code.index(code.total(column, pm.constant(piece * WIDTH))) for piece in range(pieces)]
+        load = lambda at: vector.load(code.vector_type(8, kind), block, [code.index(row), at], alignment=16)
+        weights = [code.parts(code.words(load(at))) for at in columns]
+        zeros, sums = [pm.constant(0)] * 4, [[code.number(0.0)] * 4 for _ in range(_SUMS)]
+        for piece, right in enumerate(weights):
+            first, *second = (code.parts(each) for each in held[piece * halves(tokens) : (piece + 1) * halves(tokens)])
+            second = second[0] if second else zeros
+            for turn in range(2):
+                left = [words[2 * turn + n] for n in range(2) for words in (first, second)]
+                own = (2 * piece + turn) % _SUMS
+                sums[own] = _multiply_tile(sums[own], left, right[2 * turn : 2 * turn + 2], kind)
+        return (code.array([code.added(each) for each in zip(*sums, strict=True)]),)
+
+    return pm.inline(body, (block, ()), x, results=[(512, jnp.float32)])[0]
+
+
+def _multiply_tile(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any], kind: Any) -> list[Any]:
+    """Adds a product of tiles to four sums, on tensor cores: 16 tokens, 16 inputs, 8 outputs."""
+    f32, name = ir.F32Type.get(), "bf16" if isinstance(kind, ir.BF16Type) else "f16"
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+    text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    found = pm.assembly(text, constraints, result, [*left, *right, *sums], has_effects=False)
+    return [pm.element_of_struct(found, place, f32) for place in range(4)]
+
+
+def finish(
+    sums: Sequence[jax.Array],
+    partials: Any,
+    turn: Any,
+    tokens: int,
+    operands: Sequence[Any],
+    emit: Callable[..., None],
+) -> None:
+    """Adds up the warps' sums of a block, and gates them if there are two. Some threads emit two outputs of a token each.
+
+    Args:
+        sums: What `multiply` has returned: for the outputs, or for their gates and what they multiply.
+        partials: Memory that all warps share: see `partial_elements`. Two blocks take turns to use it.
+        turn: The number of the block.
+        tokens: The number of tokens.
+        operands: Operands of `pm.inline`.
+        emit: emit(token, pair, values, *operands) stores the outputs 2 * pair and the one after it.
+    """
+    each = MOST_TOKENS * OUTPUTS
+    terms = len(sums)
+
+    def body(_: Any, partials: Any, turn: Any, *given: Any) -> None:
+        lane, warp, _row, _column = thread()
+        start = code.scaled(arith.andi(turn, pm.constant(1)), terms * _WARPS * each)
+        for term, own in enumerate(given[:terms]):
+            parts = code.elements(own)
+            place = code.total(start, code.scaled(warp, each), code.scaled(lane, 2), pm.constant(term * _WARPS * each))
+            for half in range(halves(tokens)):
+                pair = code.from_parts(parts[2 * half : 2 * half + 2])
+                vector.store(
+                    pair, partials, [code.index(code.total(place, pm.constant(half * each // 2)))], alignment=8
+                )
+        pm.barrier_of_warpgroups(WARPGROUPS)
+        number = pm.thread_of_program()
+        has_pair = scf.IfOp(code.is_less(number, tokens * PAIRS))
+        with ir.InsertionPoint(has_pair.then_block):
+            place = code.total(start, code.scaled(number, 2))
+            totals = []
+            for term in range(terms):
+                at = [code.total(place, pm.constant((term * _WARPS + n) * each)) for n in range(_WARPS)]
+                found = [code.load(partials, one, 2) for one in at]
+                totals.append(code.added(found))
+            values = code.parts(totals[-1])
+            if terms == 2:
+                gates = code.parts(totals[0])
+                values = [arith.mulf(code.silu(gate), value) for gate, value in zip(gates, values, strict=True)]
+            emit(arith.shrui(number, pm.constant(2)), arith.andi(number, pm.constant(3)), values, *given[terms:])
+            scf.yield_([])
+
+    pm.inline(body, (partials, ()), turn, *sums, *operands)
+
+
+def emit_sums(
+    start: int, outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], sent: Any, share: Any, row: Any
+) -> None:
+    """Sends two float32 numbers of a share, in `finish`. Each share has `size` of them."""
+    place = code.total(_place_of(token, pair, row, outputs), code.scaled(share, size), pm.constant(start))
+    messages.store(pm.address(sent, place), values)
+
+
+def emit_rounded(
+    start: int, outputs: int, dtype: Any, token: Any, pair: Any, values: Sequence[Any], sent: Any, row: Any
+) -> None:
+    """Sends two numbers in a word, in `finish`."""
+    place = _place_of(token, pair, row, outputs)
+    messages.store(code.word_address(sent, start, place), [code.word(code.rounded_pair(values, dtype))])
+
+
+def emit_result_sums(
+    outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], out: Any, share: Any, row: Any
+) -> None:
+    """Stores two sums that the chain computes, in `finish`."""
+    place = code.total(_place_of(token, pair, row, outputs), code.scaled(share, size))
+    vector.store(code.from_parts(values), out, [code.index(place)], alignment=8)
+
+
+def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: Sequence[Any], *operands: Any) -> None:
+    """Stores two results of the chain in the part to which their block belongs, in `finish`."""
+    *refs, row = operands
+    rounded, first = code.rounded_pair(values, dtype), 0
+    for part, ref in zip(parts, refs, strict=True):
+        inside = arith.subi(row, pm.constant(first))
+        is_inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, inside, pm.constant(part)))
+        with ir.InsertionPoint(is_inside.then_block):
+            vector.store(rounded, ref, [code.index(_place_of(token, pair, inside, part))], alignment=4)
+            scf.yield_([])
+        first += part
+
+
+def _place_of(token: Any, pair: Any, row: Any, length: int) -> Any:
+    """Returns the place of a token's pair of a block that begins at `row`, in [tokens, length]."""
+    return code.total(code.scaled(token, length), row, code.scaled(pair, 2))
+
+
+def thread() -> tuple[Any, Any, Any, Any]:
+    """Returns a thread's lane and warp, the row of its lane, and the first of the channels that it has of a piece."""
+    number = pm.thread_of_program()
+    lane, warp = arith.andi(number, pm.constant(31)), arith.shrui(number, pm.constant(5))
+    column = code.total(code.scaled(warp, 32), code.scaled(arith.andi(lane, pm.constant(3)), 8))
+    return lane, warp, arith.shrui(lane, pm.constant(2)), column
+
+
+def places_of(x: Vectors, first: Any, pieces: int, tokens: int) -> list[Any]:
+    """Returns where a thread's eight inputs of each piece and each of its tokens are, from the first vector on.
+
+    A token that does not exist has the inputs of the last one.
+    """
+    _lane, _warp, row, column = thread()
+    rows = [code.total(row, pm.constant(8 * half)) for half in range(halves(tokens))]
+    starts = [code.total(code.scaled(arith.minsi(r, pm.constant(tokens - 1)), x.length), first, column) for r in rows]
+    return [code.total(start, pm.constant(piece * WIDTH)) for piece in range(pieces) for start in starts]

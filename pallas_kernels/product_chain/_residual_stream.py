@@ -1,0 +1,189 @@
+"""What single threads do with the residual stream in a chain of few tokens, on Hopper GPUs.
+
+Each of 128 programs, its owners, has some channels of all tokens. It adds up what has been computed for them, and sends the
+rounded sums, and the sum of their squares, to all programs, which normalise the stream for themselves.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._pallas_mosaic import arith, ir, memref, scf, vector
+from pallas_kernels.product_chain import _fragments as fragments
+from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain import _thread_code as code
+from pallas_kernels.product_chain._schedule import OWNERS, WIDTH
+from pallas_kernels.product_chain._steps import Norm
+
+_THREADS = 256  # that multiply
+
+
+def load_norm(weight: Any, first: Any, pieces: int) -> jax.Array:
+    """Loads each thread's weights of a norm, [channels], from a channel on. Returns float32 [128 * 8 * pieces]."""
+
+    def body(_: Any, weight: Any, first: Any) -> Any:
+        _lane, _warp, _row, column = fragments.thread()
+        places = [code.total(first, column, pm.constant(piece * WIDTH)) for piece in range(pieces)]
+        loaded = [code.wide(code.load(weight, place, 8)) for place in places]
+        return (code.array([number for eight in loaded for number in code.parts(eight)]),)
+
+    return pm.inline(body, (weight, ()), first, results=[(128 * 8 * pieces, jnp.float32)])[0]
+
+
+def receive_normed(
+    x: fragments.Vectors,
+    squares: int,
+    weights: jax.Array,
+    factors: Any,
+    step: Norm,
+    pieces: int,
+    tokens: int,
+    dtype: Any,
+) -> jax.Array:
+    """Waits for the residual stream, whose parts `own` sends, and normalises it.
+
+    Args:
+        x: The residual stream. A program takes the whole of it.
+        squares: Where in x.ref each owner's sums of squares are. float32 [tokens, OWNERS]
+        weights: Weights of the norm: see `load_norm`.
+        factors: float32 memory of at least 16 numbers that all warps share.
+        step: The norm.
+        pieces: Pieces of `WIDTH` inputs.
+        tokens: The number of tokens.
+        dtype: The dtype of the normed values.
+    """
+
+    def body(_: Any, ref: Any, weights: Any, factors: Any, first: Any) -> Any:
+        f32, i32, kind = ir.F32Type.get(), pm.integer(), pm.type_of(dtype)
+        _lane, _warp, row, _column = fragments.thread()
+        places = [code.word_address(ref, x.start, at) for at in fragments.places_of(x, first, pieces, tokens)]
+        thread = pm.thread_of_program()
+        token = arith.minsi(arith.shrui(thread, pm.constant(4)), pm.constant(tokens - 1))
+        owner = code.scaled(arith.andi(thread, pm.constant(15)), OWNERS // 16)
+        start = code.total(code.scaled(token, OWNERS), owner, pm.constant(squares))
+        of_squares = [pm.address(ref, code.total(start, pm.constant(n))) for n in range(0, OWNERS // 16, 4)]
+        asked_squares, asked = messages.ask(of_squares, 4, f32), messages.ask(places, fragments.PAIRS, i32)
+        total = code.added([n for four in messages.arrived(asked_squares, of_squares, f32) for n in four])
+        for distance in (1, 2, 4, 8):
+            total = arith.addf(total, pm.exchanged(total, distance))
+        factor = code.approximate("rsqrt", arith.addf(code.over(total, x.length), code.number(step.epsilon)))
+        memref.store(factor, factors, [code.index(arith.shrui(thread, pm.constant(4)))])
+        found = messages.arrived(asked, places, i32)
+        pm.barrier_of_warpgroups(fragments.WARPGROUPS)
+        halves = fragments.halves(tokens)
+        rows = [code.total(row, pm.constant(8 * half)) for half in range(halves)]
+        own = [memref.load(factors, [code.index(each)]) for each in rows]
+        normed, of_norm, eight = [], code.elements(weights), code.vector_type(8, f32)
+        for number, words in enumerate(found):
+            piece, half = divmod(number, halves)
+            weight = arith.addf(code.splat(step.offset), code.from_parts(of_norm[8 * piece : 8 * piece + 8]))
+            value = code.wide(vector.bitcast(code.vector_type(8, kind), code.from_parts(words)))
+            scaled = arith.mulf(value, vector.broadcast(eight, own[half]))
+            normed.append(code.words(arith.truncf(code.vector_type(8, kind), arith.mulf(scaled, weight))))
+        return (pm.fragments_of_spread(normed, fragments.registers(pieces, tokens)),)
+
+    operands = (x.ref, ()), weights, (factors, ()), x.first
+    return pm.inline(body, *operands, results=[(fragments.registers(pieces, tokens), jnp.int32)])[0]
+
+
+def own_pairs(channels: int, tokens: int) -> int:
+    """Returns how many pairs of channels of the residual stream a thread of an owner has."""
+    return -(-channels // 2 // OWNERS * tokens // _THREADS)
+
+
+def load_own(stream: Any, program: Any, channels: int, tokens: int) -> jax.Array:
+    """Loads this program's part of the residual stream, [tokens * channels]. Returns float32 [256 * own_pairs]."""
+
+    def body(_: Any, stream: Any, program: Any) -> Any:
+        pairs = [code.wide(code.load(stream, place, 2)) for _, place in _own_places(program, channels, tokens)]
+        return (code.array([number for pair in pairs for number in code.parts(pair)]),)
+
+    return pm.inline(body, (stream, ()), program, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
+
+
+def own(
+    sent: Any,
+    shares: Sequence[int],
+    target: int,
+    squares: int,
+    before: jax.Array,
+    out: Any,
+    staging: Any,
+    program: Any,
+    step: Norm,
+    channels: int,
+    tokens: int,
+    dtype: Any,
+) -> jax.Array:
+    """Adds what was computed to this program's part of the residual stream, and sends the sums and their squares.
+
+    Args:
+        sent: Memory that programs share.
+        shares: Where the shares of what is added are in it. float32 [tokens, channels]
+        target: Where the sums go, two in each word.
+        squares: Where sums of squares go. float32 [tokens, OWNERS]
+        before: The part of the residual stream: see `load_own`.
+        out: Where the sums also go, [tokens * channels], or None.
+        staging: float32 memory of at least tokens * channels / 2 / OWNERS numbers that all warps share.
+        program: The program's number.
+        step: The norm.
+        channels: The channels of the residual stream.
+        tokens: The number of tokens.
+        dtype: The dtype of the residual stream.
+
+    Returns:
+        The sums, like `before`.
+    """
+    each = channels // 2 // OWNERS
+
+    def body(_: Any, sent: Any, staging: Any, before: Any, program: Any, *out: Any) -> Any:
+        f32, kind = ir.F32Type.get(), pm.type_of(dtype)
+        thread, totals, old = pm.thread_of_program(), [], code.elements(before)
+        own_places = _own_places(program, channels, tokens)
+        places = [
+            pm.address(sent, code.total(place, pm.constant(start))) for _, place in own_places for start in shares
+        ]
+        found = messages.arrived(messages.ask(places, 2, f32), places, f32)
+        for number, (pair, place) in enumerate(own_places):
+            own = found[number * len(shares) : (number + 1) * len(shares)]
+            added = [code.added([share[n] for share in own]) for n in range(2)]
+            scaled = [arith.mulf(code.number(step.scale), one) for one in added]
+            sums = [arith.addf(*both) for both in zip(old[2 * number : 2 * number + 2], scaled, strict=True)]
+            rounded = arith.truncf(code.vector_type(2, kind), code.from_parts(sums))
+            messages.store(code.word_address(sent, target, place), [code.word(rounded)])
+            if out:
+                vector.store(rounded, out[0], [code.index(place)], alignment=4)
+            totals += code.parts(code.wide(rounded))
+            memref.store(code.added([arith.mulf(x, x) for x in totals[-2:]]), staging, [code.index(pair)])
+        pm.barrier_of_warpgroups(fragments.WARPGROUPS)
+        has_token = scf.IfOp(code.is_less(thread, tokens))
+        with ir.InsertionPoint(has_token.then_block):
+            start = code.scaled(thread, each)
+            total = code.added(
+                [memref.load(staging, [code.index(code.total(start, pm.constant(n)))]) for n in range(each)]
+            )
+            place = code.total(code.scaled(thread, OWNERS), program, pm.constant(squares))
+            messages.store(pm.address(sent, place), [total])
+            scf.yield_([])
+        return (code.array(totals),)
+
+    operands = [(sent, ()), (staging, ()), before, program, *([] if out is None else [(out, ())])]
+    return pm.inline(body, *operands, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
+
+
+def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any]]:
+    """Returns the number of each of a thread's pairs of channels in the program, and its place in [tokens, channels].
+
+    Threads that are left over have the last pair, too.
+    """
+    each, found = channels // 2 // OWNERS, []
+    for turn in range(own_pairs(channels, tokens)):
+        pair = code.total(pm.thread_of_program(), pm.constant(turn * _THREADS))
+        pair = arith.minsi(pair, pm.constant(tokens * each - 1))
+        token, number = arith.divui(pair, pm.constant(each)), arith.remui(pair, pm.constant(each))
+        channel = code.scaled(code.total(number, code.scaled(program, each)), 2)
+        found.append((pair, code.total(code.scaled(token, channels), channel)))
+    return found
