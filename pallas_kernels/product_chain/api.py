@@ -26,16 +26,19 @@ def product_chain(
 ) -> tuple[Any, Float[Array, "tokens channels"] | None]:
     """Runs norms, products and mixtures of experts of tokens: each step takes what the step before has computed.
 
-    In a decode step of a single request, the time of these steps is that of reading their weights. In each launch there are
+    In a decode step of few requests, the time of these steps is that of reading their weights. In each launch there are
     about 3 us in which hardly anything is read: until its first weights arrive, and from its last ones on. "mosaic_gpu" runs
     all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
 
-    A chain of more than one token, or of fewer than `FEWEST_STEPS` steps, runs each step by an op of its own: `linear`,
-    `linear_sums`, `add_rms_norm` and `routed_experts_sums`. A gated norm is XLA's then, and does not count as a step.
+    One launch takes up to `MOST_TOKENS` tokens. With more than one, the first step must be a product or a gated norm, and
+    the last one a product, and there may be no experts. Other chains, and those of fewer than `FEWEST_STEPS` steps, run
+    each step by an op of its own: `linear`, `linear_sums`, `add_rms_norm` and `routed_experts_sums`. A gated norm is XLA's
+    then, and does not count as a step.
 
     Numerics: products are summed in float32. Gated norms, gated products, the residual stream and normed values are rounded
     to their dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which
-    depends on shapes and not on the GPU. There is no derivative.
+    depends on shapes and not on the GPU. A token's bits do not depend on other tokens. They may differ between one token,
+    several in one launch, and separate ops. There is no derivative.
 
     Args:
         x: What the first step takes. Only a norm takes shares, whose total is meant.

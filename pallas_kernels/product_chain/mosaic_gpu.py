@@ -1,4 +1,4 @@
-"""product_chain in one launch, on Hopper GPUs, with a program for each core.
+"""product_chain of one token in one launch, on Hopper GPUs, with a program for each core.
 
 One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
 what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without

@@ -400,8 +400,8 @@ OPS = {
 }
 
 
-def lower_product_chain(device, case, implementation="triton"):
-    x, steps, residual = case.arguments(lambda shape, dtype, _: array(dtype, *shape))
+def lower_product_chain(device, case, implementation="triton", tokens=1):
+    x, steps, residual = case.arguments(lambda shape, dtype, _: array(dtype, *shape), tokens)
     run = functools.partial(product_chain, parts=case.parts, implementation=implementation)
     return lower(device, run, x, steps, residual, donated=())
 
@@ -630,3 +630,12 @@ def test_weights_of_more_than_2_to_the_31_elements_have_64_bit_offsets(monkeypat
 @pytest.mark.parametrize("case", product_chain_cases.CASES, ids=lambda case: case.name)
 def test_chains_of_products_lower_by_mosaic_gpu(case):
     assert "mosaic_gpu" in lower_product_chain("NVIDIA H200", case, implementation="mosaic_gpu")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize("name", ["to a delta net", "to attention", "from a delta net"])
+def test_chains_of_several_tokens_lower_by_mosaic_gpu(name, tokens):
+    (case,) = (case for case in product_chain_cases.CASES if case.name == name)
+    text = lower_product_chain("NVIDIA H200", case, implementation="mosaic_gpu", tokens=tokens)
+    assert "product_chain_of_few_tokens" in text
