@@ -271,7 +271,7 @@ def _run(
             return [(refs.sent, ()), row], functools.partial(fragments.emit_rounded, at, outputs, dtype)
         return [(refs.sent, ()), share, row], functools.partial(fragments.emit_sums, at, outputs, size)
 
-    is_multiplying = jax.lax.axis_index(pm.WARPGROUP) < _FETCHING
+    is_multiplying = pm.axis_index(pm.WARPGROUP) < _FETCHING
     pm.when(is_multiplying)(multiply)
     pm.when(jnp.logical_not(is_multiplying))(fetch)
     pm.finish_together(refs.done)

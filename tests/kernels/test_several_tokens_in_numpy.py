@@ -1,0 +1,54 @@
+"""product_chain's launch for several tokens, all of whose programs run in NumPy, against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import programs_in_numpy
+from kernels.common import assert_close
+from kernels.test_product_chain import OF_TOKENS, drawn_clearly, whole
+
+from pallas_kernels.product_chain import _few_tokens
+from pallas_kernels.product_chain._schedule import OWNERS, schedule_of_tokens
+
+PROGRAMS = 132
+# Both halves of a thread's tokens, in full and in part, and one half alone.
+QUICK = [
+    ("parts of one block", 16),
+    ("three products", 3),
+    ("more pairs than threads", 14),
+    ("heads of 128 channels", 8),
+    ("heads of 32 channels", 9),
+]
+DEEP = [(case.name, tokens) for case in OF_TOKENS for tokens in (2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.deep) for each in DEEP if each not in QUICK)]
+)
+def test_all_programs_together_match_the_oracle(rng, monkeypatch, name, tokens):
+    (case,) = (case for case in OF_TOKENS if case.name == name)
+    (x, steps, residual), (wanted, wanted_total) = drawn_clearly(rng, case, tokens)
+    found, total = programs_in_numpy.run(monkeypatch, x, steps, residual, case.parts, PROGRAMS)
+    found = whole(tuple(found) if case.parts else jnp.asarray(found))
+    roundings, terms = 2 * len(steps), max(step.weight.shape[-1] for step in steps)
+    assert_close(found / roundings, wanted / roundings, case.dtype, terms, "results")
+    if residual is not None:
+        total = np.asarray(total, np.float64)
+        assert_close(total / roundings, wanted_total / roundings, case.dtype, terms, "residual")
+
+
+@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize("case", OF_TOKENS, ids=lambda case: case.name)
+def test_what_programs_send_has_places_of_its_own(case, tokens):
+    _, steps, _ = case.arguments(lambda shape, dtype, _: jnp.zeros(shape, dtype), tokens)
+    plan = schedule_of_tokens(steps, case.parts, 2)
+    end = 0
+    for phase, after, place in zip(plan.phases, plan.phases[1:], _few_tokens.places(plan, tokens), strict=False):
+        words = tokens * phase.outputs // 2
+        sizes = (words,) if after.norm is None else (2 * words * phase.shares, words, tokens * OWNERS)
+        starts = (place.shares, place.stream, place.squares)
+        for start, size in zip(starts, sizes, strict=False):
+            assert start == end
+            assert start % 4 == 0, "sixteen bytes are read at once"
+            end = start + size
+        assert place.end == end
