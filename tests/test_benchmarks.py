@@ -21,6 +21,7 @@ from benchmarks import (
     all_reduce,
     attention,
     bookkeeping,
+    chains,
     drawing,
     experts,
     kernel_benchmark,
@@ -47,6 +48,9 @@ from pallas_kernels.gated_delta_rule import cases as gated_delta_rule_cases
 from pallas_kernels.least_kept.cases import CASES as DRAWING_CASES
 from pallas_kernels.mixture_of_experts.cases import Case as ExpertsCase
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
+from pallas_kernels.product_chain import product_chain
+from pallas_kernels.product_chain.cases import Case as ChainCase
+from pallas_kernels.product_chain.cases import Mixture
 from pallas_kernels.rotary.cases import CASES as ROTARY_CASES
 from pallas_kernels.state_copy.config import Config as CopyConfig
 
@@ -533,6 +537,24 @@ def test_attention_benchmark_names_every_configuration_that_it_tries():
     for case in attention.DECODE_CASES + attention.PROMPT_CASES:
         paths = attention.candidates_of(case, tune=True)
         assert len(paths) == 1 + len(attention.tuned(case))
+
+
+def test_chain_benchmark_runs_every_chain_with_weights_of_its_own():
+    chain = ChainCase("small", (256, "norm", ("gated", 512), 256, "norm", 64), 512, (32, 16, 16))
+    case = chains.ChainOfTokens(chain, 3)
+    drawn = [case.draw(seed) for seed in range(2)]
+    found = chains.turn(drawn, parts=chain.parts, implementation="xla")
+    alone = [product_chain(*each, parts=chain.parts, implementation="xla") for each in drawn]
+    assert [chains.difference(out, wanted) for (out, _), (wanted, _) in zip(found, alone, strict=True)] == [0.0, 0.0]
+    assert chains.difference(found[0][0], found[1][0]) > 1
+    assert case.weight_bytes() == 2 * (256 * 512 + 1024 * 256 + 256 * 512 + 64 * 256)
+
+
+def test_chain_benchmark_counts_the_chosen_experts():
+    mixture = Mixture(routed=8, top_k=2, size=64, outputs=128)
+    case = chains.ChainOfTokens(ChainCase("experts", ("norm", mixture, "norm"), 128), 1)
+    assert case.weight_bytes() == 2 * (9 * 128 + 3 * (2 * 64 * 128 + 128 * 64))
+    assert len({case.name for case in chains.CASES}) == len(chains.CASES)
 
 
 @pytest.mark.parametrize("case", ROTARY_CASES[-2:], ids=lambda case: case.name)
