@@ -228,6 +228,11 @@ def type_of(dtype: Any) -> Any:
     return utils.dtype_to_ir_type(dtype)
 
 
+def bytes_of(kind: Any) -> int:
+    """Returns the bytes of a number of a type, in `inline`."""
+    return utils.bitwidth(kind) // 8
+
+
 def element_of_struct(struct: Any, place: int, kind: Any) -> Any:
     """Returns one of the results of `assembly`, in `inline`."""
     return llvm.extractvalue(kind, struct, [place])

@@ -80,9 +80,8 @@ def product_chain(
     given = dict(x=x.reshape(-1), weights=[cut(weight) for weight in weights], norms=[step.weight for step in norms])
     given |= dict(residual=[] if residual is None else [residual.reshape(-1)])
     given |= dict(gated=[] if gated is None else [gated.gate.reshape(-1), gated.weight.astype(jnp.float32)])
-    # What programs send each other begins as +0: see _messages.py. An array must not be empty.
-    sent = max(1, places(plan, tokens)[-1].end if len(plan.phases) > 1 else 1)
-    given |= dict(sent=jax.new_ref(jnp.zeros((sent,), jnp.float32)))
+    # What programs send each other begins as +0: see _messages.py.
+    given |= dict(sent=jax.new_ref(jnp.zeros((places(plan, tokens)[-1].end,), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
     arrays, tree = jax.tree.flatten(given)
     last = plan.phases[-1]
@@ -151,10 +150,12 @@ def _run(
         turns.append(turns[-1] + own.count)
 
     def group_of(phase: Phase, slot: Any, *shape: int) -> Any:
+        """A group of weights in shared memory."""
         return refs.blocks.at[slot, pm.slice_of(0, TOKENS_ROWS * phase.group * WIDTH)].reshape(shape)
 
-    def counter(number: int, second: bool = False) -> Any:
-        return refs.counters.at[pm.slice_of(2 * number + second, 1)]
+    def counter(number: int, *, of_owners: bool = False) -> Any:
+        """Counts the programs that have sent what a phase computes, or the owners that have added it to the stream."""
+        return refs.counters.at[pm.slice_of(2 * number + of_owners, 1)]
 
     def fetch() -> None:
         """Fetches the blocks of all phases, a few at a time."""
@@ -197,7 +198,7 @@ def _run(
             total = residual_stream.load_own(refs.residual[0], owner, phase.inputs, tokens)
         messages.listen(counter(number - 1), 3 * programs // 4)
         total = owned(number - 1, phase.norm, total)
-        messages.listen(counter(number - 1, second=True), OWNERS)
+        messages.listen(counter(number - 1, of_owners=True), OWNERS)
         stream, step = fragments.Vectors(refs.sent, at.stream, phase.inputs, first), norms[phase.norm]
         normed = residual_stream.receive_normed(
             stream, at.squares, weights, refs.factors, step, phase.pieces, tokens, dtype
@@ -224,7 +225,7 @@ def _run(
                 tokens,
                 dtype,
             )
-            messages.tell_once(counter(number, second=True))
+            messages.tell_once(counter(number, of_owners=True))
             return result
 
         return jax.lax.cond(program < OWNERS, own, lambda: total)

@@ -20,7 +20,7 @@ def word_address(ref: Any, start: Any, place: Any) -> Any:
 def load(ref: Any, place: Any, count: int) -> Any:
     """Loads 2 or 8 neighbours from memory with one axis, as a vector. Their place is a multiple of their number."""
     kind = ir.MemRefType(ref.type).element_type
-    return vector.load(vector_type(count, kind), ref, [index(place)], alignment=min(16, 2 * count))
+    return vector.load(vector_type(count, kind), ref, [index(place)], alignment=min(16, count * pm.bytes_of(kind)))
 
 
 def wide(values: Any) -> Any:

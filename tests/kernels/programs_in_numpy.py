@@ -249,6 +249,7 @@ def _fake(programs):
         constant=lambda number: value(np.full(THREADS, number, np.int32)),
         integer=lambda: np.dtype(np.int32),
         type_of=jnp.dtype,
+        bytes_of=lambda kind: np.dtype(kind).itemsize,
         address=lambda ref, index: (ref, np.asarray(index)),
         exchanged=lambda x, distance: value(x[np.arange(THREADS) ^ distance]),
         **dict.fromkeys(("wait", "arrive", "set_max_registers", "finish_together", "barrier_of_warpgroups"), nothing),
