@@ -1,8 +1,9 @@
 """Which program of product_chain's launch multiplies what, and when what it needs is fetched.
 
-Weights are cut into blocks of `ROWS` outputs. A warp multiplies one row, `WIDTH` inputs at a time. A program takes blocks
-that follow each other. If a product has many inputs, and what reads it can add up shares, programs share the inputs of each
-block, because a warp keeps the inputs in registers.
+Weights are cut into blocks of outputs. Of a single token, a block is `ROWS` rows, and a warp multiplies one of them,
+`WIDTH` inputs at a time. Of several tokens, it is `TOKENS_ROWS` rows, and all warps multiply it together. A program takes
+blocks that follow each other. If a product has many inputs, and what reads it can add up shares, programs share the inputs
+of each block, because warps keep the inputs in registers.
 
 A mixture of experts is three products: the router's, and the first and the second one of the chosen experts.
 """

@@ -38,7 +38,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Case:
-    """A chain of one token.
+    """A chain of any number of tokens.
 
     Attributes:
         name: The case's name.
