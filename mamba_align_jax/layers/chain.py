@@ -30,7 +30,7 @@ class Chain:
         self._total: jax.Array | None = None
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens."""
         return self._x.shape[-2]
 

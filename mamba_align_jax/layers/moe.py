@@ -208,7 +208,7 @@ class SharedExpertMoE(MixtureOfExperts):
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`. It continues a chain of one token."""
         choice = dict(renormalise=self.renormalise, shared=self.shared, shared_gate=True, valid=valid)
-        if isinstance(x, Chain) and x.tokens == 1 and self.experts.axis is None:
+        if isinstance(x, Chain) and x.num_tokens == 1 and self.experts.axis is None:
             weights = self.gate.weight[...], self.experts.up[...], self.experts.down[...]
             return x.experts(ExpertsStep(*weights, top_k=self.top_k, **choice))
         x = settled(x)
