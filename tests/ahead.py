@@ -12,6 +12,7 @@ does not compile, or if a step is not as it must be.
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from typing import NamedTuple
@@ -71,10 +72,12 @@ def described(name, count):
 
 
 def cases(ops):
-    """The function that lowers a case, and the case, for each case of some ops, or of all."""
+    """The function that lowers a case, and the case, for each case of some ops, or of all. Chains have 1 and 16 tokens."""
     for op, (run, named, _) in test_lowering.EVERY.items():
         for case in named if not ops or op in ops else ():
             yield run, case
+            if op == "product_chain":
+                yield functools.partial(run, tokens=16), case
 
 
 def compile_cases(name, ops, **options):
