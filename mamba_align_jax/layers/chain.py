@@ -29,11 +29,6 @@ class Chain:
         self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens."""
-        return self._x.shape[-2]
-
     def gated_norm(self, norm: GatedNorm) -> "Chain":
         """Adds a gated norm, which is the first step, and which a product follows: see `GatedNorm`."""
         self._steps += (norm,)

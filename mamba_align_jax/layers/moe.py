@@ -206,9 +206,9 @@ class SharedExpertMoE(MixtureOfExperts):
     def __call__(
         self, x: Inputs, valid: jax.Array | None = None, implementation: Implementation | None = None
     ) -> Outputs:
-        """Runs packed tokens: see `MixtureOfExperts`. It continues a chain of one token."""
+        """Runs packed tokens: see `MixtureOfExperts`. It continues a chain."""
         choice = dict(renormalise=self.renormalise, shared=self.shared, shared_gate=True, valid=valid)
-        if isinstance(x, Chain) and x.num_tokens == 1 and self.experts.axis is None:
+        if isinstance(x, Chain) and self.experts.axis is None:
             weights = self.gate.weight[...], self.experts.up[...], self.experts.down[...]
             return x.experts(ExpertsStep(*weights, top_k=self.top_k, **choice))
         x = settled(x)

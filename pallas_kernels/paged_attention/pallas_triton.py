@@ -141,7 +141,7 @@ def _attend_kernel(
         def with_next_share(own, sums, level=0):
             """Joins the sums of the last share to its group, and of groups that are complete to larger ones.
 
-            It is called before share `own` begins. `sums` are those of the last share, and of groups of each size.
+            It is called before share `own` begins. `sums` has those of the last share, and of the group of each size.
             """
             part, group, *larger = sums
             part, group = nothing, joined(group, part, interpret)

@@ -31,7 +31,7 @@ from pallas_kernels.product_chain._schedule import (
     group_elements,
     schedule_of_tokens,
 )
-from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, weights_of
+from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, gated_norm_of, norms_of, weights_of
 
 _FETCHING = fragments.WARPGROUPS  # the warpgroup that fetches
 
@@ -71,9 +71,7 @@ def product_chain(
     x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
 ) -> tuple[Any, jax.Array | None]:
     """See api.py. There are 2 to 16 tokens. The first step is a product or a gated norm, and the last one is a product."""
-    weights = [weight for step in steps for weight in weights_of(step)]
-    norms = [step for step in steps if isinstance(step, Norm)]
-    gated = steps[0] if isinstance(steps[0], GatedNorm) else None
+    weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs, tokens = weights[0].dtype, device.cores(), x.shape[0]
     plan = schedule_of_tokens(steps, parts, dtype.itemsize)
     cut = lambda weight: weight.reshape(weight.shape[0], -1, WIDTH)  # copies have at most 256 elements along an axis
@@ -100,7 +98,7 @@ def product_chain(
         _run(refs, plan, gated, norms, parts, dtype, programs, tokens)
 
     terms = max(phase.terms for phase in plan.phases)
-    heads = 0 if gated is None else plan.phases[0].pieces * MOST_TOKENS * 8
+    heads = 0 if gated is None else fragments.head_elements(plan.phases[0].pieces)
     results = pm.kernel(
         body,
         out_type=tuple(out),
@@ -140,6 +138,7 @@ def _run(
     program = pm.axis_index("program")
     owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
     phases, slots = plan.phases, jnp.int32(plan.slots)
+    enough = 3 * programs // 4  # programs that have told
     work = [phase.work(program, programs) for phase in phases]
     where = places(plan, tokens)
     groups = [phase.terms * (phase.pieces // phase.group) for phase in phases]  # that make a block of outputs
@@ -189,14 +188,14 @@ def _run(
             return fragments.load_gated(x, gate, weight, refs.partials, gated, phase.pieces, tokens), total
         at = where[number - 1]
         if phase.norm is None:
-            messages.listen(counter(number - 1), 3 * programs // 4)
+            messages.listen(counter(number - 1), enough)
             sent = fragments.Vectors(refs.sent, at.shares, phase.inputs, first)
             return fragments.receive(sent, phase.pieces, tokens), total
         # What is there already is loaded before anything is waited for.
         weights = residual_stream.load_norm(refs.norms[phase.norm], first, phase.pieces)
         if total is None:
             total = residual_stream.load_own(refs.residual[0], owner, phase.inputs, tokens)
-        messages.listen(counter(number - 1), 3 * programs // 4)
+        messages.listen(counter(number - 1), enough)
         total = owned(number - 1, phase.norm, total)
         messages.listen(counter(number - 1, of_owners=True), OWNERS)
         stream, step = fragments.Vectors(refs.sent, at.stream, phase.inputs, first), norms[phase.norm]

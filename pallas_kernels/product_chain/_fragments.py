@@ -28,8 +28,24 @@ _SUMS = 4  # of the same outputs, so that products need not wait for each other
 PAIRS = OUTPUTS // 2  # of a token's outputs in a block
 
 
+class Thread(NamedTuple):
+    """A thread's place.
+
+    Attributes:
+        lane: Its place in its warp.
+        warp: The warp's place in the program.
+        row: A quarter of the lane: the first of its tokens, and the output by whose weights it multiplies.
+        column: The first of the eight inputs that it has of each piece.
+    """
+
+    lane: Any
+    warp: Any
+    row: Any
+    column: Any
+
+
 class Vectors(NamedTuple):
-    """A vector of each token in the GPU's memory, or a part of each.
+    """Vectors in the GPU's memory, one for each token, of which a program may take a part.
 
     Attributes:
         ref: The memory, with one axis. Its elements are those of the vectors, or 32 bits for two of them.
@@ -59,6 +75,11 @@ def partial_elements(terms: int) -> int:
     return 2 * terms * _WARPS * MOST_TOKENS * OUTPUTS
 
 
+def head_elements(pieces: int) -> int:
+    """Returns the float32 numbers of shared memory that `load_gated` needs."""
+    return pieces * MOST_TOKENS * _WARPS
+
+
 def load(x: Vectors, pieces: int, tokens: int) -> jax.Array:
     """Loads the inputs of all threads. See `registers`."""
 
@@ -76,7 +97,7 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
         x: The vectors.
         gate: The gates, like x.ref.
         weight: Weights of a head. float32 [channels of a head]
-        heads: float32 memory of at least pieces * 128 numbers that all warps share.
+        heads: Memory that all warps share: see `head_elements`.
         step: The gated norm.
         pieces: Pieces of `WIDTH` inputs.
         tokens: The number of tokens.
@@ -88,11 +109,11 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
         at = places_of(x, first, pieces, tokens)
         kind = ir.MemRefType(ref.type).element_type
         values, gates = ([code.load(each, place, 8) for place in at] for each in (ref, gate))
-        _lane, warp, row, column = thread()
-        weights = code.load(weight, arith.andi(column, pm.constant(dim - 1)), 8)
+        here = thread()
+        weights = code.load(weight, arith.andi(here.column, pm.constant(dim - 1)), 8)
         stored = lambda n, warp: code.index(
             code.total(
-                code.scaled(row, _WARPS), warp, pm.constant((n // halves(tokens)) * 128 + n % halves(tokens) * 64)
+                code.scaled(here.row, _WARPS), warp, pm.constant((n // halves(tokens)) * 128 + n % halves(tokens) * 64)
             )
         )
         for number, value in enumerate(values):
@@ -100,9 +121,9 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
             total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.mulf(wide, wide))
             for distance in (1, 2):
                 total = arith.addf(total, pm.exchanged(total, distance))
-            memref.store(total, heads, [stored(number, warp)])
+            memref.store(total, heads, [stored(number, here.warp)])
         pm.barrier_of_warpgroups(WARPGROUPS)
-        first_warp = arith.andi(warp, pm.constant(_WARPS - warps))
+        first_warp = arith.andi(here.warp, pm.constant(_WARPS - warps))
         found = []
         for number, (value, closed) in enumerate(zip(values, gates, strict=True)):
             sums = [memref.load(heads, [stored(number, code.total(first_warp, pm.constant(n)))]) for n in range(warps)]
@@ -134,9 +155,10 @@ def receive(x: Vectors, pieces: int, tokens: int) -> jax.Array:
 
 
 def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: int) -> jax.Array:
-    """Multiplies some of this warp's inputs by its weights. Returns float32 [512], four sums of each thread.
+    """Multiplies some of this warp's inputs by its weights.
 
-    The sums are those of the tokens `lane // 4` and `lane // 4 + 8`, and of the outputs `lane % 4 * 2` and the one after it.
+    Each thread has four sums in the result, float32 [512]: those of the tokens `lane // 4` and `lane // 4 + 8`, and of the
+    outputs `lane % 4 * 2` and the one after it.
 
     Args:
         block: The weights, in shared memory. [OUTPUTS, pieces * WIDTH]
@@ -147,10 +169,10 @@ def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: in
     """
 
     def body(_: Any, block: Any, x: Any) -> Any:
-        _lane, _warp, row, column = thread()
+        here = thread()
         held, kind = list(x.registers.flat)[first_piece * halves(tokens) :], ir.MemRefType(block.type).element_type
-        columns = [code.index(code.total(column, pm.constant(piece * WIDTH))) for piece in range(pieces)]
-        load = lambda at: vector.load(code.vector_type(8, kind), block, [code.index(row), at], alignment=16)
+        columns = [code.index(code.total(here.column, pm.constant(piece * WIDTH))) for piece in range(pieces)]
+        load = lambda at: vector.load(code.vector_type(8, kind), block, [code.index(here.row), at], alignment=16)
         weights = [code.parts(code.words(load(at))) for at in columns]
         zeros, sums = [pm.constant(0)] * 4, [[code.number(0.0)] * 4 for _ in range(_SUMS)]
         for piece, right in enumerate(weights):
@@ -198,11 +220,13 @@ def finish(
     terms = len(sums)
 
     def body(_: Any, partials: Any, turn: Any, *given: Any) -> None:
-        lane, warp, _row, _column = thread()
+        here = thread()
         start = code.scaled(arith.andi(turn, pm.constant(1)), terms * _WARPS * each)
         for term, own in enumerate(given[:terms]):
             parts = code.elements(own)
-            place = code.total(start, code.scaled(warp, each), code.scaled(lane, 2), pm.constant(term * _WARPS * each))
+            place = code.total(
+                start, code.scaled(here.warp, each), code.scaled(here.lane, 2), pm.constant(term * _WARPS * each)
+            )
             for half in range(halves(tokens)):
                 pair = code.from_parts(parts[2 * half : 2 * half + 2])
                 vector.store(
@@ -270,20 +294,22 @@ def _place_of(token: Any, pair: Any, row: Any, length: int) -> Any:
     return code.total(code.scaled(token, length), row, code.scaled(pair, 2))
 
 
-def thread() -> tuple[Any, Any, Any, Any]:
-    """Returns a thread's lane and warp, the row of its lane, and the first of the channels that it has of a piece."""
+def thread() -> Thread:
+    """Returns this thread's place."""
     number = pm.thread_of_program()
     lane, warp = arith.andi(number, pm.constant(31)), arith.shrui(number, pm.constant(5))
     column = code.total(code.scaled(warp, 32), code.scaled(arith.andi(lane, pm.constant(3)), 8))
-    return lane, warp, arith.shrui(lane, pm.constant(2)), column
+    return Thread(lane, warp, arith.shrui(lane, pm.constant(2)), column)
 
 
 def places_of(x: Vectors, first: Any, pieces: int, tokens: int) -> list[Any]:
-    """Returns where a thread's eight inputs of each piece and each of its tokens are, from the first vector on.
+    """Returns the places of a thread's inputs: for each piece, and for each of its tokens, that of the first of eight.
 
-    A token that does not exist has the inputs of the last one.
+    Places are counted from the first vector on. A token that does not exist has the inputs of the last one.
     """
-    _lane, _warp, row, column = thread()
-    rows = [code.total(row, pm.constant(8 * half)) for half in range(halves(tokens))]
-    starts = [code.total(code.scaled(arith.minsi(r, pm.constant(tokens - 1)), x.length), first, column) for r in rows]
+    here = thread()
+    rows = [code.total(here.row, pm.constant(8 * half)) for half in range(halves(tokens))]
+    starts = [
+        code.total(code.scaled(arith.minsi(r, pm.constant(tokens - 1)), x.length), first, here.column) for r in rows
+    ]
     return [code.total(start, pm.constant(piece * WIDTH)) for piece in range(pieces) for start in starts]

@@ -55,7 +55,7 @@ def ask(places: Sequence[Any], pack: int, kind: Any) -> list[list[Any]]:
         kind: The numbers' type, which has 32 bits.
 
     Returns:
-        The numbers of each place.
+        A list of numbers for each place.
     """
     # A plain load is faster than a relaxed one. It may miss what has been sent, which `arrived` then reads.
     text, letter = f"{_load(pack, pack, '.global')};", _letter(kind)
@@ -142,23 +142,18 @@ def send(ref: Any, numbers: jax.Array) -> None:
 
 def tell(counter: Any) -> None:
     """Adds the four warps to a counter, int32 [1], when each gets here. What they have sent may arrive later."""
-
-    def body(_: Any, counter: Any) -> None:
-        lane, _warp = _lane_and_warp()
-        text = "{.reg .pred first; setp.eq.s32 first, $1, 0; @first red.relaxed.gpu.add.u32 [$0], 1;}"
-        pm.assembly(text, "l,r", None, [pm.address(counter, pm.constant(0)), lane])
-
-    pm.inline(body, (counter, ()))
+    pm.inline(lambda _, counter: _count_if_zero(counter, _lane_and_warp()[0]), (counter, ()))
 
 
 def tell_once(counter: Any) -> None:
     """Adds one to a counter, int32 [1], when the program's first warp gets here. What it has sent may arrive later."""
+    pm.inline(lambda _, counter: _count_if_zero(counter, pm.thread_of_program()), (counter, ()))
 
-    def body(_: Any, counter: Any) -> None:
-        text = "{.reg .pred first; setp.eq.s32 first, $1, 0; @first red.relaxed.gpu.add.u32 [$0], 1;}"
-        pm.assembly(text, "l,r", None, [pm.address(counter, pm.constant(0)), pm.thread_of_program()])
 
-    pm.inline(body, (counter, ()))
+def _count_if_zero(counter: Any, number: Any) -> None:
+    """Adds one to a counter in those threads whose number is 0, in `pm.inline`."""
+    text = "{.reg .pred first; setp.eq.s32 first, $1, 0; @first red.relaxed.gpu.add.u32 [$0], 1;}"
+    pm.assembly(text, "l,r", None, [pm.address(counter, pm.constant(0)), number])
 
 
 def listen(counter: Any, enough: int) -> None:

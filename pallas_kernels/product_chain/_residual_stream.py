@@ -25,8 +25,8 @@ def load_norm(weight: Any, first: Any, pieces: int) -> jax.Array:
     """Loads each thread's weights of a norm, [channels], from a channel on. Returns float32 [128 * 8 * pieces]."""
 
     def body(_: Any, weight: Any, first: Any) -> Any:
-        _lane, _warp, _row, column = fragments.thread()
-        places = [code.total(first, column, pm.constant(piece * WIDTH)) for piece in range(pieces)]
+        start = code.total(first, fragments.thread().column)
+        places = [code.total(start, pm.constant(piece * WIDTH)) for piece in range(pieces)]
         loaded = [code.wide(code.load(weight, place, 8)) for place in places]
         return (code.array([number for eight in loaded for number in code.parts(eight)]),)
 
@@ -58,7 +58,7 @@ def receive_normed(
 
     def body(_: Any, ref: Any, weights: Any, factors: Any, first: Any) -> Any:
         f32, i32, kind = ir.F32Type.get(), pm.integer(), pm.type_of(dtype)
-        _lane, _warp, row, _column = fragments.thread()
+        row = fragments.thread().row
         places = [code.word_address(ref, x.start, at) for at in fragments.places_of(x, first, pieces, tokens)]
         thread = pm.thread_of_program()
         token = arith.minsi(arith.shrui(thread, pm.constant(4)), pm.constant(tokens - 1))
@@ -175,7 +175,7 @@ def own(
 
 
 def _own_places(program: Any, channels: int, tokens: int) -> list[tuple[Any, Any]]:
-    """Returns the number of each of a thread's pairs of channels in the program, and its place in [tokens, channels].
+    """Returns, for each pair of channels that a thread has, its number in the program and its place in [tokens, channels].
 
     Threads that are left over have the last pair, too.
     """

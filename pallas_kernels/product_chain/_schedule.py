@@ -17,7 +17,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels._pallas_mosaic import pack_of_spread
-from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Product, Step, weights_of
+from pallas_kernels.product_chain._steps import (
+    Experts,
+    GatedNorm,
+    Norm,
+    Product,
+    Step,
+    gated_norm_of,
+    norms_of,
+    weights_of,
+)
 
 # In a step, a launch by Mosaic GPU begins about 4 us later than one by Triton. A step that needs no launch saves about 3 us.
 FEWEST_STEPS = 4
@@ -32,6 +41,7 @@ _FEW_PIECES = 12  # more are divided into shares, if they can be
 _MAX_SLOTS = 10  # blocks in shared memory
 _MAX_ROWS = 16  # of a block
 _MAX_GROUP = 5  # pieces that are fetched at once, if there are several tokens
+_SUMS_BYTES = 20_480  # shared memory for sums of warps, if there are several tokens
 _THREADS = 128  # of a warpgroup
 
 
@@ -209,7 +219,7 @@ def schedule(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int
 def schedule_of_tokens(steps: Sequence[Step], parts: tuple[int, ...] | None, itemsize: int) -> Schedule:
     """Returns the schedule of a chain of several tokens. A block is fetched in groups of pieces: see `Phase.group`."""
     phases = _phases(steps, parts, TOKENS_ROWS)
-    return _with_slots(phases, steps, group_elements(phases) * itemsize, 20_480)
+    return _with_slots(phases, steps, group_elements(phases) * itemsize, _SUMS_BYTES)
 
 
 def _with_slots(phases: tuple[Phase, ...], steps: Sequence[Step], slot_bytes: int, other_bytes: int) -> Schedule:
@@ -266,25 +276,28 @@ def unsupported(
     """Returns why one launch cannot run a chain, or None if it can."""
     others = _without_gated_norm(steps)
     multiplied = [step for step in others if not isinstance(step, Norm)]
-    if x.shape[-2] != 1:
-        return _unsupported_tokens(x, steps, residual, parts, programs)
+    is_one = x.shape[-2] == 1
+    reason = None if is_one else _unsupported_tokens(x, others, residual, programs)
+    if reason is not None:
+        return reason
     if len(others) < 2 or not multiplied:
         return f"there must be a product and another step, got {len(others)} steps"
-    dtypes = {jnp.dtype(weight.dtype) for step in multiplied for weight in weights_of(step)}
+    dtypes = {jnp.dtype(weight.dtype) for weight in weights_of(multiplied)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"all weights must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
+    rows, normed, most_pieces = (ROWS, _THREADS, _MAX_PIECES) if is_one else (TOKENS_ROWS, WIDTH, _FEW_PIECES)
     channels = x.shape[-1]
     for number, step in enumerate(steps):
         if isinstance(step, GatedNorm):
             continue
         if isinstance(step, Norm):
-            if channels % _THREADS:
-                return f"a norm must have a multiple of {_THREADS} channels, got {channels}"
+            if channels % normed:
+                return f"a norm must have a multiple of {normed} channels, got {channels}"
             continue
         if channels % WIDTH:
             return f"a product must have a multiple of {WIDTH} inputs, got {channels}"
-        if step.outputs % ROWS:
-            return f"a product must have a multiple of {ROWS} outputs, got {step.outputs}"
+        if step.outputs % rows:
+            return f"a product must have a multiple of {rows} outputs, got {step.outputs}"
         if isinstance(step, Experts):
             around = steps[max(number - 1, 0)], steps[min(number + 1, len(steps) - 1)]
             if not all(isinstance(each, Norm) for each in around):
@@ -294,50 +307,39 @@ def unsupported(
         elif step.is_gated and number + 1 == len(steps):
             return "the last product must not be gated"
         channels = step.outputs
-    if parts is not None and any(part % ROWS for part in parts):
-        return f"parts must be multiples of {ROWS}, got {list(parts)}"
-    phases = schedule(steps, parts, 2).phases
+    if parts is not None and any(part % rows for part in parts):
+        return f"parts must be multiples of {rows}, got {list(parts)}"
+    phases = (schedule if is_one else schedule_of_tokens)(steps, parts, 2).phases
     for phase in phases:
-        if phase.pieces > _MAX_PIECES or phase.shares > programs:
+        if phase.pieces > most_pieces or phase.shares > programs:
             return f"a product has too many inputs, {phase.inputs}"
-    return _unsupported_heads(steps[0].weight.shape[0], phases[0]) if isinstance(steps[0], GatedNorm) else None
+    gated = gated_norm_of(steps)
+    if gated is None:
+        return None
+    dim = gated.weight.shape[0]
+    if is_one:
+        return _unsupported_heads(dim, phases[0])
+    is_right = dim in (32, 64, 128, 256)
+    return None if is_right else f"heads of a gated norm must have 32, 64, 128 or 256 channels, got {dim}"
 
 
 def _unsupported_tokens(
-    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None, programs: int
+    x: jax.Array, others: Sequence[Product | Norm | Experts], residual: jax.Array | None, programs: int
 ) -> str | None:
-    """Returns why one launch cannot run a chain of several tokens, or None if it can."""
-    tokens = x.shape[-2]
-    if not 2 <= tokens <= MOST_TOKENS:
-        return f"there must be 1 to {MOST_TOKENS} tokens, got {tokens}"
-    others = _without_gated_norm(steps)
-    products = [step for step in others if isinstance(step, Product)]
-    if len(others) < 2 or not all(isinstance(others[end], Product) for end in (0, -1)):
+    """Returns what only one launch of several tokens cannot run, or None. `others` are the steps without a gated norm."""
+    if x.shape[-2] > MOST_TOKENS:
+        return f"there must be 1 to {MOST_TOKENS} tokens, got {x.shape[-2]}"
+    if not others or not all(isinstance(others[end], Product) for end in (0, -1)):
         return "of several tokens, the first and the last step must be products"
     if any(isinstance(step, Experts) for step in others):
         return "experts must have one token"
-    arrays = [x, *(step.weight for step in products), *([] if residual is None else [residual])]
-    dtypes = {jnp.dtype(array.dtype) for array in arrays}
-    dtypes |= {jnp.dtype(step.out_dtype) for step in others if isinstance(step, Norm) and step.out_dtype}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
-        return f"all arrays of several tokens must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
-    for step in products:
-        outputs, inputs = step.outputs, step.weight.shape[1]
-        if inputs % WIDTH or outputs % TOKENS_ROWS:
-            return f"a product must have multiples of {WIDTH} inputs and {TOKENS_ROWS} outputs, got {inputs}, {outputs}"
-    if products[-1].is_gated:
-        return "the last product must not be gated"
-    if any(isinstance(step, Norm) and step.weight.shape[0] % WIDTH for step in others):
-        return f"a norm must have a multiple of {WIDTH} channels"
-    if programs < OWNERS and len(others) > len(products):
+    norms = norms_of(others)
+    dtypes = {jnp.dtype(array.dtype) for array in (x, *weights_of(others), *([] if residual is None else [residual]))}
+    dtypes |= {jnp.dtype(norm.out_dtype) for norm in norms if norm.out_dtype}
+    if len(dtypes) > 1:
+        return f"all arrays of several tokens must have one dtype, got {sorted(map(str, dtypes))}"
+    if norms and programs < OWNERS:
         return f"norms of several tokens need {OWNERS} cores, got {programs}"
-    if parts is not None and any(part % TOKENS_ROWS for part in parts):
-        return f"parts must be multiples of {TOKENS_ROWS}, got {list(parts)}"
-    for phase in schedule_of_tokens(steps, parts, 2).phases:
-        if phase.pieces > _FEW_PIECES or phase.shares > programs:
-            return f"a product has too many inputs, {phase.inputs}"
-    if isinstance(steps[0], GatedNorm) and steps[0].weight.shape[0] not in (32, 64, 128, 256):
-        return f"heads of a gated norm must have 32, 64, 128 or 256 channels, got {steps[0].weight.shape[0]}"
     return None
 
 

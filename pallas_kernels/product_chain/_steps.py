@@ -1,5 +1,6 @@
 """The steps of a chain: gated norms, products with weights, norms of the residual stream, and mixtures of experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -112,11 +113,25 @@ class Experts:
         return self.top_k + self.shared
 
 
-def weights_of(step: "Step") -> tuple[jax.Array, ...]:
-    """Returns the weights of a step's products, in the order in which they are multiplied."""
-    if isinstance(step, Product):
-        return (step.weight,)
-    return (step.router, step.up, step.down) if isinstance(step, Experts) else ()
+def weights_of(steps: "Sequence[Step]") -> list[jax.Array]:
+    """Returns the weights of a chain's products, in the order in which they are multiplied."""
+    weights: list[jax.Array] = []
+    for step in steps:
+        if isinstance(step, Product):
+            weights.append(step.weight)
+        elif isinstance(step, Experts):
+            weights += [step.router, step.up, step.down]
+    return weights
+
+
+def norms_of(steps: "Sequence[Step]") -> list[Norm]:
+    """Returns the norms of a chain, without the gated one."""
+    return [step for step in steps if isinstance(step, Norm)]
+
+
+def gated_norm_of(steps: "Sequence[Step]") -> GatedNorm | None:
+    """Returns the gated norm that a chain begins with, if it does."""
+    return steps[0] if isinstance(steps[0], GatedNorm) else None
 
 
 Step: TypeAlias = GatedNorm | Product | Norm | Experts

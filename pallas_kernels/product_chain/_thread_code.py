@@ -41,9 +41,7 @@ def word(pair: Any) -> Any:
 
 def rounded_pair(values: Sequence[Any], dtype: Any) -> Any:
     """Returns a vector of two float32 numbers, rounded to a dtype."""
-    return arith.truncf(
-        vector_type(2, pm.type_of(dtype)), vector.from_elements(vector_type(2, ir.F32Type.get()), values)
-    )
+    return arith.truncf(vector_type(2, pm.type_of(dtype)), from_parts(values))
 
 
 def parts(x: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from pallas_kernels import device
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._choice import choose
 from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, weights_of
+from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, gated_norm_of, norms_of, weights_of
 
 _WARPGROUPS = 2
 # What is kept of a token's choice of experts, and the barrier that tells that it is there.
@@ -32,9 +32,7 @@ def product_chain(
     x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
 ) -> tuple[Any, jax.Array | None]:
     """See api.py. There is one token."""
-    weights = [weight for step in steps for weight in weights_of(step)]
-    norms = [step for step in steps if isinstance(step, Norm)]
-    gated = steps[0] if isinstance(steps[0], GatedNorm) else None
+    weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs = weights[0].dtype, device.cores()
     plan = schedule(steps, parts, dtype.itemsize)
     cut = lambda weight: weight.reshape(*weight.shape[:-1], -1, WIDTH)  # copies have at most 256 elements along an axis

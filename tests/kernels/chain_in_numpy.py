@@ -9,9 +9,9 @@ import numpy as np
 from oracles.layers import silu
 from oracles.ops import gated_rms_norm
 
-from pallas_kernels.product_chain import GatedNorm, Norm
+from pallas_kernels.product_chain import GatedNorm
 from pallas_kernels.product_chain._schedule import WIDTH, schedule
-from pallas_kernels.product_chain._steps import weights_of
+from pallas_kernels.product_chain._steps import norms_of, weights_of
 
 
 def float64(x):
@@ -21,8 +21,7 @@ def float64(x):
 def run(x, steps, residual, parts, programs):
     """Returns what the last step computes, [results] or [shares, results], and the residual stream."""
     plan = schedule(steps, parts, 2)
-    norms = [step for step in steps if isinstance(step, Norm)]
-    weights = [float64(weight) for step in steps for weight in weights_of(step)]
+    norms, weights = norms_of(steps), [float64(weight) for weight in weights_of(steps)]
     value = float64(x).reshape(-1, x.shape[-1])
     total = None if residual is None else float64(residual)[0]
     if isinstance(steps[0], GatedNorm):

@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.product_chain import GatedNorm, Norm, _few_tokens, _fragments, _messages, _residual_stream
+from pallas_kernels.product_chain import _few_tokens, _fragments, _messages, _residual_stream
 from pallas_kernels.product_chain import _thread_code as code
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS, WIDTH, schedule_of_tokens
-from pallas_kernels.product_chain._steps import weights_of
+from pallas_kernels.product_chain._steps import gated_norm_of, norms_of, weights_of
 
 THREADS = 256
 PATIENCE = 60  # seconds after which programs that wait for each other have failed
 
 
 class VectorType:
-    """The type of vectors, and what makes one of a type that a value says it has."""
+    """The type of vectors. `VectorType(x.type)` is the type of the vector x, as in MLIR."""
 
     def __init__(self, shape, kind=None):
         self.shape, self.kind = (shape.shape, shape.kind) if isinstance(shape, VectorType) else (shape, kind)
@@ -70,7 +70,6 @@ class Ref:
         self.array = array
 
     shape = property(lambda self: self.array.shape)
-    size = property(lambda self: self.array.size)
     type = property(lambda self: SimpleNamespace(element_type=self.array.dtype, shape=self.array.shape))
     at = property(lambda self: self)
 
@@ -133,7 +132,7 @@ class Programs:
             self.changed.notify_all()
 
 
-def _arithmetic(programs):
+def _arithmetic():
     same = lambda function: lambda x, y: value(function(x, y))
     unsigned = lambda x: np.asarray(x).astype(np.uint32)
     compare = lambda predicate, x, y: predicate(np.asarray(x), np.asarray(y))
@@ -231,7 +230,7 @@ def _fake(programs):
         return Held(list(registers))
 
     nothing, original = lambda *arguments, **options: None, _few_tokens.pm
-    ir, arith, vector = _types(), _arithmetic(programs), _vectors(programs)
+    ir, arith, vector = _types(), _arithmetic(), _vectors(programs)
     load = lambda ref, index: value(ref.array[programs.running(index[0])])
     memref = SimpleNamespace(load=load, store=store)
     scf = SimpleNamespace(IfOp=lambda condition: SimpleNamespace(then_block=condition), yield_=nothing)
@@ -274,10 +273,9 @@ def run(monkeypatch, x, steps, residual, parts, number_of_programs):
     monkeypatch.setattr(code, "approximate", lambda name, x: value(APPROXIMATIONS[name](np.asarray(x))))
 
     tokens = x.shape[0]
-    weights = [np.asarray(weight) for step in steps for weight in weights_of(step)]
+    weights = [np.asarray(weight) for weight in weights_of(steps)]
     dtype = weights[0].dtype
-    norms = [step for step in steps if isinstance(step, Norm)]
-    gated = steps[0] if isinstance(steps[0], GatedNorm) else None
+    norms, gated = norms_of(steps), gated_norm_of(steps)
     plan = schedule_of_tokens(steps, parts, 2)
     groups = sum(phase.blocks * phase.terms * phase.pieces // phase.group for phase in plan.phases)
     plan = plan._replace(slots=groups + 1, depth=2)

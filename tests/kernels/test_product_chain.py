@@ -341,8 +341,10 @@ def test_short_chains_are_separate_launches_unless_one_is_named(monkeypatch):
         (dict(tokens=17), "there must be 1 to 16 tokens, got 17"),
         (dict(tokens=2, steps=(256, "norm")), "the first and the last step must be products"),
         (dict(tokens=2, steps=(256, "norm", Mixture(8, 2, 256, 256), "norm", 256)), "experts must have one token"),
-        (dict(tokens=2, dtype="float32"), "all arrays of several tokens must be bfloat16 or all float16"),
-        (dict(tokens=2, steps=(260, "norm", 256)), "multiples of 256 inputs and 8 outputs, got 256, 260"),
+        (dict(tokens=2, dtype="float32"), r"all weights must be bfloat16 or all float16, got \['float32'\]"),
+        (dict(tokens=2, steps=(260, "norm", 256)), "a product must have a multiple of 8 outputs, got 260"),
+        (dict(tokens=2, inputs=500), "a product must have a multiple of 256 inputs, got 500"),
+        (dict(tokens=2, steps=(384, "norm", 256)), "a norm must have a multiple of 256 channels, got 384"),
         (dict(tokens=2, steps=(256, ("gated", 256))), "the last product must not be gated"),
         (dict(tokens=2, steps=(256, "norm", 264), parts=(260, 4)), r"parts must be multiples of 8, got \[260, 4\]"),
         (dict(tokens=2, inputs=3328, steps=(256, 256)), "a product has too many inputs, 3328"),
@@ -367,6 +369,21 @@ def test_what_one_launch_cannot_run_is_refused(rng, changes, message):
     case = Case("refused", **(dict(steps=(256, "norm", 256), inputs=256) | changes))
     with pytest.raises(UnsupportedError, match=message):
         product_chain(*draw(rng, case, tokens), parts=case.parts, implementation="mosaic_gpu")
+
+
+def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng):
+    x, steps, residual = draw(rng, OF_TOKENS[1], 2)
+    reason = functools.partial(_schedule.unsupported, parts=None)
+    assert reason(x, steps, residual, programs=132) is None
+    mixed = "all arrays of several tokens must have one dtype, got ['bfloat16', 'float32']"
+    norm = changed(steps[1], out_dtype="float32")
+    for arguments in (
+        (x.astype("float32"), steps, residual),
+        (x, steps, residual.astype("float32")),
+        (x, (steps[0], norm, *steps[2:]), residual),
+    ):
+        assert reason(*arguments, programs=132) == mixed
+    assert reason(x, steps, residual, programs=114) == "norms of several tokens need 128 cores, got 114"
 
 
 @pytest.mark.parametrize(
