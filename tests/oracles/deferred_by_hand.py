@@ -14,7 +14,8 @@ from kernels import threads_in_numpy
 from kernels.threads_in_numpy import Ref
 
 from pallas_kernels.gated_delta_rule.deferred import weights
-from pallas_kernels.gated_delta_rule.deferred.weights import Factors, Gate, Group, Inputs, Results, sizes
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
+from pallas_kernels.gated_delta_rule.deferred.weights import Gate, Group, Inputs, Results
 
 
 def wide(array):
