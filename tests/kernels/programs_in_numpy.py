@@ -1,8 +1,10 @@
 """Runs all programs of product_chain's launch for several tokens in NumPy, all threads of a program at once.
 
-Each program is a Python thread, so programs wait for each other as they do on a GPU. What fetches weights runs before what
-multiplies by them, with a place in shared memory for each group. So this shows that a kernel's logic is right: what is
-fetched, multiplied, sent and received. It does not show that places are used again at the right time.
+Each program is a Python thread, so programs wait for each other as they do on a GPU. One runs at a time, until it waits. If
+many compiled the same operation of JAX at once, one might read what another one has half written to JAX's cache. What
+fetches weights runs before what multiplies by them, with a place in shared memory for each group. So this shows that a
+kernel's logic is right: what is fetched, multiplied, sent and received. It does not show that places are used again at the
+right time.
 
 A value is an array with a number or a vector per thread. The tensor core's product is written down from NVIDIA's PTX ISA.
 """
@@ -102,7 +104,7 @@ class Programs:
         self.local.blocks = self.local.blocks[:-1]
 
     def arrived(self, _asked, places, kind):
-        """Waits until none of the numbers is +0."""
+        """Waits until none of the numbers is +0. Other programs run meanwhile."""
         deadline = time.monotonic() + PATIENCE
 
         def read(place):
@@ -110,26 +112,24 @@ class Programs:
             return ref.array[index[:, None] + np.arange(pack)]
 
         asked = [(*place, pack) for place, pack in zip(places, _asked, strict=True)]
-        with self.changed:
-            while not all((read(place).view(np.int32) != 0).all() for place in asked):
-                assert not self.has_failed, "another program has failed"
-                assert time.monotonic() < deadline, "a program waits for what nobody sends"
-                self.changed.wait(0.5)
-            found = [read(place).view(kind) for place in asked]
+        while not all((read(place).view(np.int32) != 0).all() for place in asked):
+            assert not self.has_failed, "another program has failed"
+            assert time.monotonic() < deadline, "a program waits for what nobody sends"
+            self.changed.wait(0.5)
+        found = [read(place).view(kind) for place in asked]
         return [[value(numbers[:, n]) for n in range(numbers.shape[1])] for numbers in found]
 
     def store(self, place, numbers):
         """Sends numbers, +0 as -0. What is there already must be the same."""
         (ref, index), here = place, self.mask()
         words = ref.array.view(np.int32)
-        with self.changed:
-            for n, number in enumerate(numbers):
-                bits = np.broadcast_to(np.asarray(number), THREADS).astype(np.asarray(number).dtype).view(np.int32)
-                bits = np.where(bits == 0, np.int32(-(2**31)), bits)[here]
-                before = words[index[here] + n]
-                assert ((before == 0) | (before == bits)).all(), "a number is sent twice"
-                words[index[here] + n] = bits
-            self.changed.notify_all()
+        for n, number in enumerate(numbers):
+            bits = np.broadcast_to(np.asarray(number), THREADS).astype(np.asarray(number).dtype).view(np.int32)
+            bits = np.where(bits == 0, np.int32(-(2**31)), bits)[here]
+            before = words[index[here] + n]
+            assert ((before == 0) | (before == bits)).all(), "a number is sent twice"
+            words[index[here] + n] = bits
+        self.changed.notify_all()
 
 
 def _arithmetic():
@@ -305,7 +305,7 @@ def run(monkeypatch, x, steps, residual, parts, number_of_programs):
         refs.done = None
         programs.local.program = number
         try:
-            with jax.disable_jit():
+            with programs.changed, jax.disable_jit():
                 for warpgroup in (_fragments.WARPGROUPS, 0):
                     programs.local.warpgroup = warpgroup
                     _few_tokens._run(refs, plan, gated, norms, parts, dtype, number_of_programs, tokens)
