@@ -139,9 +139,10 @@ def _attend_kernel(
             count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
 
         def with_next_share(own, sums, level=0):
-            """Joins the sums of the last share to its group, and of groups that are complete to larger ones.
+            """Joins the sums of the last share to its group, and those of each complete group to the next larger one.
 
-            It is called before share `own` begins. `sums` has those of the last share, and of the group of each size.
+            The loop calls it before share `own` begins. `sums` holds the sums of the last share, and then those of one group
+            of each size, from the smallest on.
             """
             part, group, *larger = sums
             part, group = nothing, joined(group, part, interpret)

@@ -109,8 +109,7 @@ def store(place: Any, numbers: Sequence[Any]) -> None:
         place: The address of the first one. It is a multiple of their bytes.
         numbers: int32 or float32 numbers of this thread. If all bits of one are 0, its sign is set instead.
     """
-    kind = ir.IntegerType.get_signless(32)
-    bits = [arith.bitcast(kind, number) for number in numbers]
+    bits = [arith.bitcast(pm.integer(), number) for number in numbers]
     is_zero = [arith.cmpi(arith.CmpIPredicate.eq, each, pm.constant(0)) for each in bits]
     sent = [arith.select(*pair) for pair in zip(is_zero, [pm.constant(-(2**31))] * len(bits), bits, strict=True)]
     names = [f"${number + 1}" for number in range(len(sent))]
