@@ -6,7 +6,8 @@ of eight rows, swizzled (`tiled`), or their left operand from registers. Kernels
 The file has more than 400 lines, so that all that may change with JAX is in one place.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -198,6 +199,22 @@ def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
     return arith.bitcast(x.type, found)
 
 
+def from_lane(x: Any, lane: int) -> Any:
+    """Returns the float32 number of one lane of the warp, in `inline`. All threads of the warp must take part."""
+    bits = arith.bitcast(ir.IntegerType.get_signless(32), x)
+    found = nvvm.shfl_sync(constant(-1), bits, constant(lane), constant(31), nvvm.ShflKind.idx)
+    return arith.bitcast(x.type, found)
+
+
+@contextlib.contextmanager
+def only_if(condition: Any) -> Iterator[None]:
+    """Makes what is written in it code that only threads run which meet a condition, in `inline`."""
+    branch = scf.IfOp(condition)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
 def inline_of_warps(body: Callable[..., None], value: jax.Array, ref: Any) -> None:
     """Runs code of single threads on `ref`, an array in the GPU's memory, and on an array with a number for each warp."""
     plgpu.inline_mgpu(arg_types=(_by_warp().reduce(1), plgpu.RefType(())))(body)(value, ref)
@@ -211,6 +228,12 @@ def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any],
 def address(ref: Any, index: Any) -> Any:
     """Returns the address of an element of an array of one axis, in `inline`."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], ir.MemRefType(ref.type).element_type)
+
+
+def address_in_row(ref: Any, row: Any, column: Any) -> Any:
+    """Returns the address of an element of an array of two axes, or of a part of one, in `inline`."""
+    stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+    return address(ref, arith.addi(arith.muli(row, constant(stride)), column))
 
 
 def constant(number: int) -> Any:

@@ -4,8 +4,6 @@ The eight warps of two warpgroups multiply a block of eight outputs together. Of
 the lanes of a row take eight each, which follow each other. A lane holds its inputs of the tokens `lane // 4` and
 `lane // 4 + 8`, and multiplies by its weights of the output `lane // 4`. The tensor core's instruction wants inputs and
 weights in the same order, whichever it is, so eight weights are read at once and used as they are.
-
-Sources: the registers of the instruction are those of "mma.m16n8k16" in NVIDIA's PTX ISA, section "Matrix fragments".
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_mosaic import arith, ir, memref, scf, vector
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, memref, vector
 from pallas_kernels.product_chain import _messages as messages
-from pallas_kernels.product_chain import _thread_code as code
 from pallas_kernels.product_chain._schedule import MOST_TOKENS, WIDTH
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS as OUTPUTS
 from pallas_kernels.product_chain._steps import GatedNorm
@@ -181,21 +179,10 @@ def multiply(block: Any, x: jax.Array, first_piece: int, pieces: int, tokens: in
             for turn in range(2):
                 left = [words[2 * turn + n] for n in range(2) for words in (first, second)]
                 own = (2 * piece + turn) % _SUMS
-                sums[own] = _multiply_tile(sums[own], left, right[2 * turn : 2 * turn + 2], kind)
+                sums[own] = code.multiply_tile(sums[own], left, right[2 * turn : 2 * turn + 2], kind)
         return (code.array([code.added(each) for each in zip(*sums, strict=True)]),)
 
     return pm.inline(body, (block, ()), x, results=[(512, jnp.float32)])[0]
-
-
-def _multiply_tile(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any], kind: Any) -> list[Any]:
-    """Adds a product of tiles to four sums, on tensor cores: 16 tokens, 16 inputs, 8 outputs."""
-    f32, name = ir.F32Type.get(), "bf16" if isinstance(kind, ir.BF16Type) else "f16"
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
-    text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    found = pm.assembly(text, constraints, result, [*left, *right, *sums], has_effects=False)
-    return [pm.element_of_struct(found, place, f32) for place in range(4)]
 
 
 def finish(
@@ -234,8 +221,7 @@ def finish(
                 )
         pm.barrier_of_warpgroups(WARPGROUPS)
         number = pm.thread_of_program()
-        has_pair = scf.IfOp(code.is_less(number, tokens * PAIRS))
-        with ir.InsertionPoint(has_pair.then_block):
+        with pm.only_if(code.is_less(number, tokens * PAIRS)):
             place = code.total(start, code.scaled(number, 2))
             totals = []
             for term in range(terms):
@@ -247,7 +233,6 @@ def finish(
                 gates = code.parts(totals[0])
                 values = [arith.mulf(code.silu(gate), value) for gate, value in zip(gates, values, strict=True)]
             emit(arith.shrui(number, pm.constant(2)), arith.andi(number, pm.constant(3)), values, *given[terms:])
-            scf.yield_([])
 
     pm.inline(body, (partials, ()), turn, *sums, *operands)
 
@@ -282,10 +267,8 @@ def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: 
     rounded, first = code.rounded_pair(values, dtype), 0
     for part, ref in zip(parts, refs, strict=True):
         inside = arith.subi(row, pm.constant(first))
-        is_inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, inside, pm.constant(part)))
-        with ir.InsertionPoint(is_inside.then_block):
+        with pm.only_if(arith.cmpi(arith.CmpIPredicate.ult, inside, pm.constant(part))):
             vector.store(rounded, ref, [code.index(_place_of(token, pair, inside, part))], alignment=4)
-            scf.yield_([])
         first += part
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_mosaic import arith, ir, memref, scf, vector
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, memref, vector
 from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain import _messages as messages
-from pallas_kernels.product_chain import _thread_code as code
 from pallas_kernels.product_chain._schedule import OWNERS, WIDTH
 from pallas_kernels.product_chain._steps import Norm
 
@@ -159,15 +159,13 @@ def own(
             totals += code.parts(code.wide(rounded))
             memref.store(code.added([arith.mulf(x, x) for x in totals[-2:]]), staging, [code.index(pair)])
         pm.barrier_of_warpgroups(fragments.WARPGROUPS)
-        has_token = scf.IfOp(code.is_less(thread, tokens))
-        with ir.InsertionPoint(has_token.then_block):
+        with pm.only_if(code.is_less(thread, tokens)):
             start = code.scaled(thread, each)
             total = code.added(
                 [memref.load(staging, [code.index(code.total(start, pm.constant(n)))]) for n in range(each)]
             )
             place = code.total(code.scaled(thread, OWNERS), program, pm.constant(squares))
             messages.store(pm.address(sent, place), [total])
-            scf.yield_([])
         return (code.array(totals),)
 
     operands = [(sent, ()), (staging, ()), before, program, *([] if out is None else [(out, ())])]

@@ -103,6 +103,7 @@ class Sequences:
         operands = *(packed(x) for x in (self.qkv, self.a, self.b)), self.A_log, self.dt_bias, *arrays, LAYER, *rows
         options |= gate | dict(max_query_tokens=max_query_tokens, use_qk_l2norm=kind.l2norm)
         if implementation == "by hand":
+            options.pop("config", None)
             return deferred_by_hand.gated_delta_rule_deferred(*operands, **options, scale=self.scale)
         return gated_delta_rule_deferred(*operands, **how(implementation), **options)
 

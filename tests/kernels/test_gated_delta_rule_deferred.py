@@ -101,7 +101,7 @@ def how_they_run(kinds):
 @pytest.mark.parametrize(
     ("kind", "implementation"),
     how_they_run(KINDS)
-    + [(kind, "by hand") for kind in KINDS if kind.dims not in ("odd", "narrow")]
+    + [(kind, "by hand") for kind in MOSAIC_GPU_KINDS]
     + [pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_KINDS],
     ids=str,
 )
@@ -175,6 +175,32 @@ def assert_rows_match_the_oracle(rng, kind, implementation):
         for slot, place in places:
             now[LAYER, slot, :, place] = before[LAYER, slot, :, place]
         np.testing.assert_array_equal(now.view(np.uint8), before.view(np.uint8))
+
+
+@pytest.mark.parametrize("implementation", [*EVERY, "by hand"])
+@pytest.mark.parametrize("position", [14, 20])
+def test_a_row_of_nan_leaves_the_next_one_alone(rng, position, implementation):
+    """The next row began in the middle of a group, whose end it crosses, or it folds the group."""
+    skip_if_unavailable(implementation)
+    kind, known, count = Kind("64 x 128", "bfloat16"), position - 5, 4
+    sequences = Sequences(rng, kind, [2, known + count])
+    pool = dirty_pool(rng, kind.pool_shape, kind.state, (1, 2))
+    rings, ints = dirty_rings(kind), lambda *values: jnp.asarray(values, jnp.int32)
+    places = [(5 + t) % (2 * kind.length) for t in range(known)]
+    for ring in rings:
+        ring[LAYER, 1][:, places] = -0.25
+    tokens = [(0, 0), (0, 1), *((1, known + t) for t in range(count))]
+    rows = pack([2, count]), ints(0, 1), ints(0, 5), ints(0, position), ints(1, 2), ints(0, 3)
+    arrays, results = (pool, *map(jnp.asarray, rings)), []
+    for wrong in (False, True):
+        if wrong:
+            for inputs in (sequences.qkv, sequences.a, sequences.b):
+                inputs[0] = np.full_like(inputs[0], np.nan)
+        out, after, *kept = sequences.call(tokens, arrays, rows, implementation)
+        results.append((exact(out)[2:], exact(after)[LAYER, 3], *(exact(ring)[LAYER, 1] for ring in kept)))
+    for finite, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, finite)
+    assert np.isfinite(results[1][0]).all()
 
 
 @pytest.mark.deep

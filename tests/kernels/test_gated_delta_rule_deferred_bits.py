@@ -32,13 +32,14 @@ CASES = [
     *((kind, implementation) for kind in BITS + KDA_BITS for implementation in ("xla", "interpret")),
     *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in BITS + KDA_BITS),
     *(pytest.param(kind, "mosaic_gpu", marks=pytest.mark.gpu) for kind in MOSAIC_GPU_BITS),
+    (MOSAIC_GPU_BITS[0], "by hand"),
 ]
 
 
 # One kind of each decay, and for Mosaic GPU, which has no decay per key channel, of the other one.
 OF_EACH = [(kind, implementation) for kind in (BITS[0], KDA_BITS[0]) for implementation in ("xla", "interpret")]
 OF_EACH += [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in (BITS[0], KDA_BITS[0])]
-OF_EACH += [pytest.param(MOSAIC_GPU_BITS[0], "mosaic_gpu", marks=pytest.mark.gpu)]
+OF_EACH += [pytest.param(MOSAIC_GPU_BITS[0], "mosaic_gpu", marks=pytest.mark.gpu), (MOSAIC_GPU_BITS[0], "by hand")]
 
 
 @pytest.mark.usefixtures("optimized_programs")

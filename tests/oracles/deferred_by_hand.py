@@ -1,6 +1,7 @@
-"""The Mosaic GPU kernel of deferred states in NumPy: what follows the launch of `weights`, which runs interpreted.
+"""The Mosaic GPU kernel of deferred states in NumPy: the code of its threads, and what follows it in float64.
 
-No CPU can interpret that kernel. This has its steps, in float64, so what the two launches hand over is tested anywhere.
+No CPU can interpret that kernel. What `weights.py` writes for single threads runs here as it is, on arrays of all threads.
+What the kernel does with values is written down again.
 """
 
 import itertools
@@ -8,8 +9,13 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from kernels import threads_in_numpy
+from kernels.threads_in_numpy import Ref
 
-from pallas_kernels.gated_delta_rule.deferred.weights import Factors, sizes, weights
+from pallas_kernels.gated_delta_rule.deferred import weights
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
+from pallas_kernels.gated_delta_rule.deferred.weights import Gate, Group, Inputs, Results
 
 
 def wide(array):
@@ -21,28 +27,48 @@ def gated_delta_rule_deferred(
     fold_block, *, max_query_tokens, lower_bound, allow_neg_eigval, scale, use_qk_l2norm,
 ):  # fmt: skip
     """Takes the arguments of the op, and returns its results."""
-    vectors, places = sizes(max_query_tokens, ring_k.shape[3] // 2)
-    given = weights(
-        qkv, a, b, A_log, dt_bias, ring_k, ring_g, jnp.int32(layer), query_start_loc, slot, base, position, fold_block,
-        vectors=vectors, gate=dict(lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval), scale=scale,
-        use_qk_l2norm=use_qk_l2norm, interpret=True,
-    )  # fmt: skip
-    pool, ring_u = np.array(pool), np.array(ring_u)
+    gate = Gate(lower_bound, allow_neg_eigval, scale, use_qk_l2norm)
+    qkv, a, b, A_log, dt_bias = map(np.asarray, (qkv, a, b, A_log, dt_bias))
+    pool, ring_k, ring_u, ring_g = (np.array(x) for x in (pool, ring_k, ring_u, ring_g))
     out = np.zeros((qkv.shape[0], *pool.shape[2:4]), qkv.dtype)
     starts, length = np.asarray(query_start_loc), ring_k.shape[3] // 2
+    heads, (key_heads, key_dim) = pool.shape[2], (ring_k.shape[2], ring_k.shape[4])
+    vectors, places = sizes(max_query_tokens, length)
+    row_bytes = 256 // pool.dtype.itemsize
     blocks = zip(*(map(int, each) for each in (slot, base, position, read_block, fold_block)), strict=True)
     for row, (own, before, first, read, fold_to) in enumerate(blocks):
-        boundary = (before // length + 1) * length
-        if starts[row] == starts[row + 1] and (first < boundary or not fold_to):
+        boundary, count = (before // length + 1) * length, starts[row + 1] - starts[row]
+        if not count and (first < boundary or not fold_to):
             continue
-        for head in range(pool.shape[2]):
-            key_head = head // (pool.shape[2] // ring_k.shape[2])
+        folds = max(first, first + count - 1) >= boundary
+        for head in range(heads):
+            key_head = head // (heads // key_heads)
+            channels = lambda n: slice(n * key_dim, (n + 1) * key_dim)
+            inputs = Inputs(
+                *(Ref(qkv[:, channels(n)]) for n in (key_head, key_heads + key_head)),
+                *(Ref(x[:, head]) for x in (a, b)),
+                *(Ref(x[head : head + 1]) for x in (A_log, dt_bias)),
+                Ref(ring_k[layer, own, key_head]),
+                Ref(ring_g[layer, own, head]),
+            )  # fmt: skip
+            results = Results(
+                Ref(dirty_tiles(vectors, key_dim, row_bytes, qkv.dtype)),
+                Ref(np.full((2, vectors, places), np.nan, np.float32)),
+                Ref(np.full(Factors.of(vectors, places).size, np.nan, np.float32)),
+                Ref(dirty_tiles(places, key_dim, 2 * places, qkv.dtype)),
+                row_bytes,
+            )
+            groups = [(boundary - length, before)] + [(boundary, boundary)] * bool(first + count > boundary)
+            for number, (start, low) in enumerate(groups):
+                group = Group(start, low, start % (2 * length), starts[row], count, first)
+                keeps_keys = np.bool_(head % (heads // key_heads) == 0)
+                compute(number, inputs, group, gate, results, np.bool_(folds), keeps_keys, np.bool_(True))
             program = SimpleNamespace(
-                weight=wide(given["weight"][row, head]),
-                factors=wide(given["factors"][row, head]),
-                x=wide(given["x"][row, key_head]),
-                fold_k=wide(given["fold_k"][row, key_head]),
-                values=wide(qkv)[starts[row] : starts[row + 1], -pool.shape[2] * pool.shape[3] :],
+                weight=wide(results.weight.array),
+                factors=wide(results.factors.array),
+                x=wide(plain(results.x.array)),
+                fold_k=wide(plain(results.fold.array)),
+                values=wide(qkv)[starts[row] : starts[row + 1], -heads * pool.shape[3] :],
                 ring=ring_u[layer, own, head],
                 out=out[starts[row] : starts[row + 1], head],
                 at=Factors.of(vectors, places),
@@ -53,7 +79,31 @@ def gated_delta_rule_deferred(
             folded = run(program, state, before, boundary, pool.dtype)
             if first >= boundary and fold_to:
                 pool[layer, fold_to, head] = folded
-    return jnp.asarray(out), jnp.asarray(pool), given["ring_k"], jnp.asarray(ring_u), given["ring_g"]
+    return tuple(map(jnp.asarray, (out, pool, ring_k, ring_u, ring_g)))
+
+
+def compute(*arguments):
+    """Runs `store_weights` in NumPy."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        threads = threads_in_numpy.Threads()
+        threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), (weights,))
+        weights.store_weights(*arguments)
+
+
+def dirty_tiles(rows, columns, row_bytes, dtype):
+    """NaN in tiles of eight rows of so many bytes."""
+    width = row_bytes // np.dtype(dtype).itemsize
+    return np.full((rows // 8, columns // width, 8, width), np.nan, dtype)
+
+
+def plain(tiles):
+    """Returns a tiled array as rows. In row r of a tile, place p has the part p ^ (r * bytes of a row // 128)."""
+    rows, columns, _, width = tiles.shape
+    parts = width // 8
+    cut = tiles.reshape(rows, columns, 8, parts, 8)
+    swap = np.arange(8) * 2 * width // 128 % parts
+    back = np.stack([cut[:, :, r, np.arange(parts) ^ swap[r]] for r in range(8)], axis=2)
+    return back.transpose(0, 2, 1, 3, 4).reshape(8 * rows, columns * width)
 
 
 def run(program, state, base, boundary, dtype):

@@ -16,7 +16,7 @@ from pallas_kernels._dot import dot, pieces
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule.deferred.weights import Factors, sizes
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 _WARPS = 4

@@ -1,8 +1,8 @@
 """Deferred states on Hopper GPUs. A program has 64 value dims of one head of one row, and all keys of them.
 
 The state is in registers, in pieces of bfloat16, and is the left operand of the product with the row's vectors. A fold has
-the same layout there, so no value changes its place between memory and the product. What no value is needed for comes from
-a launch before this one (weights.py). Many programs share a multiprocessor and hide each other's waiting.
+the same layout there, so no value changes its place between memory and the product. While the state is on its way, single
+threads compute what no value is needed for (weights.py). Many programs share a multiprocessor and hide each other's waiting.
 """
 
 import functools
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule.deferred.weights import Factors, sizes, weights
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
+from pallas_kernels.gated_delta_rule.deferred.weights import Gate, Group, Inputs, Results, store_weights
 
 _VALUES = 64  # value dims of a program: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections
+_TOGETHER = 8  # corrections that are copied together, if any of them is needed
 
 
 def unsupported(qkv: jax.Array, a: jax.Array, pool: jax.Array, ring_u: jax.Array) -> str | None:
@@ -42,14 +44,16 @@ def _kernel(
     read_blocks,
     fold_blocks,
     qkv,
-    x,
-    weight,
-    factors,
-    fold_k,
+    a,
+    b,
+    A_log,
+    dt_bias,
     pool,
+    ring_k,
     ring_u,
+    ring_g,
     out,
-    state_tile,
+    state_tiles,
     x_tile,
     u_tiles,
     fold_tile,
@@ -58,22 +62,23 @@ def _kernel(
     factor_tile,
     new_tile,
     loaded,
-    fold_loaded,
+    state_loaded,
     *,
     max_query_tokens: int,
     count: int,
+    gate: Gate,
 ):
     """Handles one row, one value head, and 64 of its value dims.
 
-    The arguments up to `out` are the arrays of `gated_delta_rule_deferred` and of `weights`. Those named "tile" are shared
-    memory: the state [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values],
-    the keys of the fold [places, keys], the tokens' values, which become outputs [tokens, values], the weights [groups,
-    vectors, places], the factors, and the new corrections [tokens, values]. The barriers tell when copies have arrived.
-    A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count` pieces of bfloat16.
+    The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are shared memory: the state
+    [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values], the keys of the
+    fold [places, keys], the tokens' values, which become outputs [tokens, values], the weights [groups, vectors, places],
+    the factors, and the new corrections [tokens, values]. Barriers tell when copies have arrived. A row has at most
+    `max_query_tokens` tokens, and float32 values are multiplied in `count` pieces of bfloat16.
     """
     row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
-    value_heads, key_heads = pool.shape[2], x.shape[1]
+    value_heads, key_heads = pool.shape[2], ring_k.shape[2]
     vectors, places = x_tile.shape[0], fold_tile.shape[0]
     at = Factors.of(vectors, places)
     tile = pm.SWIZZLE // pool.dtype.itemsize  # keys in a step of a product
@@ -85,7 +90,8 @@ def _kernel(
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
     dims = pm.slice_of(part * _VALUES, _VALUES)
-    key_head = jax.lax.div(head, jnp.int32(value_heads // key_heads))
+    key_head, key_channels = jax.lax.div(head, jnp.int32(value_heads // key_heads)), key_heads * key_dim
+    folds = jnp.maximum(position, position + tokens - 1) >= boundary
     place, vector = pm.columns((_VALUES, places)), pm.columns((_VALUES, vectors))
 
     def place_of(position):
@@ -96,26 +102,45 @@ def _kernel(
 
         @pm.when(read != NULL_BLOCK)
         def _():
-            pm.copy_in(pool.at[layer, read, head, dims], state_tile, loaded)
+            for n, keys in enumerate(tiles):
+                pm.copy_in(pool.at[layer, read, head, dims, keys], state_tiles.at[n], state_loaded.at[n])
 
         @pm.when(read == NULL_BLOCK)
         def _():
-            state_tile[...] = pm.zeros((_VALUES, key_dim), pool.dtype)
+            for n in range(len(tiles)):
+                state_tiles[n] = pm.zeros((_VALUES, tile), pool.dtype)
             pm.commit()
-            pm.arrive(loaded)
+            for n in range(len(tiles)):
+                pm.arrive(state_loaded.at[n])
 
-        pm.copy_in(x.at[row, key_head], x_tile, loaded)
-        pm.copy_in(weight.at[row, head], weight_tile, loaded)
-        pm.copy_in(factors.at[row, head], factor_tile, loaded)
-        channel = qkv.shape[1] - value_heads * value_dim + head * value_dim + part * _VALUES
+        channel = 2 * key_channels + head * value_dim + part * _VALUES
         # The copy has a fixed size. What it brings from after the row's end is not used.
         pm.copy_in(qkv.at[pm.slice_of(start, vectors // 2), pm.slice_of(channel, _VALUES)], v_tile, loaded)
         for n, first in enumerate((first_group, boundary)):
-            entries = pm.slice_of(place_of(first), length)
-            pm.copy_in(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n], loaded)
+            for place in range(0, length, _TOGETHER):
+                fetch_corrections(n, first, place)
 
-    def state_at(keys):
-        return pm.load(state_tile.at[:, keys])
+    def fetch_corrections(n, first, place):
+        """Starts the copy of some of a group's corrections, if any of them are those of entries."""
+        some = pm.slice_of(place, _TOGETHER)
+        entries = pm.slice_of(place_of(first) + place, _TOGETHER)
+        is_needed = first + place < position
+        pm.when(is_needed)(lambda: pm.copy_in(ring_u.at[layer, slot, head, entries, dims], u_tiles.at[n, some], loaded))
+        pm.when(jnp.logical_not(is_needed))(lambda: pm.arrive(loaded))
+
+    def compute_weights(n, first, low):
+        """Computes what the values are multiplied by in a group."""
+        here = pm.slice_of(head, 1)
+        queries, keys = (qkv.at[:, pm.slice_of(channel + key_head * key_dim, key_dim)] for channel in (0, key_channels))
+        inputs = Inputs(
+            queries, keys, a.at[:, head], b.at[:, head], A_log.at[here], dt_bias.at[here], ring_k.at[layer, slot, key_head],
+            ring_g.at[layer, slot, head],
+        )  # fmt: skip
+        group = Group(first, low, place_of(first), start, tokens, position)
+        is_first = part == 0
+        keeps_keys = is_first & (jax.lax.rem(head, jnp.int32(value_heads // key_heads)) == 0)
+        results = Results(x_tile, weight_tile, factor_tile, fold_tile, 2 * pm.SWIZZLE // pool.dtype.itemsize)
+        store_weights(n, inputs, group, gate, results, folds, keeps_keys, is_first)
 
     def operands(state):
         """Returns a state's pieces, the smallest first, so that larger products do not round them away."""
@@ -123,9 +148,15 @@ def _kernel(
             return [state]
         return pieces(state.astype(jnp.float32), count)[::-1]
 
-    def times_vectors():
-        """Multiplies the state with the row's vectors. Returns [values, vectors]."""
-        steps = [lambda keys=keys: (operands(state_at(keys)), x_tile.at[:, keys].T) for keys in tiles]
+    def times_vectors(is_on_its_way):
+        """Multiplies the state, which may be on its way still, with the row's vectors. Returns [values, vectors]."""
+
+        def step(n, keys):
+            if is_on_its_way:
+                pm.wait(state_loaded.at[n])
+            return operands(pm.load(state_tiles.at[n])), x_tile.at[:, keys].T
+
+        steps = [functools.partial(step, n, keys) for n, keys in enumerate(tiles)]
         return pm.multiply((_VALUES, vectors), steps)
 
     def corrections(n, first, low, high):
@@ -137,7 +168,7 @@ def _kernel(
         """Runs the tokens in the group that starts at `first`. Returns the group's corrections."""
         of_state = factor_tile.at[pm.slice_of(at.of_state + n * vectors, vectors)]
         of_state = pm.along_columns(pm.load_per_column(of_state), _VALUES)
-        from_state = of_state * times_vectors()
+        from_state = of_state * times_vectors(is_on_its_way=n == 0)
 
         def of_vector(index):
             """Returns what the state and the corrections give for a vector, [values]."""
@@ -178,34 +209,37 @@ def _kernel(
         weight = factor_tile.at[pm.slice_of(at.fold, places)]
         weighted = u * pm.along_columns(pm.load_per_column(weight), _VALUES)
         left, decay = pieces(weighted, count)[::-1], factor_tile[at.decay]
-        for keys in tiles:
+        for n, keys in enumerate(tiles):
             added = pm.multiply((_VALUES, tile), [lambda keys=keys: (left, fold_tile.at[:, keys])])
-            state_tile[:, keys] = (decay * state_at(keys).astype(jnp.float32) + added).astype(pool.dtype)
+            state_tiles[n] = (decay * pm.load(state_tiles.at[n]).astype(jnp.float32) + added).astype(pool.dtype)
         pm.commit()
 
     @pm.when((tokens > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
     def _():
         fetch()
-        folds = jnp.maximum(position, position + tokens - 1) >= boundary
-
-        @pm.when(folds)
-        def _():
-            pm.copy_in(fold_k.at[row, key_head], fold_tile, fold_loaded)
-
+        compute_weights(0, first_group, base)
+        reaches_next = position + tokens > boundary
+        pm.when(reaches_next)(lambda: compute_weights(1, boundary, boundary))
         pm.wait(loaded)
         old = corrections(0, first_group, base, position)
-        u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), lambda: old)
+
+        def wait_for_state():
+            for n in range(len(tiles)):
+                pm.wait(state_loaded.at[n])
+            return old
+
+        u = jax.lax.cond(position < boundary, lambda: run_tokens(0, first_group, old), wait_for_state)
 
         @pm.when(folds)
         def _():
-            pm.wait(fold_loaded)
             fold(u)
 
             @pm.when((position >= boundary) & (fold_to != NULL_BLOCK))
             def _():
-                pm.copy_out(state_tile, pool.at[layer, fold_to, head, dims])
+                for n, keys in enumerate(tiles):
+                    pm.copy_out(state_tiles.at[n], pool.at[layer, fold_to, head, dims, keys])
 
-            @pm.when(position + tokens > boundary)
+            @pm.when(reaches_next)
             def _():
                 run_tokens(1, boundary, corrections(1, boundary, boundary, position))
 
@@ -245,42 +279,50 @@ def gated_delta_rule_deferred(
     fold_block: jax.Array,
     *,
     max_query_tokens: int,
-    **options: Any,
+    gate: dict[str, Any],
+    scale: float,
+    use_qk_l2norm: bool,
 ) -> tuple[jax.Array, ...]:
-    """Launches both kernels. See api.py."""
+    """Launches the kernel. See api.py."""
     value_heads, value_dim, key_dim = pool.shape[2:]
     vectors, places = sizes(max_query_tokens, ring_k.shape[3] // 2)
-    rows = query_start_loc, slot, base, position
-    given = weights(qkv, a, b, A_log, dt_bias, ring_k, ring_g, layer, *rows, fold_block, vectors=vectors, **options)
-    pools = jax.new_ref(pool), jax.new_ref(ring_u)
-    count = 3 if pool.dtype == jnp.float32 else 2
+    updated = [jax.new_ref(x) for x in (pool, ring_k, ring_u, ring_g)]
+    count, tile = 3 if pool.dtype == jnp.float32 else 2, pm.SWIZZLE // pool.dtype.itemsize
+    options = dict(max_query_tokens=max_query_tokens, count=count)
     out = pm.kernel(
-        functools.partial(_kernel, max_query_tokens=max_query_tokens, count=count),
+        functools.partial(_kernel, **options, gate=Gate(**gate, scale=scale, use_qk_l2norm=use_qk_l2norm)),
         out_type=jax.ShapeDtypeStruct((qkv.shape[0], value_heads, value_dim), qkv.dtype),
         grid=(slot.shape[0], value_heads, value_dim // _VALUES),
         grid_names=("row", "head", "part"),
         scratch_types=[
-            pm.tiled(_VALUES, key_dim, dtype=pool.dtype),
+            pm.tiled(key_dim // tile, _VALUES, tile, dtype=pool.dtype),
             # A step of a product has as many keys as a row of a state's tile.
             pm.tiled(vectors, key_dim, dtype=qkv.dtype, swizzle=2 * pm.SWIZZLE // pool.dtype.itemsize),
             pm.shared((2, places, _VALUES), ring_u.dtype),
             pm.tiled(places, key_dim, dtype=qkv.dtype, swizzle=2 * places),
             pm.shared((vectors // 2, _VALUES), qkv.dtype),
             pm.shared((2, vectors, places), jnp.float32),
-            pm.shared((given["factors"].shape[2],), jnp.float32),
+            pm.shared((Factors.of(vectors, places).size,), jnp.float32),
             pm.shared((max_query_tokens, _VALUES), ring_u.dtype),
-            pm.Barrier(num_arrivals=7),
-            pm.Barrier(),
+            # Values, and the corrections of two groups.
+            pm.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
+            # Each step of a product waits for its own part of the state.
+            pm.Barrier(num_barriers=key_dim // tile),
         ],
         kernel_name="gated_delta_rule_deferred",
     )(
         layer.reshape(1),
-        *rows,
+        query_start_loc,
+        slot,
+        base,
+        position,
         read_block,
         fold_block,
         qkv,
-        *(given[name] for name in ("x", "weight", "factors", "fold_k")),
-        *pools,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        *updated,
     )
-    pool, ring_u = (jax.freeze(each) for each in pools)
-    return out, pool, given["ring_k"], ring_u, given["ring_g"]
+    return out, *(jax.freeze(each) for each in updated)

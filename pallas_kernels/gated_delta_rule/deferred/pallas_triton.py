@@ -17,6 +17,7 @@ from pallas_kernels._dot import dot, operand
 from pallas_kernels._pallas_triton import Lanes, Refs
 from pallas_kernels._tiles import iota, key_lanes
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.deferred._factors import sizes
 from pallas_kernels.gated_delta_rule.deferred.channel_weights import channel_weights
 from pallas_kernels.gated_delta_rule.deferred.config import (
     ChannelConfig,
@@ -25,7 +26,6 @@ from pallas_kernels.gated_delta_rule.deferred.config import (
     default_config,
 )
 from pallas_kernels.gated_delta_rule.deferred.values import values as run_values
-from pallas_kernels.gated_delta_rule.deferred.weights import sizes
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
 
 

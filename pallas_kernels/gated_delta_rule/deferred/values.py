@@ -14,8 +14,8 @@ from pallas_kernels import _pallas_triton as pt
 from pallas_kernels._pallas_triton import Refs
 from pallas_kernels._tiles import iota
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors
 from pallas_kernels.gated_delta_rule.deferred.config import ChannelConfig
-from pallas_kernels.gated_delta_rule.deferred.weights import Factors
 
 
 def _kernel(refs: Refs, *, config: ChannelConfig, interpret: bool) -> None:

@@ -1,209 +1,371 @@
-"""The Triton kernel that runs before the Mosaic GPU kernel: everything that needs only keys, queries and gates.
+"""What the Mosaic GPU kernel multiplies values by: everything that needs only keys, queries and gates of a row and head.
 
-It has one program per row and key head. It also stores the keys and log decays of the call's tokens in the ring.
+Single threads compute it while the row's state is on its way. A warp has eight places of a group. Its lanes load the keys of
+places and the keys and queries of the row's tokens from where they are, multiply them on tensor cores, and add up the log
+decays between a place and a token, one after the other and in the order of the places. So a sum does not depend on how many
+tokens come with a call.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels.gated_delta_rule.deferred._factors import Factors
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
-from pallas_kernels import _pallas_triton as pt
-from pallas_kernels._dot import dot, pieces
-from pallas_kernels._pallas_triton import Refs
-from pallas_kernels._tiles import BLOCK, iota, key_lanes
-from pallas_kernels.blocks import NULL_BLOCK
-from pallas_kernels.gated_delta_rule.xla import L2_EPSILON, gates
-
-_WARPS = 2
+_PIECE = 32  # keys of a vector that the four lanes of a row have, eight each
+_ROWS = 8  # places that a warp has, and tokens in a tile of the product, which also has their queries
 
 
-def sizes(max_query_tokens: int, length: int) -> tuple[int, int]:
-    """Returns the number of vectors and of places in tiles, for groups of `length` tokens.
+class Gate(NamedTuple):
+    """How gates and factors of vectors are computed: see the arguments of `gated_delta_rule_deferred`."""
 
-    Half of the vectors are keys, the others are queries. Their number does not follow the number of tokens up to eight, so
-    that decode and verify rows run the same instructions.
-    """
-    return max(2 * pt.power_of_two(max_query_tokens), BLOCK), max(pt.power_of_two(length), BLOCK)
+    lower_bound: float | None
+    allow_neg_eigval: bool
+    scale: float
+    use_qk_l2norm: bool
 
 
-class Factors(NamedTuple):
-    """The index at which each kind of factor begins along the last axis of the array `factors`.
+class Inputs(NamedTuple):
+    """References to the inputs of one head, in the GPU's memory.
 
     Attributes:
-        of_state: The factors of the state, [groups, vectors].
-        of_key: For keys those of the token's own correction, [groups, vectors].
-        fold: Those of the corrections in a fold of group 0, [places].
-        decay: That of the state in this fold.
-        size: The length of the axis, a multiple of 16 bytes.
+        queries: Those of all tokens of the call. [tokens, key_dim], a part of the array of all channels
+        keys: Like the queries.
+        a: The raw decays of all tokens. [tokens], a part of the array of all heads
+        b: The raw projections of beta, like `a`.
+        A_log: The logarithm of the decay rate. [1]
+        dt_bias: What is added to `a`. [1]
+        ring_k: The ring's keys, which get those of the row's tokens. [ring places, key_dim]
+        ring_g: The ring's log decays, which get those of the row's tokens. [ring places]
     """
 
-    of_state: int
-    of_key: int
-    fold: int
-    decay: int
-    size: int
-
-    @staticmethod
-    def of(vectors: int, places: int) -> "Factors":
-        """The factors of so many vectors and places."""
-        return Factors(0, 2 * vectors, 4 * vectors, 4 * vectors + places, 4 * vectors + places + 4)
+    queries: Any
+    keys: Any
+    a: Any
+    b: Any
+    A_log: Any
+    dt_bias: Any
+    ring_k: Any
+    ring_g: Any
 
 
-def _kernel(
-    refs: Refs, *, vectors: int, gate: dict[str, Any], scale: float, use_qk_l2norm: bool, interpret: bool
+class Results(NamedTuple):
+    """References to shared memory that gets the results.
+
+    Attributes:
+        x: The vectors, 0 for those that do not exist. [vectors, key_dim], tiled
+        weight: The factors of the corrections, 0 for places that a vector does not see. float32 [groups, vectors, places]
+        factors: All other factors: see `Factors`. float32
+        fold: The keys of group 0, 0 for places without an entry. [places, key_dim], tiled
+        row_bytes: The bytes of a row of a tile of `x`. Those of `fold` have `places` keys.
+    """
+
+    x: Any
+    weight: Any
+    factors: Any
+    fold: Any
+    row_bytes: int
+
+
+class Group(NamedTuple):
+    """A row's place in a group, in numbers of the kernel.
+
+    Attributes:
+        first: The group's first position.
+        low: Its first position of which there can be an entry.
+        place: Its first place in the ring.
+        start: The row's first token in the call.
+        count: The number of the row's tokens.
+        position: The position of the first one.
+    """
+
+    first: Any
+    low: Any
+    place: Any
+    start: Any
+    count: Any
+    position: Any
+
+
+def store_weights(
+    number: int,
+    inputs: Inputs,
+    group: Group,
+    gate: Gate,
+    results: Results,
+    folds: Any,
+    keeps_keys: Any,
+    keeps_decays: Any,
 ) -> None:
-    """Handles one row and key head, and the value heads that share the key head.
+    """Computes the results of a group, and stores the entries of the row's tokens in the ring.
 
     Args:
-        refs: Reads the arguments of `weights`, updates `ring_k` and `ring_g`, and writes the other results of `weights`.
-        vectors: The number of vectors.
-        gate: Options of `gates`.
-        scale: Factor of the queries.
-        use_qk_l2norm: Whether queries and keys are normalised.
-        interpret: Whether the kernel runs as plain JAX.
+        number: 0 for the group of the row's base, and 1 for the next one.
+        inputs: The inputs.
+        group: The group.
+        gate: How gates are computed.
+        results: The results. The vectors and those of the fold are stored for group 0 only.
+        folds: Whether the fold's keys are wanted.
+        keeps_keys: Whether the keys of the row's tokens are stored. One program for each head of keys does.
+        keeps_decays: Whether their log decays are stored. One program for each head of values does.
     """
-    value_heads, places = refs.A_log.shape[0], refs.fold_k.shape[2]
-    key_heads, ring_places, key_dim = refs.ring_k.shape[2:]
-    length, repeats, key_channels = ring_places // 2, value_heads // key_heads, key_heads * key_dim
-    key_head, row = pt.program_id(0), pt.program_id(1)
-    # Everything that addresses depend on is loaded here, before any branch.
-    start, end = refs.query_start_loc[row], refs.query_start_loc[row + 1]
-    layer, slot, base, position = refs.layer[...], refs.slot[row], refs.base[row], refs.position[row]
-    fold_to, count = refs.fold_block[row], end - start
-    first_group = jax.lax.div(base, jnp.int32(length)) * length
-    boundary = first_group + length
-    index, vector = (iota((n,), 0) for n in (places, vectors))
-    half, place_in = vectors // 2, Factors.of(vectors, places)
-    is_key, offset = vector < half, vector & (half - 1)
-    token, exists = start + offset, offset < count
-    key, key_inside = pt.lanes(0, key_lanes(key_dim), key_dim)
-    later = index[None, :] > index[:, None]
-    product = functools.partial(dot, contract=(1, 1), interpret=interpret)
-
-    def vectors_of_row() -> tuple[jax.Array, jax.Array]:
-        """Stores the row's vectors, and 0 for those that do not exist. Returns them and their factors."""
-        channel = (jnp.where(is_key, key_channels, 0) + key_head * key_dim)[:, None]
-        mask = exists[:, None] & key_inside[None, :]
-        x = pt.load(refs.qkv.at[token[:, None], channel + key[None, :]], mask=mask, other=0.0)
-        inside = jnp.broadcast_to(key_inside[None, :], x.shape)
-        pt.store(refs.x.at[row, key_head, vector[:, None], key[None, :]], x, mask=inside)
-        factor = jnp.where(is_key, 1.0, scale)
-        if use_qk_l2norm:
-            wide = x.astype(jnp.float32)
-            factor = factor * jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + L2_EPSILON)
-        return x, factor
-
-    def of_group(n: jax.Array, x: jax.Array, factor: jax.Array) -> None:
-        """Handles the first group (n = 0), whose fold may be needed, or the next one (n = 1)."""
-        first = first_group + n * length
-        low, is_first = jnp.where(n == 0, base, first), n == 0
-        of = first + index
-        inside = (index < length) & (of >= low)
-        old, new = inside & (of < position), inside & (of >= position) & (of < position + count)
-        at, own = jax.lax.rem(first, jnp.int32(ring_places)) + index, start + of - position
-
-        ring_at = refs.ring_k.at[layer, slot, key_head, at[:, None], key[None, :]]
-        call_at = refs.qkv.at[own[:, None], key_channels + key_head * key_dim + key[None, :]]
-        ring = pt.load(ring_at, mask=old[:, None] & key_inside[None, :], other=0.0)
-        call = pt.load(call_at, mask=new[:, None] & key_inside[None, :], other=0.0)
-        k = jnp.where(new[:, None], call, ring)
-        pt.store(ring_at, k, mask=new[:, None] & key_inside[None, :])
-        fold_at = refs.fold_k.at[row, key_head, index[:, None], key[None, :]]
-        pt.store(fold_at, k, mask=jnp.broadcast_to(key_inside[None, :] & is_first, k.shape))
-
-        place = position + offset - first
-        runs = exists & (position + offset >= low) & (place < length)
-        until = index[None, :] <= place[:, None]
-        # A key sees the places before its own, and a query sees its token's place too.
-        seen = index[None, :] < jnp.where(is_key, place, place + 1)[:, None]
-        products = product(x, k)
-        for head in (key_head * repeats + repeat for repeat in range(repeats)):
-            A_log, dt_bias = refs.A_log[head], refs.dt_bias[head]
-            a = pt.load(refs.a.at[own, head], mask=new, other=0.0)
-            b = pt.load(refs.b.at[token, head], mask=runs, other=0.0)
-            ring_g = refs.ring_g.at[layer, slot, head, at]
-            g, _ = gates(a, a, A_log, dt_bias, **gate)
-            g = jnp.where(new, g, pt.load(ring_g, mask=old, other=0.0))
-            pt.store(ring_g, g, mask=new)
-            _, beta = gates(b, b, A_log, dt_bias, **gate)
-            # A sum of log decays is a product with zeros and ones, which three pieces make exact but for the sum itself.
-            after = jnp.where(later, g[None, :], 0.0)
-            between = product(until.astype(jnp.bfloat16), pieces(after, 3))
-            weight = jnp.where(seen, products * jnp.exp(between), 0.0) * factor[:, None]
-            pt.store(refs.weight.at[row, head, n, vector[:, None], index[None, :]], weight)
-            of_state = jnp.exp(jnp.sum(jnp.where(until, g[None, :], 0.0), axis=1)) * factor
-            pt.store(refs.factors.at[row, head, place_in.of_state + n * vectors + vector], of_state)
-            of_key = jnp.where(is_key, beta * factor, 0.0)
-            pt.store(refs.factors.at[row, head, place_in.of_key + n * vectors + vector], of_key)
-            to_end = jnp.exp(jnp.sum(after, axis=1))
-            mask = jnp.broadcast_to(is_first, to_end.shape)
-            pt.store(refs.factors.at[row, head, place_in.fold + index], to_end, mask=mask)
-            decay = jnp.exp(jnp.sum(g))
-
-            @pt.when(is_first)
-            def _(head=head, decay=decay):
-                refs.factors[row, head, place_in.decay] = decay
-
-    @pt.when((count > 0) | ((position >= boundary) & (fold_to != NULL_BLOCK)))
-    def _():
-        x, factor = vectors_of_row()
-        crosses = jnp.maximum(position, position + count - 1) >= boundary
-        jax.lax.fori_loop(0, 1 + crosses.astype(jnp.int32), lambda n, _: of_group(n, x, factor), None)
-
-
-def weights(
-    qkv: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    A_log: jax.Array,
-    dt_bias: jax.Array,
-    ring_k: jax.Array,
-    ring_g: jax.Array,
-    layer: jax.Array,
-    query_start_loc: jax.Array,
-    slot: jax.Array,
-    base: jax.Array,
-    position: jax.Array,
-    fold_block: jax.Array,
-    *,
-    vectors: int,
-    gate: dict[str, Any],
-    scale: float,
-    use_qk_l2norm: bool,
-    interpret: bool = False,
-) -> dict[str, jax.Array]:
-    """Computes what values are multiplied by. The arguments are those of `gated_delta_rule_deferred`.
-
-    A row's vectors are its tokens' keys and then their queries, each as many as half of `vectors`. Groups are the one of
-    the row's base (0) and the one after it (1). What belongs to rows that take no part, and group 1 of rows that do not
-    reach it, is undefined.
-
-    Returns:
-        `x`, the vectors [rows, key_heads, vectors, key_dim], 0 for those that do not exist;
-        `weight`, the factors of the corrections [rows, value_heads, groups, vectors, places];
-        `factors`, all other factors [rows, value_heads, Factors.size];
-        `fold_k`, the keys of a fold of group 0 [rows, key_heads, places, key_dim], 0 for places without an entry;
-        and the updated `ring_k` and `ring_g`.
-    """
-    (key_heads, ring_places, key_dim), (rows, value_heads) = ring_k.shape[2:], (slot.shape[0], A_log.shape[0])
-    places = sizes(vectors // 2, ring_places // 2)[1]
-    array, f32 = jax.ShapeDtypeStruct, jnp.float32
-    options = dict(vectors=vectors, gate=gate, scale=scale, use_qk_l2norm=use_qk_l2norm, interpret=interpret)
-    row = dict(layer=layer, query_start_loc=query_start_loc, slot=slot, base=base, position=position)
-    return pt.call(
-        functools.partial(_kernel, **options),
-        name="gated_delta_rule_deferred_weights",
-        grid=(key_heads, rows),
-        inputs=dict(qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, fold_block=fold_block) | row,
-        outputs=dict(
-            x=array((rows, key_heads, vectors, key_dim), qkv.dtype),
-            weight=array((rows, value_heads, 2, vectors, places), f32),
-            factors=array((rows, value_heads, Factors.of(vectors, places).size), f32),
-            fold_k=array((rows, key_heads, places, key_dim), qkv.dtype),
-        ),
-        updates=dict(ring_k=ring_k, ring_g=ring_g),
-        num_warps=_WARPS,
-        interpret=interpret,
+    length, key_dim = inputs.ring_k.shape[0] // 2, inputs.keys.shape[1]
+    vectors, places = results.weight.shape[1:]
+    tokens = inputs.keys.shape[0]
+    options = dict(
+        number=number, gate=gate, length=length, key_dim=key_dim, vectors=vectors, places=places, tokens=tokens
     )
+    numbers = *group, *(flag.astype("int32") for flag in (folds, keeps_keys, keeps_decays))
+
+    def body(_: Any, *given: Any) -> None:
+        refs, given = Inputs(*given[: len(inputs)]), given[len(inputs) :]
+        x, weight, factors, fold, *rest = given
+        tiles = Results(x, weight, factors, fold, results.row_bytes)
+        _Threads(refs, tiles, Group(*rest[: len(group)]), *rest[len(group) :], **options).run()
+
+    tiled = lambda ref, row_bytes: (ref, pm.tiling(ref.dtype, swizzle=row_bytes))
+    tiles = [tiled(results.x, results.row_bytes), (results.weight, ()), (results.factors, ())]
+    tiles += [tiled(results.fold, 2 * places)]
+    pm.inline(body, *((ref, ()) for ref in inputs), *tiles, *numbers)
+    pm.commit()
+
+
+class _Threads:
+    """The code of single threads: see `store_weights`."""
+
+    def __init__(
+        self, inputs: Inputs, results: Results, group: Group, folds: Any, keeps_keys: Any, keeps_decays: Any, *,
+        number: int, gate: Gate, length: int, key_dim: int, vectors: int, places: int, tokens: int,
+    ) -> None:  # fmt: skip
+        self.inputs, self.results, self.group, self.gate = inputs, results, group, gate
+        self.folds, self.keeps_keys, self.keeps_decays = folds, keeps_keys, keeps_decays
+        self.number, self.length, self.pieces = number, length, key_dim // _PIECE
+        self.vectors, self.places, self.last = vectors, places, tokens - 1
+        self.kind = ir.MemRefType(inputs.keys.type).element_type
+        thread = pm.thread_index()
+        lane, self.warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        self.row, self.quarter = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+        self.column = code.scaled(self.quarter, 8)
+        self.lane = arith.andi(lane, pm.constant(places - 1))
+
+    def run(self) -> None:
+        """Runs the warps that have places."""
+        with pm.only_if(code.is_less(self.warp, self.places // _ROWS)):
+            place = code.total(code.scaled(self.warp, _ROWS), self.row)
+            # All loads come first, so that they wait for the memory together.
+            keys, exists = self.keys_of(place), self.exists(place)
+            firsts = range(0, self.vectors // 2, _ROWS)
+            tiles = [self.vectors_of(first) for first in firsts]
+            betas = [self.load_number(self.inputs.b, self.token_of(first)) for first in firsts]
+            raw, stored, rate, bias = self.load_decay()
+            # Vectors are used and stored before anything else, so that their registers are free again.
+            products = [self.products(tile, keys) for tile in tiles]
+            factors = [(self.factor(key, 1.0), self.factor(query, self.gate.scale)) for key, query in tiles]
+            if self.number == 0:
+                with pm.only_if(_is_set(self.folds)):
+                    self.store_row(self.results.fold, 2 * self.places, place, keys, exists)
+            for first, tile in zip(firsts, tiles, strict=True):
+                self.store_vectors(first, *tile)
+            decays = self.log_decays(raw, stored, rate, bias)
+            if self.number == 0:
+                self.store_fold(decays)
+            for first, sums, factor, beta in zip(firsts, products, factors, betas, strict=True):
+                self.store_tile(first, sums, factor, beta, decays)
+
+    def exists(self, place: Any) -> Any:
+        """Whether there is an entry of a place, of the ring or of the call."""
+        group = self.group
+        return code.is_between(code.total(group.first, place), group.low, code.total(group.position, group.count))
+
+    def is_new(self, place: Any) -> Any:
+        """Whether the entry of a place is that of one of the row's tokens."""
+        group = self.group
+        return code.is_between(code.total(group.first, place), group.position, code.total(group.position, group.count))
+
+    def token_at(self, place: Any) -> Any:
+        """The token of the call that has a place, or any token if there is none."""
+        group = self.group
+        token = arith.subi(code.total(group.start, group.first, place), group.position)
+        return code.clamped(token, pm.constant(0), pm.constant(self.last))
+
+    def token_of(self, first: int) -> Any:
+        """The token of the call that this lane has of a tile, or any token if there is none."""
+        token = code.total(self.group.start, self.row, pm.constant(first))
+        return arith.minsi(token, pm.constant(self.last))
+
+    def keys_of(self, place: Any) -> list[list[Any]]:
+        """Loads this lane's part of the key of a place. It is anything if there is no entry."""
+        group = self.group
+        is_old = arith.cmpi(arith.CmpIPredicate.slt, code.total(group.first, place), group.position)
+        in_ring = self.address(self.inputs.ring_k, code.total(group.place, place))
+        at = code.either(is_old, in_ring, self.address(self.inputs.keys, self.token_at(place)))
+        return [code.load_words(at, 2 * _PIECE * piece) for piece in range(self.pieces)]
+
+    def vectors_of(self, first: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Loads this lane's part of its token's key and query."""
+        at = [self.address(ref, self.token_of(first)) for ref in (self.inputs.keys, self.inputs.queries)]
+        key, query = ([code.load_words(one, 2 * _PIECE * piece) for piece in range(self.pieces)] for one in at)
+        return key, query
+
+    def address(self, ref: Any, row: Any) -> Any:
+        """The address of this lane's first numbers in a row of an array [rows, key_dim], or of a part of a wider one."""
+        return pm.address_in_row(ref, row, self.column)
+
+    def load_number(self, ref: Any, index: Any) -> Any:
+        """Loads a number as float32."""
+        return _float32(memref.load(ref, [code.index(index)]))
+
+    def load_decay(self) -> tuple[Any, Any, Any, Any]:
+        """Loads what the log decay of the place that has the lane's number is computed from, and the one in the ring."""
+        inputs, zero = self.inputs, pm.constant(0)
+        at = self.token_at(self.lane), code.total(self.group.place, self.lane), zero, zero
+        refs = inputs.a, inputs.ring_g, inputs.A_log, inputs.dt_bias
+        raw, stored, rate, bias = (self.load_number(ref, index) for ref, index in zip(refs, at, strict=True))
+        return raw, stored, rate, bias
+
+    def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
+        """Returns the log decays of all places, 0 for those without an entry. New ones are stored in the ring."""
+        raw, rate, bound = arith.addf(raw, bias), math.exp(rate), self.gate.lower_bound
+        if bound is None:
+            decay = arith.negf(arith.mulf(rate, _softplus(raw)))
+        else:
+            decay = arith.mulf(code.number(bound), _sigmoid(arith.mulf(rate, raw)))
+        is_new, exists = self.is_new(self.lane), self.exists(self.lane)
+        with pm.only_if(_all(is_new, _is_set(self.keeps_decays), code.is_less(self.warp, 1))):
+            memref.store(decay, self.inputs.ring_g, [code.index(code.total(self.group.place, self.lane))])
+        found = code.either(is_new, decay, code.either(exists, stored, code.number(0.0)))
+        return [pm.from_lane(found, place) for place in range(self.length)]
+
+    def products(self, tile: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+        """Multiplies the keys and queries of up to eight tokens with the keys of the warp's places: see `multiply_tile`."""
+        sums = [code.number(0.0)] * 4
+        for key, query, right in zip(*tile, keys, strict=True):
+            for turn in (0, 2):
+                left = [words[turn + n] for n in range(2) for words in (key, query)]
+                sums = code.multiply_tile(sums, left, right[turn : turn + 2], self.kind)
+        return sums
+
+    def factor(self, words: Sequence[Sequence[Any]], factor: float) -> Any:
+        """Returns the factor of a vector, whose parts four lanes have."""
+        if not self.gate.use_qk_l2norm:
+            return code.number(factor)
+        wide = [code.wide(code.numbers(part, self.kind)) for part in words]
+        squares = code.added([arith.mulf(each, each) for each in wide])
+        total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, squares)
+        for distance in (1, 2):
+            total = arith.addf(total, pm.exchanged(total, distance))
+        return arith.mulf(math.rsqrt(arith.addf(total, code.number(L2_EPSILON))), code.number(factor))
+
+    def store_fold(self, decays: Sequence[Any]) -> None:
+        """Stores the factors of a fold of the group."""
+        at, zero = Factors.of(self.vectors, self.places), code.number(0.0)
+        after = [code.either(_is_above(other, self.lane), decay, zero) for other, decay in enumerate(decays)]
+        memref.store(math.exp(code.added(after)), self.results.factors, [_offset(self.lane, at.fold)])
+        memref.store(math.exp(code.added(decays)), self.results.factors, [_offset(pm.constant(0), at.decay)])
+
+    def store_vectors(self, first: int, key: Sequence[Sequence[Any]], query: Sequence[Sequence[Any]]) -> None:
+        """Stores the keys and queries of up to eight tokens, and in the ring those keys that belong to the group."""
+        token = code.total(self.row, pm.constant(first))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, token, self.group.count)
+        place = arith.subi(code.total(self.group.position, token), self.group.first)
+        with pm.only_if(code.is_less(self.warp, 1)):
+            if self.number == 0:
+                for kind, words in enumerate((key, query)):
+                    row = code.total(token, pm.constant(kind * self.vectors // 2))
+                    self.store_row(self.results.x, self.results.row_bytes, row, words, exists)
+            is_own = code.is_between(place, pm.constant(0), pm.constant(self.length))
+            with pm.only_if(_all(exists, is_own, _is_set(self.keeps_keys))):
+                to = self.address(self.inputs.ring_k, code.total(self.group.place, place))
+                for piece, words in enumerate(key):
+                    code.store_words(to, words, 2 * _PIECE * piece)
+
+    def store_row(self, ref: Any, row_bytes: int, row: Any, pieces: Sequence[Sequence[Any]], exists: Any) -> None:
+        """Stores this lane's parts of a row of a tiled array, or 0.
+
+        Of a row of a tile, parts of 16 bytes change places. In which way depends on the row's place among eight.
+
+        Args:
+            ref: The array.
+            row_bytes: The bytes of a row of a tile.
+            row: The row.
+            pieces: The parts, four words each.
+            exists: Whether the row has numbers. If not, 0 is stored.
+        """
+        per_row = row_bytes // 16
+        in_tile = arith.andi(row, pm.constant(7))
+        swap = arith.andi(arith.shrui(code.scaled(in_tile, row_bytes), pm.constant(7)), pm.constant(per_row - 1))
+        for piece, words in enumerate(pieces):
+            part = code.total(self.quarter, pm.constant(4 * piece))
+            tile = arith.divui(part, pm.constant(per_row))
+            column = code.scaled(arith.xori(arith.remui(part, pm.constant(per_row)), swap), 8)
+            kept = [code.either(exists, word, pm.constant(0)) for word in words]
+            where = [code.index(each) for each in (arith.shrui(row, pm.constant(3)), tile, in_tile, column)]
+            vector.store(code.numbers(kept, self.kind), ref, where, alignment=16)
+
+    def store_tile(
+        self, first: int, products: Sequence[Any], factors: Sequence[Any], beta: Any, decays: Sequence[Any]
+    ) -> None:
+        """Stores the weights and factors of the keys and queries of up to eight tokens."""
+        group, zero, at = self.group, code.number(0.0), Factors.of(self.vectors, self.places)
+        token = code.total(self.row, pm.constant(first))
+        place = arith.subi(code.total(group.position, token), group.first)
+        until = [code.either(_is_above(other, place), zero, decay) for other, decay in enumerate(decays)]
+        of_state, of_group = math.exp(code.added(until)), self.number * self.vectors
+        own = [
+            code.total(code.scaled(self.warp, _ROWS), code.scaled(self.quarter, 2), pm.constant(n)) for n in range(2)
+        ]
+        between = []
+        for start in own:
+            after = [code.either(_is_above(other, start), decay, zero) for other, decay in enumerate(until)]
+            between.append(math.exp(code.added(after)))
+        low = arith.subi(group.low, group.first)
+        # A key sees the places before its own, and a query sees its token's place too.
+        ends = place, code.total(place, pm.constant(1))
+        for kind, (end, factor) in enumerate(zip(ends, factors, strict=True)):
+            index = code.total(token, pm.constant(kind * self.vectors // 2))
+            seen = []
+            for start, product, decay in zip(own, products[2 * kind : 2 * kind + 2], between, strict=True):
+                weight = arith.mulf(arith.mulf(product, decay), factor)
+                seen.append(code.either(code.is_between(start, low, end), weight, zero))
+            where = [code.index(each) for each in (pm.constant(self.number), index, own[0])]
+            vector.store(code.from_parts(seen), self.results.weight, where, alignment=8)
+            memref.store(arith.mulf(of_state, factor), self.results.factors, [_offset(index, at.of_state + of_group)])
+        beta = arith.mulf(_sigmoid(beta), code.number(2.0 if self.gate.allow_neg_eigval else 1.0))
+        memref.store(arith.mulf(beta, factors[0]), self.results.factors, [_offset(token, at.of_key + of_group)])
+
+
+def _all(*conditions: Any) -> Any:
+    """Whether all conditions are met."""
+    return functools.reduce(arith.andi, conditions)
+
+
+def _is_set(flag: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.ne, flag, pm.constant(0))
+
+
+def _is_above(number: int, x: Any) -> Any:
+    """Whether a constant is greater than an integer."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, pm.constant(number))
+
+
+def _offset(index: Any, first: int) -> Any:
+    return code.index(code.total(index, pm.constant(first)))
+
+
+def _float32(x: Any) -> Any:
+    return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
+
+
+def _softplus(x: Any) -> Any:
+    """Returns log(1 + exp(x))."""
+    large = arith.maximumf(x, code.number(0.0))
+    return arith.addf(large, math.log1p(math.exp(arith.negf(math.absf(x)))))
+
+
+def _sigmoid(x: Any) -> Any:
+    """Returns 1 / (1 + exp(-x))."""
+    return arith.divf(code.number(1.0), arith.addf(code.number(1.0), math.exp(arith.negf(x))))

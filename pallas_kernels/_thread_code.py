@@ -1,6 +1,8 @@
-"""Arithmetic of single threads, as operations of MLIR: what the thread code of product_chain is written with.
+"""Arithmetic of single threads, as operations of MLIR, and the tensor core's product of a warp.
 
 All functions are for `pm.inline`.
+
+Source: the registers of the product are those of "mma.m16n8k16" in NVIDIA's PTX ISA, section "Matrix fragments".
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,19 @@ _LOG2_E = 1.4426950408889634
 def word_address(ref: Any, start: Any, place: Any) -> Any:
     """Returns the address of the word that has the numbers `place` and `place + 1`."""
     return pm.address(ref, total(arith.shrui(place, pm.constant(1)), pm.constant(start)))
+
+
+def load_words(place: Any, first: int = 0) -> list[Any]:
+    """Loads four words of the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
+    result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    text = f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
+    found = pm.assembly(text, "=r,=r,=r,=r,l", result, [place])
+    return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
+
+
+def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
+    """Stores four words to the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
+    pm.assembly(f"st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
 
 
 def load(ref: Any, place: Any, count: int) -> Any:
@@ -32,6 +47,11 @@ def wide(values: Any) -> Any:
 def words(values: Any) -> Any:
     """Returns eight numbers of 16 bits as four words."""
     return vector.bitcast(vector_type(4, pm.integer()), values)
+
+
+def numbers(words: Sequence[Any], kind: Any) -> Any:
+    """Returns four words as a vector of eight numbers of 16 bits."""
+    return vector.bitcast(vector_type(8, kind), from_parts(words))
 
 
 def word(pair: Any) -> Any:
@@ -116,6 +136,43 @@ def over(x: Any, count: int) -> Any:
 def is_less(x: Any, limit: int) -> Any:
     """Returns whether an integer is less than a constant."""
     return arith.cmpi(arith.CmpIPredicate.slt, x, pm.constant(limit))
+
+
+def either(condition: Any, x: Any, y: Any) -> Any:
+    """Returns x where the condition is met, and else y. They are numbers or addresses."""
+    return arith.select(condition, x, y)
+
+
+def is_between(x: Any, low: Any, high: Any) -> Any:
+    """Returns whether low <= x < high."""
+    return arith.andi(arith.cmpi(arith.CmpIPredicate.sge, x, low), arith.cmpi(arith.CmpIPredicate.slt, x, high))
+
+
+def clamped(x: Any, low: Any, high: Any) -> Any:
+    """Returns the integer from `low` to `high` that is nearest to x."""
+    return arith.minsi(arith.maxsi(x, low), high)
+
+
+def multiply_tile(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any], kind: Any) -> list[Any]:
+    """Adds a product of tiles [16, 16] and [16, 8] to a warp's sums, on tensor cores.
+
+    A lane has four sums: those of the rows `lane // 4` and `lane // 4 + 8`, in the columns `lane % 4 * 2` and the one after.
+    It gives words with two neighbours of these rows, and of the column `lane // 4`: of the first eight inputs the two from
+    `lane % 4 * 2` on, and the same of the last eight.
+
+    Args:
+        sums: The four sums.
+        left: Words of the first row and of the second one, of the first inputs, and then of the last ones.
+        right: Words of the column, of the first inputs and of the last ones.
+        kind: The type of the numbers in the words, bfloat16 or float16.
+    """
+    f32, name = ir.F32Type.get(), "bf16" if isinstance(kind, ir.BF16Type) else "f16"
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+    text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    found = pm.assembly(text, constraints, result, [*left, *right, *sums], has_effects=False)
+    return [pm.element_of_struct(found, place, f32) for place in range(4)]
 
 
 def sigmoid(x: Any) -> Any:

@@ -1,0 +1,273 @@
+"""Runs the code of single threads in NumPy, all threads of a program at once, in place of the operations of MLIR.
+
+A value is an array with a number or a vector per thread. The tensor core's product is written down from NVIDIA's PTX ISA.
+"""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import pack_of_spread
+
+THREADS = 256
+
+
+class VectorType:
+    """The type of vectors. `VectorType(x.type)` is the type of the vector x, as in MLIR."""
+
+    def __init__(self, shape, kind=None):
+        self.shape, self.kind = (shape.shape, shape.kind) if isinstance(shape, VectorType) else (shape, kind)
+
+    get = classmethod(lambda cls, shape, kind: cls(shape, kind))
+
+    def __eq__(self, other):
+        return isinstance(other, VectorType) and (self.shape, self.kind) == (other.shape, other.kind)
+
+    __hash__ = None
+
+
+class Value(np.ndarray):
+    """A number or a vector per thread."""
+
+    @property
+    def type(self):
+        return self.dtype if self.ndim < 2 else VectorType((self.shape[1],), self.dtype)
+
+
+def value(x):
+    """Returns numbers as a `Value`."""
+    return np.asarray(x).view(Value)
+
+
+class Held:
+    """An array of which each thread has its part."""
+
+    def __init__(self, registers):
+        self.registers = SimpleNamespace(flat=registers)
+
+    def __add__(self, other):
+        return Held([x + y for x, y in zip(self.registers.flat, other.registers.flat, strict=True)])
+
+
+class Ref:
+    """An array in memory, or a view of one."""
+
+    def __init__(self, array):
+        self.array = array
+
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+    type = property(lambda self: SimpleNamespace(element_type=self.array.dtype, shape=self.array.shape))
+    at = property(lambda self: self)
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return Ref(self.array[tuple(x if isinstance(x, slice) else int(x) for x in index)])
+
+    def reshape(self, shape):
+        return Ref(self.array.reshape(shape))
+
+
+class Threads:
+    """Which threads of a program run."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def mask(self):
+        return np.logical_and.reduce([np.ones(THREADS, bool), *getattr(self.local, "blocks", [])])
+
+    def running(self, index):
+        """Returns places for threads that run, and 0 for the others, whose places may not exist."""
+        return np.where(self.mask(), index, 0)
+
+    @contextlib.contextmanager
+    def only_if(self, condition):
+        self.local.blocks = [*getattr(self.local, "blocks", []), np.broadcast_to(condition, THREADS)]
+        yield
+        self.local.blocks = self.local.blocks[:-1]
+
+
+def _arithmetic():
+    same = lambda function: lambda x, y: value(function(x, y))
+    unsigned = lambda x: np.asarray(x).astype(np.uint32)
+    compare = lambda predicate, x, y: predicate(np.asarray(x), np.asarray(y))
+    return SimpleNamespace(
+        constant=lambda kind, number: value(np.full(THREADS, number, kind)),
+        addi=same(np.add), subi=same(np.subtract), muli=same(np.multiply), andi=same(np.bitwise_and),
+        minsi=same(np.minimum), maxsi=same(np.maximum), xori=same(np.bitwise_xor),
+        divui=same(np.floor_divide), remui=same(np.remainder), shrui=same(np.right_shift),
+        addf=same(np.add), mulf=same(np.multiply), divf=same(np.divide), maximumf=same(np.maximum),
+        negf=lambda x: value(-np.asarray(x)), select=lambda condition, x, y: value(np.where(condition, x, y)),
+        index_cast=lambda _, x: np.asarray(x).astype(np.int64),
+        cmpi=compare,
+        CmpIPredicate=SimpleNamespace(
+            slt=np.less, sge=np.greater_equal, ne=np.not_equal, ult=lambda x, y: unsigned(x) < unsigned(y)
+        ),
+        extf=lambda kind, x: value(np.asarray(x).astype(getattr(kind, "kind", kind))),
+        truncf=lambda kind, x: value(np.asarray(x).astype(kind.kind)),
+    )  # fmt: skip
+
+
+def _vectors(threads):
+    def places(index, count):
+        *outer, last = (np.broadcast_to(x, THREADS)[:, None] for x in index)
+        return (*outer, last + np.arange(count))
+
+    def load(kind, ref, index, alignment):
+        return value(ref.array[places([threads.running(x) for x in index], kind.shape[0])])
+
+    def store(x, ref, index, alignment):
+        here = threads.mask()
+        ref.array[tuple(part[here] for part in np.broadcast_arrays(*places(index, x.shape[1])))] = x[here]
+
+    return SimpleNamespace(
+        load=load,
+        store=store,
+        extract=lambda x, _, place: value(x[:, place[0]]),
+        from_elements=lambda _, parts: value(np.stack([np.broadcast_to(x, THREADS) for x in parts], axis=1)),
+        bitcast=lambda kind, x: value(np.ascontiguousarray(x).view(kind.kind)),
+        broadcast=lambda kind, x: value(np.repeat(np.broadcast_to(x, THREADS)[:, None], kind.shape[0], axis=1)),
+        reduction=lambda kind, combine, x: value(np.asarray(x).sum(axis=1, dtype=kind)),
+        CombiningKind=SimpleNamespace(ADD=None),
+    )
+
+
+def _types():
+    kind = lambda dtype: SimpleNamespace(get=lambda: np.dtype(dtype))
+    return SimpleNamespace(
+        F32Type=kind(np.float32), IndexType=kind(np.int64), VectorType=VectorType, MemRefType=lambda x: x
+    )
+
+
+def _inline(body, *operands, results=()):
+    def given(x):
+        if isinstance(x, tuple):
+            return x[0]
+        return x if isinstance(x, Held) else value(np.full(THREADS, int(x), np.int32))
+
+    found = body(None, *map(given, operands))
+    if not results:
+        assert found is None
+        return []
+    for held, (length, dtype) in zip(found, results, strict=True):
+        shapes = {(np.shape(x)[1], x.dtype) for x in held.registers.flat}
+        ((pack, kind),) = shapes
+        assert pack * len(held.registers.flat) * 128 == length
+        assert kind == dtype
+    return list(found)
+
+
+def multiply_tile(sums, left, right, kind):
+    """The tensor core's product of 16 tokens, 16 inputs and 8 outputs, for each warp."""
+    pairs = lambda word: np.ascontiguousarray(word).view(kind).astype(np.float32).reshape(8, 8, 4, 2)
+    a, b = np.zeros((8, 16, 16), np.float32), np.zeros((8, 16, 8), np.float32)
+    for n, word in enumerate(left):
+        half, rows = divmod(n, 2)
+        a[:, 8 * rows : 8 * rows + 8, 8 * half : 8 * half + 8] = pairs(word).reshape(8, 8, 8)
+    for half, word in enumerate(right):
+        b[:, 8 * half : 8 * half + 8] = pairs(word).reshape(8, 8, 8).swapaxes(1, 2)
+    product = (a @ b).reshape(8, 2, 8, 4, 2)
+    parts = [product[:, rows, :, :, n].reshape(THREADS) for rows in range(2) for n in range(2)]
+    return [value(before + part) for before, part in zip(sums, parts, strict=True)]
+
+
+APPROXIMATIONS = {"ex2": np.exp2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x)}
+
+
+class Address:
+    """An address per thread: an element of a row of one of two arrays, of the first one where a condition is met."""
+
+    def __init__(self, ref, row, column):
+        self.choices = [(np.ones(THREADS, bool), ref.array, np.asarray(row), np.asarray(column))]
+
+    def unless(self, condition, other):
+        """Returns this address where the condition is met, and else the other one."""
+        chosen = Address.__new__(Address)
+        limited = lambda choices, where: [(mask & where, *rest) for mask, *rest in choices]
+        chosen.choices = limited(self.choices, condition) + limited(other.choices, ~condition)
+        return chosen
+
+    def places(self, mask, first):
+        """The arrays, the threads whose address is in them, and the places of eight numbers of 16 bits."""
+        for where, array, row, column in self.choices:
+            here = np.flatnonzero(where & mask)
+            yield array, here, (row[here, None], column[here, None] + first // 2 + np.arange(8))
+
+
+def _words(threads):
+    def load(at, first=0):
+        found = np.zeros((THREADS, 4), np.int32)
+        for array, here, places in at.places(threads.mask(), first):
+            found[here] = np.ascontiguousarray(array[places]).view(np.int32)
+        return [value(found[:, n]) for n in range(4)]
+
+    def store(at, words, first=0):
+        stacked = np.stack(words, axis=1)
+        for array, here, places in at.places(threads.mask(), first):
+            array[places] = np.ascontiguousarray(stacked[here]).view(array.dtype)
+
+    def either(condition, x, y):
+        return x.unless(condition, y) if isinstance(x, Address) else value(np.where(condition, x, y))
+
+    return dict(load_words=load, store_words=store, either=either)
+
+
+def fake(threads):
+    """Returns what stands for `pm`, and for the modules of operations by their names."""
+
+    def place(ref, index):
+        return tuple(np.broadcast_to(threads.running(x), THREADS) for x in index)
+
+    def store(x, ref, index):
+        here = threads.mask()
+        ref.array[tuple(x[here] for x in place(ref, index))] = np.broadcast_to(x, THREADS)[here]
+
+    nothing = lambda *arguments, **options: None
+    absolute = lambda x: value(np.abs(x))
+    of_float32 = lambda function: lambda x: value(function(np.asarray(x)))
+    operations = dict(
+        ir=_types(),
+        arith=_arithmetic(),
+        vector=_vectors(threads),
+        memref=SimpleNamespace(load=lambda ref, index: value(ref.array[place(ref, index)]), store=store),
+        math=SimpleNamespace(
+            exp=of_float32(np.exp), log1p=of_float32(np.log1p), rsqrt=of_float32(APPROXIMATIONS["rsqrt"]), absf=absolute
+        ),
+    )
+    number = np.arange(THREADS, dtype=np.int32)
+    pm = SimpleNamespace(
+        inline=_inline,
+        only_if=threads.only_if,
+        pack_of_spread=pack_of_spread,
+        fragments_of_spread=lambda registers, length: Held(list(registers)),
+        thread_of_program=lambda: value(number),
+        thread_index=lambda: value(number & 127),
+        constant=lambda number: value(np.full(THREADS, number, np.int32)),
+        integer=lambda: np.dtype(np.int32),
+        type_of=jnp.dtype,
+        bytes_of=lambda kind: np.dtype(kind).itemsize,
+        tiling=lambda dtype, swizzle: (),
+        address=lambda ref, index: (ref, np.asarray(index)),
+        address_in_row=Address,
+        exchanged=lambda x, distance: value(x[number ^ distance]),
+        from_lane=lambda x, lane: value(x[number & ~31 | lane]),
+        **dict.fromkeys(("commit", "barrier_of_warpgroups"), nothing),
+    )
+    return pm, operations
+
+
+def install(monkeypatch, threads, pm, operations, modules):
+    """Lets the modules, and the arithmetic that they share, run in NumPy."""
+    for module in (*modules, code):
+        monkeypatch.setattr(module, "pm", pm)
+        for name, operation in operations.items():
+            monkeypatch.setattr(module, name, operation, raising=False)
+    for name, function in _words(threads).items():
+        monkeypatch.setattr(code, name, function)
+    monkeypatch.setattr(code, "multiply_tile", multiply_tile)
+    monkeypatch.setattr(code, "approximate", lambda name, x: value(APPROXIMATIONS[name](np.asarray(x))))
