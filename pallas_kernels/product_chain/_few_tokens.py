@@ -42,7 +42,7 @@ class Places(NamedTuple):
     Attributes:
         shares: Shares of the sums, float32 [shares, tokens, outputs]; or the rounded results, two in each word, if the next
             phase takes them as they are.
-        stream: If a norm follows, the residual stream, two channels in each word.
+        stream: If a norm follows, the residual stream times the norm's weights, two channels in each word.
         squares: If a norm follows, sums of squares of each owner's channels. float32 [tokens, owners]
         end: The place after them.
     """
@@ -110,7 +110,7 @@ def product_chain(
             pm.shared((plan.slots, group_elements(plan.phases)), dtype),
             pm.shared((max(fragments.partial_elements(terms), heads),), jnp.float32),
             pm.shared((staged,), jnp.float32),
-            pm.shared((MOST_TOKENS,), jnp.float32),
+            pm.shared((max(len(norms), 1), MOST_TOKENS), jnp.float32),
             pm.Barrier(num_barriers=plan.slots),
             pm.Barrier(num_barriers=plan.slots, num_arrivals=fragments.WARPGROUPS),
             pm.Barrier(num_arrivals=fragments.WARPGROUPS + 1),
@@ -192,19 +192,17 @@ def _run(
             sent = fragments.Vectors(refs.sent, at.shares, phase.inputs, first)
             return fragments.receive(sent, phase.pieces, tokens), total
         # What is there already is loaded before anything is waited for.
-        weights = residual_stream.load_norm(refs.norms[phase.norm], first, phase.pieces)
+        weights = residual_stream.load_own_weights(refs.norms[phase.norm], owner, phase.inputs, tokens)
         if total is None:
             total = residual_stream.load_own(refs.residual[0], owner, phase.inputs, tokens)
         messages.listen(counter(number - 1), enough)
-        total = owned(number - 1, phase.norm, total)
+        total = owned(number - 1, phase.norm, total, weights)
         messages.listen(counter(number - 1, of_owners=True), OWNERS)
         stream, step = fragments.Vectors(refs.sent, at.stream, phase.inputs, first), norms[phase.norm]
-        normed = residual_stream.receive_normed(
-            stream, at.squares, weights, refs.factors, step, phase.pieces, tokens, dtype
-        )
-        return normed, total
+        factors = refs.factors.at[phase.norm]
+        return residual_stream.receive_weighted(stream, at.squares, factors, step, phase.pieces, tokens, dtype), total
 
-    def owned(number: int, norm: int, total: jax.Array) -> jax.Array:
+    def owned(number: int, norm: int, total: jax.Array, weights: jax.Array) -> jax.Array:
         """Adds what a phase has computed to this program's part of the residual stream, if it has one."""
         phase, at = phases[number], where[number]
         size = tokens * phase.outputs
@@ -216,6 +214,7 @@ def _run(
                 at.stream,
                 at.squares,
                 total,
+                weights,
                 refs.out[-1] if norm + 1 == len(norms) else None,
                 refs.staging,
                 program,
@@ -253,8 +252,9 @@ def _run(
             pm.arrive(refs.free.at[slot])
             sums = [*sums, found] if group % each == 0 else [*sums[:-1], sums[-1] + found]
         row = (first + place * step) * TOKENS_ROWS
+        factors = None if phase.norm is None else refs.factors.at[phase.norm]
         fragments.finish(
-            sums, refs.partials, turns[number] + place, tokens, *emitting(number, share, row, phase.outputs)
+            sums, refs.partials, turns[number] + place, tokens, factors, *emitting(number, share, row, phase.outputs)
         )
 
     def emitting(number: int, share: Any, row: Any, outputs: int) -> tuple[list[Any], Any]:

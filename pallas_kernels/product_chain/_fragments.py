@@ -190,6 +190,7 @@ def finish(
     partials: Any,
     turn: Any,
     tokens: int,
+    factors: Any,
     operands: Sequence[Any],
     emit: Callable[..., None],
 ) -> None:
@@ -200,6 +201,7 @@ def finish(
         partials: Memory that all warps share: see `partial_elements`. Two blocks take turns to use it.
         turn: The number of the block.
         tokens: The number of tokens.
+        factors: By what the sums of each token are multiplied, float32 [MOST_TOKENS] in shared memory; None for 1.
         operands: Operands of `pm.inline`.
         emit: emit(token, pair, values, *operands) stores the outputs 2 * pair and the one after it.
     """
@@ -207,7 +209,7 @@ def finish(
     terms = len(sums)
 
     def body(_: Any, partials: Any, turn: Any, *given: Any) -> None:
-        here = thread()
+        here, rest = thread(), given[terms:]
         start = code.scaled(arith.andi(turn, pm.constant(1)), terms * _WARPS * each)
         for term, own in enumerate(given[:terms]):
             parts = code.elements(own)
@@ -228,13 +230,20 @@ def finish(
                 at = [code.total(place, pm.constant((term * _WARPS + n) * each)) for n in range(_WARPS)]
                 found = [code.load(partials, one, 2) for one in at]
                 totals.append(code.added(found))
+            token, pair = arith.shrui(number, pm.constant(2)), arith.andi(number, pm.constant(3))
+            if factors is not None:
+                of_norm, *rest = rest
+                factor = memref.load(of_norm, [code.index(token)])
+                both = code.from_parts([factor, factor])
+                totals = [arith.mulf(total, both) for total in totals]
             values = code.parts(totals[-1])
             if terms == 2:
                 gates = code.parts(totals[0])
                 values = [arith.mulf(code.silu(gate), value) for gate, value in zip(gates, values, strict=True)]
-            emit(arith.shrui(number, pm.constant(2)), arith.andi(number, pm.constant(3)), values, *given[terms:])
+            emit(token, pair, values, *rest)
 
-    pm.inline(body, (partials, ()), turn, *sums, *operands)
+    given = [] if factors is None else [(factors, ())]
+    pm.inline(body, (partials, ()), turn, *sums, *given, *operands)
 
 
 def emit_sums(

@@ -117,7 +117,7 @@ def run(monkeypatch, x, steps, residual, parts, number_of_programs):
 
     def program(number):
         dirty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
-        own = dict(partials=dirty(32768), staging=dirty(4096), factors=dirty(16))
+        own = dict(partials=dirty(32768), staging=dirty(4096), factors=dirty(max(len(norms), 1), 16))
         refs = SimpleNamespace(**shared, **own, blocks=Ref(np.full((plan.slots, largest), np.nan, dtype)))
         refs.full = refs.free = Ref(np.zeros(plan.slots))
         refs.done = None

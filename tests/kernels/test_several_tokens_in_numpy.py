@@ -1,11 +1,13 @@
 """product_chain's launch for several tokens, all of whose programs run in NumPy, against float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import programs_in_numpy
 from kernels.common import assert_close
-from kernels.test_product_chain import OF_TOKENS, drawn_clearly, whole
+from kernels.test_product_chain import OF_TOKENS, draw, drawn_clearly, oracle, whole
 
 from pallas_kernels.product_chain import _few_tokens
 from pallas_kernels.product_chain._schedule import OWNERS, schedule_of_tokens
@@ -35,6 +37,20 @@ def test_all_programs_together_match_the_oracle(rng, monkeypatch, name, tokens):
     if residual is not None:
         total = np.asarray(total, np.float64)
         assert_close(total / roundings, wanted_total / roundings, case.dtype, terms, "residual")
+
+
+def test_a_large_residual_stream_fits_in_float16(rng, monkeypatch):
+    """Programs send each other the stream times the norm's weights, before it is normalised."""
+    case = dataclasses.replace(OF_TOKENS[0], inputs=512, dtype="float16")
+    x, steps, residual = draw(rng, case, 3)
+    product, norm, *others = steps
+    steps = product, dataclasses.replace(norm, weight=norm.weight + jnp.asarray(5, norm.weight.dtype)), *others
+    residual = residual * jnp.asarray(6e4 / np.abs(residual).max(), residual.dtype)
+    wanted, wanted_total, _ = oracle(x, steps, residual, case.dtype)
+    found, total = programs_in_numpy.run(monkeypatch, x, steps, residual, case.parts, PROGRAMS)
+    # Numbers are those of unit scale times the weights.
+    assert_close(whole(jnp.asarray(found)) / 6, wanted / 6, case.dtype, 512, "results")
+    assert_close(np.asarray(total, np.float64), wanted_total, case.dtype, 512, "residual")
 
 
 @pytest.mark.parametrize("tokens", [2, 16])
