@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import pack_of_spread
+from pallas_kernels.gated_delta_rule.deferred import weights
 
+code, pack_of_spread = weights.code, weights.pm.pack_of_spread
 THREADS = 256
 
 
@@ -214,7 +214,13 @@ def _words(threads):
     def either(condition, x, y):
         return x.unless(condition, y) if isinstance(x, Address) else value(np.where(condition, x, y))
 
-    return dict(load_words=load, store_words=store, either=either)
+    return dict(
+        load_words=load,
+        store_words=store,
+        either=either,
+        load_address=lambda halves, number: value(np.full(THREADS, halves.array.view(np.int64)[number])),
+        moved=lambda address, offset: value(np.asarray(address) + np.asarray(offset)),
+    )
 
 
 def fake(threads):
