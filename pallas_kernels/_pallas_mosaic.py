@@ -86,6 +86,19 @@ def barrier_of_warpgroups(count: int) -> None:
     assembly(f"bar.sync 8, {128 * count};", "", None, [])
 
 
+def commit_of_team(team: Any, count: int) -> None:
+    """Makes stores to shared memory visible, as `commit` does, and waits until all `count` warpgroups of a team are here.
+
+    `team` is the team's number. There are at most four.
+    """
+
+    def body(_: Any, team: Any) -> None:
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+        assembly(f"bar.sync $0, {128 * count};", "r", None, [arith.addi(team, constant(9))])
+
+    inline(body, team)
+
+
 def unavailable(implementation: str | None, config: Any, interpret: bool) -> str | None:
     """Returns why kernels of this lowering cannot be taken, or None. It may start JAX's backends.
 

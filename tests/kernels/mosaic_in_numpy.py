@@ -1,9 +1,11 @@
-"""Runs the body of a Mosaic GPU kernel of one warpgroup in NumPy, one program after the other.
+"""Runs the body of a Mosaic GPU kernel in NumPy, one program after the other. Warpgroups are threads of Python.
 
 JAX's interpreter knows no operands in registers and no shared memory that is seen in two ways. This shows that a kernel's
 logic is right. It does not show that copies and barriers are in the right places: what shares memory on a GPU is apart here.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -64,6 +66,9 @@ class _Lax:
 
     def __getattr__(self, name):
         return getattr(jax.lax, name)
+
+    def cond(self, condition, then, otherwise):
+        return then() if bool(condition) else otherwise()
 
     def fori_loop(self, start, stop, body, carry):
         for n in range(int(start), int(stop)):
@@ -132,13 +137,52 @@ def _when(condition):
     return lambda body: body() if bool(condition) else None
 
 
+class Warpgroups(threading.local):
+    """The number of the warpgroup that a thread runs, and the teams whose warpgroups wait for each other."""
+
+    number, teams = 0, ()
+
+
+def run_warpgroups(body, count, team):
+    """Runs a kernel's body in so many warpgroups, in teams of `team`."""
+    teams = [threading.Barrier(team) for _ in range(count // team)]
+
+    def run(number):
+        WARPGROUPS.number, WARPGROUPS.teams = number, teams
+        try:
+            body()
+        except BaseException:
+            for each in teams:
+                each.abort()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
+
+
+def _commit_of_team(team, _):
+    WARPGROUPS.teams[int(team)].wait(timeout=60)
+
+
+def _wait(_):
+    """Waits for the other warpgroups of a team, one of which has copied before, instead of copies."""
+    if WARPGROUPS.teams:
+        WARPGROUPS.teams[WARPGROUPS.number // WARPGROUPS.teams[0].parties].wait(timeout=60)
+
+
+WARPGROUPS = Warpgroups()
+
+
 def patch(monkeypatch, module):
     """Makes `module`, which has a kernel, run in NumPy. Returns a dict: the number of a program along each axis."""
     program, ignored = {}, lambda *_, **__: None
     read = lambda ref: jnp.asarray(ref.array)
     number = lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
     fake = dict(
-        axis_index=lambda name: jnp.int32(program[name]),
+        WARPGROUP="warpgroup",
+        axis_index=lambda name: jnp.int32(WARPGROUPS.number if name == "warpgroup" else program[name]),
+        commit_of_team=_commit_of_team,
+        wait=_wait,
         rows=lambda shape: number(shape, 0),
         columns=lambda shape: number(shape, 1),
         zeros=jnp.zeros,
@@ -154,7 +198,7 @@ def patch(monkeypatch, module):
         when=_when,
         loop=_loop,
         **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
-        **dict.fromkeys(("wait", "commit", "wait_for_copies_out"), ignored),
+        **dict.fromkeys(("commit", "wait_for_copies_out", "finish_together"), ignored),
     )
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", _Jax())

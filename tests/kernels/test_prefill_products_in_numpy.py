@@ -61,7 +61,7 @@ def run(monkeypatch, module, call, programs, given, outputs, one):
     program = mosaic_in_numpy.patch(monkeypatch, module)
     for chunk in range(call.chunks.seq_idx.shape[0]):
         for number in range(programs):
-            program |= dict(chunk=chunk, pair=number)
+            program |= dict(chunk=chunk, four=number)
             one(refs, jnp.int32(chunk), jnp.int32(number))
     return {name: np.asarray(x.array, FLOAT32) for name, x in outputs.items()}
 
@@ -115,23 +115,27 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
 @pytest.mark.parametrize("key_dim", [64, 128])
 def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, key_dim, use_qk_l2norm):
-    """A program takes two value heads, of which the last may be alone."""
-    heads, tile, tiles = 3, (SIZE, per_channel.KEYS), key_dim // per_channel.KEYS
+    """A program has two teams with two value heads each, of which the last one does not exist here."""
+    heads, tile, tiles, teams = 3, (SIZE, per_channel.KEYS), key_dim // per_channel.KEYS, per_channel.TEAMS
     call = draw(rng, heads, heads, key_dim, use_qk_l2norm, kda=True)
     outputs = {name: memory(x.dtype, *x.shape) for name, x in call.wanted.items()}
-    tokens = {name: memory(BFLOAT16, tiles, *tile) for name in "kq"}
-    log_decays, cut = memory(FLOAT32, tiles, *tile), memory(BFLOAT16, 2, SIZE, key_dim)
-    systems = memory(BFLOAT16, 2, 4, *tile), memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, 1, *SQUARE)
-    scratch = dict(tokens=(tokens, tokens), log_decays=(log_decays, log_decays, cut), systems=systems)
-    scratch |= dict(attention_tile=memory(BFLOAT16, *SQUARE), betas=memory(FLOAT32, 2, SIZE))
-    scratch |= dict(norms=memory(FLOAT32, SIZE), total=memory(FLOAT32, 2, key_dim), full=None)
+    tokens = memory(BFLOAT16, teams, 2, tiles, *tile)
+    log_decays, cut = memory(FLOAT32, teams, tiles, *tile), memory(BFLOAT16, teams, tiles, 2, *tile)
+    attention = memory(BFLOAT16, teams, tiles, *SQUARE)
+    systems = [memory(BFLOAT16, teams, 2, 4, *tile), memory(FLOAT32, teams, 2, *SQUARE)]
+    systems += [memory(BFLOAT16, teams, 2, 1, *SQUARE)]
+    scratch = dict(tokens=(tokens, tokens), log_decays=(log_decays, log_decays, cut, attention), systems=systems)
+    scratch |= dict(queries=memory(BFLOAT16, teams, 2, *tile), betas=memory(FLOAT32, teams, 2, SIZE), done=None)
+    scratch |= dict(norms=memory(FLOAT32, teams, 2, SIZE), total=memory(FLOAT32, teams, 2, key_dim))
+    scratch |= dict(full=memory(FLOAT32, teams, 1))
     given = dict(q=call.q, k=call.k, g=call.g, beta=per_channel.of_chunks(call.beta, call.chunks))
     given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK), levels=per_channel.levels())
 
-    def one(refs, chunk, pair):
+    def one(refs, chunk, four):
         arrays = refs | scratch
-        per_channel.kernel([*arrays], *arrays.values(), **call.options)
+        body = lambda: per_channel.kernel([*arrays], *arrays.values(), **call.options)
+        mosaic_in_numpy.run_warpgroups(body, teams * per_channel.TEAM, per_channel.TEAM)
 
-    found = run(monkeypatch, per_channel, call, (heads + 1) // 2, given, outputs, one)
+    found = run(monkeypatch, per_channel, call, -(-heads // 4), given, outputs, one)
     # Both round the same numbers, of which sums in another order may have another last bit, to bfloat16.
     assert_alike(found, call, dict.fromkeys(found, (2**-7, 1e-5)))
