@@ -530,6 +530,18 @@ def keep_rows(tile: Any, count: jax.Array) -> None:
     tile[...] = jnp.where(rows(shape) < count, load(tile), zeros(shape, tile.dtype))
 
 
+def store_row(tile: jax.Array, row: int, ref: Any) -> None:
+    """Stores a row of a tile in registers to shared memory, by the threads that have it."""
+
+    def body(_: Any, tile: Any, ref: Any) -> None:
+        for (here, column), value in zip(tile.layout.thread_idxs(tile.shape), tile.registers.flat, strict=True):
+            condition = arith.cmpi(arith.CmpIPredicate.eq, here, arith.constant(ir.IndexType.get(), row))
+            with only_if(condition):
+                vector.store(value, ref, [column])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(())))(body)(tile, ref)
+
+
 def store_rows(source: Any, count: jax.Array, target: Callable[[jax.Array, int], Any]) -> None:
     """Copies the first `count` of 64 rows of a tile out. Copies have fixed sizes, so there is one per bit of `count`.
 

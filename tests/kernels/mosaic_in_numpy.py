@@ -107,6 +107,10 @@ def _keep_rows(tile, count):
     tile.array[int(count) :] = 0
 
 
+def _store_row(tile, row, ref):
+    ref.array[...] = np.asarray(tile)[row]
+
+
 def _substitute(system, beta, solution, *, transposed=False):
     """Does what substitution.py does, in float64."""
     for half in range(system.shape[0]):
@@ -195,6 +199,7 @@ def patch(monkeypatch, module):
         multiply_all=_multiply_all,
         computed=lambda x: x,
         keep_rows=_keep_rows,
+        store_row=_store_row,
         when=_when,
         loop=_loop,
         **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),

@@ -139,8 +139,6 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         factor = jnp.where(has_keys, 1.0, scale)
         all_norms[own] = factor * jax.lax.rsqrt(squares + L2_EPSILON) if use_qk_l2norm else factor + 0.0 * squares
         log_decays = [LOG2_E * pm.load(decay_tiles.at[n]) for n in own_tiles]
-        for n, values in zip(own_tiles, log_decays, strict=True):
-            totals[half, keys_of(n)] = jnp.exp2(jnp.sum(values, axis=0))
         cut_log_decays(log_decays)
 
         # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
@@ -165,6 +163,8 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
         for n in own_tiles:
             before = jnp.exp2(sums(_LEVELS + 1, n))
+            # A sum over rows would need memory that the lowering gives to one warpgroup at a time only.
+            pm.store_row(before, SIZE - 1, totals.at[half, keys_of(n)])
             put(("k_before", _KEYS, n, before, own), ("q_before", _QUERIES, n, before, TEAM + own))
         put(*(("k_after", _KEYS, n, jnp.exp2(sums(_LEVELS + 2, n)), TEAM * i + own) for i, n in enumerate(own_tiles)))
 
@@ -217,7 +217,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
         @pm.when(has_keys)
         def _():
-            substitute(system, betas, solution)
+            substitute(system, betas, solution.at[pm.slice_of(0, 2)])
             pm.commit()
             for half in (0, 1):
                 head, is_own = head_of(half)
@@ -280,7 +280,8 @@ def products_per_channel(
         systems=pm.union(
             pm.tiled(TEAMS, 2, 4, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row),
             pm.tiled(TEAMS, 2, *_SHAPE, dtype=jnp.float32),
-            pm.shared((TEAMS, 2, 1, *_SHAPE), jnp.bfloat16),
+            # As large as a team's system, so that a team's solutions take the place of its own system only.
+            pm.shared((TEAMS, 4, 1, *_SHAPE), jnp.bfloat16),
         ),
         queries=pm.tiled(TEAMS, TEAM, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row),
         betas=pm.shared((TEAMS, 2, SIZE), jnp.float32),
