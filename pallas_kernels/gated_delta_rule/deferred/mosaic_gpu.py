@@ -218,6 +218,7 @@ def _kernel(
     def _():
         fetch()
         compute_weights(0, first_group, base)
+        # The next group's weights are computed now, too, because nothing else runs while the state is on its way.
         reaches_next = position + tokens > boundary
         pm.when(reaches_next)(lambda: compute_weights(1, boundary, boundary))
         pm.wait(loaded)
