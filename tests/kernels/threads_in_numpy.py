@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _thread_code as code
-from pallas_kernels._pallas_mosaic import pack_of_spread
+from pallas_kernels.product_chain import _fragments
 
 THREADS = 256
+code = _fragments.code  # the arithmetic of single threads, of all kernels
 
 
 class VectorType:
@@ -243,7 +243,7 @@ def fake(threads):
     pm = SimpleNamespace(
         inline=_inline,
         only_if=threads.only_if,
-        pack_of_spread=pack_of_spread,
+        pack_of_spread=_fragments.pm.pack_of_spread,
         fragments_of_spread=lambda registers, length: Held(list(registers)),
         thread_of_program=lambda: value(number),
         thread_index=lambda: value(number & 127),
