@@ -7,7 +7,7 @@ The file has more than 400 lines, so that all that may change with JAX is in one
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -185,25 +185,35 @@ def repeated(start: Any, stop: Any, body: Callable[[Any, list[Any]], list[Any]],
     return list(repeat.results)
 
 
-def exchanged(x: Any, distance: int, *, earlier: bool = False) -> Any:
-    """Returns another thread's float32 number, in `inline`. All threads of a warp must take part.
+def from_earlier(x: Any, distance: int) -> Any:
+    """Returns the float32 number of the thread so many threads before, in `inline`. A warp's first threads get their own.
+
+    All threads of the warp must take part.
+    """
+    return _shuffled(x, distance, 0, nvvm.ShflKind.up)
+
+
+def sum_over(x: Any, distances: Iterable[int]) -> Any:
+    """Returns the sum of the float32 numbers of several threads, in `inline`. All threads of a warp must take part.
 
     Args:
         x: This thread's number.
-        distance: A power of two. The two threads whose numbers differ in this bit exchange theirs.
-        earlier: Take the number of the thread so many threads before instead. The first threads get their own.
+        distances: Powers of two. Added up are the numbers of threads whose places in the warp differ in these bits only.
     """
-    kind, last = (nvvm.ShflKind.up, 0) if earlier else (nvvm.ShflKind.bfly, 31)
-    bits = arith.bitcast(ir.IntegerType.get_signless(32), x)
-    found = nvvm.shfl_sync(constant(-1), bits, constant(distance), constant(last), kind)
-    return arith.bitcast(x.type, found)
+    for distance in distances:
+        x = arith.addf(x, _shuffled(x, distance, 31, nvvm.ShflKind.bfly))
+    return x
 
 
 def from_lane(x: Any, lane: int) -> Any:
     """Returns the float32 number of one lane of the warp, in `inline`. All threads of the warp must take part."""
-    bits = arith.bitcast(ir.IntegerType.get_signless(32), x)
-    found = nvvm.shfl_sync(constant(-1), bits, constant(lane), constant(31), nvvm.ShflKind.idx)
-    return arith.bitcast(x.type, found)
+    return _shuffled(x, lane, 31, nvvm.ShflKind.idx)
+
+
+def _shuffled(x: Any, operand: int, last: int, kind: Any) -> Any:
+    """Returns another thread's float32 number: see "shfl.sync" in NVIDIA's PTX ISA."""
+    bits = arith.bitcast(integer(), x)
+    return arith.bitcast(x.type, nvvm.shfl_sync(constant(-1), bits, constant(operand), constant(last), kind))
 
 
 @contextlib.contextmanager
@@ -318,7 +328,7 @@ def sums_of_heads(x: jax.Array, dim: int) -> jax.Array:
         sums = [vector.reduction(kind.element_type, vector.CombiningKind.ADD, held) for held in x.registers.flat]
         distance = 1
         while distance < dim // pack:
-            sums = [arith.addf(each, exchanged(each, distance)) for each in sums]
+            sums = [sum_over(each, [distance]) for each in sums]
             distance *= 2
         return (fragments_of_spread([vector.broadcast(kind, each) for each in sums], length),)
 

@@ -139,7 +139,7 @@ def _attend_kernel(
             count = jax.lax.fori_loop(jnp.int32(1), unit, lambda n, so_far: so_far + count_of(share + n), count)
 
         def with_next_share(own, sums, level=0):
-            """Joins the sums of the last share to its group, and those of each complete group to the next larger one.
+            """Adds the last share to its group. When a group is complete, it is added to the group of the next larger size.
 
             The loop calls it before share `own` begins. `sums` holds the sums of the last share, and then those of one group
             of each size, from the smallest on.

@@ -7,7 +7,7 @@ All warps write the same numbers.
 from typing import Any
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_mosaic import arith, ir, math, memref, scf
+from pallas_kernels._pallas_mosaic import arith, ir, math, memref
 from pallas_kernels.product_chain._schedule import LANES
 from pallas_kernels.product_chain._steps import Experts
 
@@ -60,8 +60,7 @@ def _choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
         each = [exp(arith.subf(_logit(key), largest)) for key in keys]
         each = [arith.select(real, one, number(0.0)) for real, one in zip(exists, each, strict=True)]
         total = _reduced(arith.addf, each)
-    for distance in (16, 8, 4, 2, 1):
-        total = arith.addf(total, pm.exchanged(total, distance))
+    total = pm.sum_over(total, (16, 8, 4, 2, 1))
     gate = number(1.0)
     if experts.shared_gate:
         odds = exp(arith.negf(load(pm.constant(experts.routed))))
@@ -70,11 +69,9 @@ def _choose(logits: Any, chosen: Any, factors: Any, experts: Experts) -> None:
     after_shared = arith.addi(lane, pm.constant(experts.shared))
     place = arith.select(is_routed, after_shared, arith.subi(lane, pm.constant(experts.top_k)))
     place = arith.index_cast(ir.IndexType.get(), place)
-    is_chosen = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, lane, pm.constant(experts.chosen)))
-    with ir.InsertionPoint(is_chosen.then_block):
+    with pm.only_if(arith.cmpi(arith.CmpIPredicate.slt, lane, pm.constant(experts.chosen))):
         memref.store(arith.select(is_routed, best, shared), chosen, [place])
         memref.store(arith.select(is_routed, arith.divf(weight, total), gate), factors, [place])
-        scf.yield_([])
 
 
 def _reduced(combine: Any, values: Any) -> Any:

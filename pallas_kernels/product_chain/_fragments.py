@@ -117,8 +117,7 @@ def load_gated(x: Vectors, gate: Any, weight: Any, heads: Any, step: GatedNorm, 
         for number, value in enumerate(values):
             wide = code.wide(value)
             total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, arith.mulf(wide, wide))
-            for distance in (1, 2):
-                total = arith.addf(total, pm.exchanged(total, distance))
+            total = pm.sum_over(total, (1, 2))
             memref.store(total, heads, [stored(number, here.warp)])
         pm.barrier_of_warpgroups(WARPGROUPS)
         first_warp = arith.andi(here.warp, pm.constant(_WARPS - warps))

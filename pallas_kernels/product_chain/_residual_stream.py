@@ -63,8 +63,7 @@ def receive_weighted(
         of_squares = [pm.address(ref, code.total(start, pm.constant(n))) for n in range(0, OWNERS // 16, 4)]
         asked_squares, asked = messages.ask(of_squares, 4, f32), messages.ask(places, fragments.PAIRS, i32)
         total = code.added([n for four in messages.arrived(asked_squares, of_squares, f32) for n in four])
-        for distance in (1, 2, 4, 8):
-            total = arith.addf(total, pm.exchanged(total, distance))
+        total = pm.sum_over(total, (1, 2, 4, 8))
         factor = code.approximate("rsqrt", arith.addf(code.over(total, x.length), code.number(step.epsilon)))
         factor = arith.mulf(factor, code.number(1.0 / scale_of(dtype)))
         memref.store(factor, factors, [code.index(arith.shrui(thread, pm.constant(4)))])

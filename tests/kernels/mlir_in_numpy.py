@@ -4,6 +4,7 @@ A value is an array with a number per thread, or one number that is the same for
 """
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -81,10 +82,13 @@ def fake():
             values = [np.where(n >= start, *both) for both in zip(new, values, strict=True)]
         return values
 
-    def exchanged(x, distance, earlier=False):
-        lane = np.arange(THREADS)
-        other = np.where(lane % 32 >= distance, lane - distance, lane) if earlier else lane ^ distance
-        return x[other]
+    lane = np.arange(THREADS)
+
+    def from_earlier(x, distance):
+        return x[np.where(lane % 32 >= distance, lane - distance, lane)]
+
+    def sum_over(x, distances):
+        return functools.reduce(lambda total, distance: total + total[lane ^ distance], distances, x)
 
     def fma(x, y, z):
         return (np.float64(x) * np.float64(y) + np.float64(z)).astype(np.float32)
@@ -133,7 +137,9 @@ def fake():
         scf=SimpleNamespace(IfOp=If, yield_=lambda values: blocks[-1].extend(values)),
         vector=vector,
         thread_index=lambda: np.arange(THREADS),
-        exchanged=exchanged,
+        from_earlier=from_earlier,
+        sum_over=sum_over,
+        only_if=lambda condition: insertion_point(Block(condition)),
         repeated=repeated,
         warpgroup_barrier=lambda: None,
         tiling=lambda _: None,

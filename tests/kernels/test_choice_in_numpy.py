@@ -1,6 +1,7 @@
 """How product_chain's launch chooses experts, run in NumPy: a warp's lanes are the elements of arrays."""
 
 import contextlib
+import functools
 import types
 
 import numpy as np
@@ -33,12 +34,8 @@ def in_numpy(monkeypatch):
     """Replaces what writes instructions by what does the same to arrays of a warp's 32 numbers."""
     written = [np.ones(LANES, bool)]
 
-    class If:
-        def __init__(self, condition):
-            self.then_block = condition
-
     @contextlib.contextmanager
-    def block(condition):
+    def only_if(condition):
         written.append(condition)
         yield
         written.pop()
@@ -55,25 +52,27 @@ def in_numpy(monkeypatch):
         reduce = np.max if ".max." in text else np.min
         return np.full(LANES, reduce(operands[0]), np.int32)
 
+    def sum_over(x, distances):
+        return functools.reduce(lambda total, distance: total + total[np.arange(LANES) ^ distance], distances, x)
+
     kinds = types.SimpleNamespace(
         IntegerType=types.SimpleNamespace(get_signless=lambda bits: np.int32),
         F32Type=types.SimpleNamespace(get=lambda: np.float32),
         IndexType=types.SimpleNamespace(get=lambda: np.int64),
-        InsertionPoint=block,
     )
     mosaic = types.SimpleNamespace(
         inline=lambda body, *operands: body(None, *(ref for ref, _ in operands)),
         thread_index=lambda: np.arange(LANES, dtype=np.int32),
         constant=lambda number: np.full(LANES, number, np.int32),
         assembly=redux,
-        exchanged=lambda x, distance: x[np.arange(LANES) ^ distance],
+        sum_over=sum_over,
+        only_if=only_if,
     )
     for name, module in dict(
         arith=Arithmetic,
         ir=kinds,
         math=types.SimpleNamespace(exp2=np.exp2),
         memref=types.SimpleNamespace(load=load, store=store),
-        scf=types.SimpleNamespace(IfOp=If, yield_=lambda values: None),
         pm=mosaic,
     ).items():
         monkeypatch.setattr(_choice, name, module)

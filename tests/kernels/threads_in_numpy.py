@@ -4,6 +4,7 @@ A value is an array with a number or a vector per thread. The tensor core's prod
 """
 
 import contextlib
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -227,6 +228,9 @@ def fake(threads):
         here = threads.mask()
         ref.array[tuple(x[here] for x in place(ref, index))] = np.broadcast_to(x, THREADS)[here]
 
+    def sum_over(x, distances):
+        return functools.reduce(lambda total, distance: value(total + total[number ^ distance]), distances, x)
+
     nothing = lambda *arguments, **options: None
     absolute = lambda x: value(np.abs(x))
     of_float32 = lambda function: lambda x: value(function(np.asarray(x)))
@@ -254,7 +258,7 @@ def fake(threads):
         tiling=lambda dtype, swizzle: (),
         address=lambda ref, index: (ref, np.asarray(index)),
         address_in_row=Address,
-        exchanged=lambda x, distance: value(x[number ^ distance]),
+        sum_over=sum_over,
         from_lane=lambda x, lane: value(x[number & ~31 | lane]),
         **dict.fromkeys(("commit", "barrier_of_warpgroups"), nothing),
     )

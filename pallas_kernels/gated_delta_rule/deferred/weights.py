@@ -256,8 +256,7 @@ class _Threads:
         wide = [code.wide(code.numbers(part, self.kind)) for part in words]
         squares = code.added([arith.mulf(each, each) for each in wide])
         total = vector.reduction(ir.F32Type.get(), vector.CombiningKind.ADD, squares)
-        for distance in (1, 2):
-            total = arith.addf(total, pm.exchanged(total, distance))
+        total = pm.sum_over(total, (1, 2))
         return arith.mulf(math.rsqrt(arith.addf(total, code.number(L2_EPSILON))), code.number(factor))
 
     def store_fold(self, decays: Sequence[Any]) -> None:

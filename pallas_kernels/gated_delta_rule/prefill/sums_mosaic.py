@@ -79,10 +79,8 @@ def sum_log_decays(
 
         def share(kind: int, value: Any, is_source: Any) -> list[Any]:
             """Returns a value of the first and of the second warp of this thread's head."""
-            stored: Any = pm.scf.IfOp(is_source)
-            with pm.ir.InsertionPoint(stored.then_block):
+            with pm.only_if(is_source):
                 pm.memref.store(value, sums, [number(kind), warp])
-                pm.scf.yield_([])
             pm.warpgroup_barrier()
             first = pm.arith.muli(half, number(2))
             places = first, pm.arith.addi(first, number(1))
@@ -92,15 +90,13 @@ def sum_log_decays(
             """Returns the sum of the values up to this token, and that of all."""
             for distance in (1, 2, 4, 8, 16):
                 has_earlier = pm.arith.cmpi(pm.arith.CmpIPredicate.uge, lane, number(distance))
-                earlier = pm.arith.select(has_earlier, pm.exchanged(x, distance, earlier=True), real(0.0))
+                earlier = pm.arith.select(has_earlier, pm.from_earlier(x, distance), real(0.0))
                 x = pm.arith.addf(x, earlier)
             first, second = share(kind, x, equal(lane, _WARP - 1))
             in_second = equal(pm.arith.remui(warp, number(2)), 1)
             return pm.arith.addf(x, pm.arith.select(in_second, first, real(0.0))), pm.arith.addf(second, first)
 
-        total = x
-        for distance in (1, 2, 4, 8, 16):
-            total = pm.arith.addf(total, pm.exchanged(total, distance))
+        total = pm.sum_over(x, (1, 2, 4, 8, 16))
         magic = pm.arith.mulf(pm.arith.addf(*share(0, total, equal(lane, 0))), real(-4.0))
         rounded = pm.arith.subf(pm.arith.addf(x, magic), magic)
         coarse, coarse_total = running(1, rounded)
