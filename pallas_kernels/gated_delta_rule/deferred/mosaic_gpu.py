@@ -60,7 +60,6 @@ def _kernel(
     v_tile,
     weight_tile,
     factor_tile,
-    new_tile,
     loaded,
     state_loaded,
     *,
@@ -72,9 +71,9 @@ def _kernel(
 
     The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are shared memory: the state
     [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values], the keys of the
-    fold [places, keys], the tokens' values, which become outputs [tokens, values], the weights [groups, vectors, places],
-    the factors, and the new corrections [tokens, values]. Barriers tell when copies have arrived. A row has at most
-    `max_query_tokens` tokens, and float32 values are multiplied in `count` pieces of bfloat16.
+    fold [places, keys], the tokens' values [tokens, values], the weights [groups, vectors, places], and the factors. Barriers
+    tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count`
+    pieces of bfloat16.
     """
     row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
@@ -187,20 +186,10 @@ def _kernel(
             u = jnp.where(place == jnp.where(lives, here, -1), pm.along_rows(new.astype(jnp.float32), places), u)
             answer = of_vector(vectors // 2 + token).astype(out.dtype)
 
-            # What is written takes the places of what has been read.
             @pm.when(lives)
-            def _(token=token, new=new, answer=answer):
-                new_tile[token] = new
-                v_tile[token] = answer
-
-        pm.commit()
-        for token in range(max_query_tokens):
-            here, lives = place_and_lives(token)
-
-            @pm.when(lives)
-            def _(here=here, token=token):
-                pm.copy_out(new_tile.at[token], ring_u.at[layer, slot, head, place_of(first) + here, dims])
-                pm.copy_out(v_tile.at[token], out.at[start + token, head, dims])
+            def _(here=here, token=token, new=new, answer=answer):
+                pm.store_directly(ring_u.at[layer, slot, head, place_of(first) + here, dims], new)
+                pm.store_directly(out.at[start + token, head, dims], answer)
 
         return u
 
@@ -304,7 +293,6 @@ def gated_delta_rule_deferred(
             pm.shared((vectors // 2, _VALUES), qkv.dtype),
             pm.shared((2, vectors, places), jnp.float32),
             pm.shared((Factors.of(vectors, places).size,), jnp.float32),
-            pm.shared((max_query_tokens, _VALUES), ring_u.dtype),
             # Values, and the corrections of two groups.
             pm.Barrier(num_arrivals=1 + 2 * places // _TOGETHER),
             # Each step of a product waits for its own part of the state.
