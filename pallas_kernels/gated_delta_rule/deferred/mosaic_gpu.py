@@ -85,6 +85,10 @@ def _kernel(
     start, end, total = query_start_loc[row], query_start_loc[row + 1], query_start_loc[rows]
     layer, slot, base, position = layer_of[0], slots[row], bases[row], positions[row]
     read, fold_to = read_blocks[row], fold_blocks[row]
+    # All numbers are loaded at once. The compiler would load some of them only when it knows others.
+    start, end, total, layer, slot, base, position, read, fold_to = pm.computed(
+        (start, end, total, layer, slot, base, position, read, fold_to)
+    )
     tokens = end - start
     first_group = jax.lax.div(base, jnp.int32(length)) * length
     boundary = first_group + length
