@@ -37,6 +37,7 @@ from pallas_kernels.mixture_of_experts import mixture_of_experts as mixture_of_e
 from pallas_kernels.mixture_of_experts import mixture_of_experts_sums as mixture_of_experts_sums
 from pallas_kernels.mixture_of_experts import routed_experts_sums as routed_experts_sums
 from pallas_kernels.paged_attention import paged_attention as paged_attention
+from pallas_kernels.product_chain import all_reduce_product_chain as all_reduce_product_chain
 from pallas_kernels.product_chain import product_chain as product_chain
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rotary import rotate as rotate

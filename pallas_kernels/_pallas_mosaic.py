@@ -256,6 +256,11 @@ def integer() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
+def long() -> Any:
+    """Returns the type of numbers of 64 bits, in `inline`."""
+    return ir.IntegerType.get_signless(64)
+
+
 def type_of(dtype: Any) -> Any:
     """Returns the type of numbers of a dtype, in `inline`."""
     return utils.dtype_to_ir_type(dtype)

@@ -19,6 +19,17 @@ def word_address(ref: Any, start: Any, place: Any) -> Any:
     return pm.address(ref, total(arith.shrui(place, pm.constant(1)), pm.constant(start)))
 
 
+def load_address(halves: Any, number: int) -> Any:
+    """Loads an address, whose lower and upper half are neighbours in memory, int32. It is a number of 64 bits."""
+    pair = vector.load(vector_type(2, pm.integer()), halves, [index(pm.constant(2 * number))], alignment=8)
+    return vector.extract(vector.bitcast(vector_type(1, pm.long()), pair), [], [0])
+
+
+def moved(address: Any, offset: Any) -> Any:
+    """Returns the address so many bytes after another one. Both are numbers, and the offset has 32 bits."""
+    return arith.addi(address, arith.extsi(pm.long(), offset))
+
+
 def load_words(place: Any, first: int = 0) -> list[Any]:
     """Loads four words of the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
     result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")

@@ -4,6 +4,7 @@ A step of few tokens spends much of its time on starting launches. From the end 
 next, everything is one of them: see `pallas_kernels.product_chain`. A mixer's own gated norm may be part of it.
 """
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -20,11 +21,19 @@ class Chain:
 
     Attributes:
         implementation: Implementation of the op; None chooses by platform.
+        exchange: The `Exchange` that adds up what the devices of a split model have; None if the model is not split.
+        axis: The mesh axis over whose devices the sum of the last step's results is meant; None if they are whole.
     """
 
-    def __init__(self, x: jax.Array, implementation: Implementation | None = None) -> None:
+    def __init__(
+        self,
+        x: jax.Array,
+        implementation: Implementation | None = None,
+        exchange: Any = None,
+        axis: str | None = None,
+    ) -> None:
         """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
-        self._x, self.implementation = x, implementation
+        self._x, self.implementation, self.exchange, self.axis = x, implementation, exchange, axis
         self._residual: jax.Array | None = None
         self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
@@ -34,9 +43,10 @@ class Chain:
         self._steps += (norm,)
         return self
 
-    def product(self, weight: jax.Array, *, is_gated: bool = False) -> "Chain":
-        """Adds a product: see `Product`."""
+    def product(self, weight: jax.Array, *, is_gated: bool = False, axis: str | None = None) -> "Chain":
+        """Adds a product: see `Product`. With `axis` each device computes a summand, which `sums` or a norm follows."""
         self._steps += (Product(weight, is_gated),)
+        self.axis = axis
         return self
 
     def experts(self, experts: Experts) -> "Chain":
@@ -48,7 +58,8 @@ class Chain:
         """Adds a norm. The first one adds to `residual`, the residual stream, and each later one to the sum before."""
         if residual is not None:
             self._residual = residual
-        self._steps += (norm,)
+        self._steps += (replace(norm, over_devices=self.axis is not None),)
+        self.axis = None
         return self
 
     def launch(self, parts: tuple[int, ...] | None = None) -> Any:
@@ -57,7 +68,8 @@ class Chain:
             return self._x
         # A model that names Mosaic GPU means the ops that have such kernels for its arguments.
         how = None if self.implementation == "mosaic_gpu" else self.implementation
-        out, self._total = product_chain(self._x, self._steps, self._residual, parts=parts, implementation=how)
+        run = product_chain if self.exchange is None else self.exchange.product_chain
+        out, self._total = run(self._x, self._steps, self._residual, parts=parts, implementation=how)
         self._x, self._steps = out, ()
         return out
 
@@ -80,4 +92,4 @@ def settled(x: Inputs) -> jax.Array:
 
 def like(x: Inputs, y: jax.Array) -> Inputs:
     """Returns what a layer that got `x` projects to its outputs: a new chain that begins with `y` if `x` is a chain."""
-    return Chain(y, x.implementation) if isinstance(x, Chain) else y
+    return Chain(y, x.implementation, x.exchange) if isinstance(x, Chain) else y

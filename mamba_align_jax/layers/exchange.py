@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax.layers.chain import Chain
-from pallas_kernels import Mailboxes, all_reduce, all_reduce_rms_norm
+from pallas_kernels import Mailboxes, all_reduce, all_reduce_product_chain, all_reduce_rms_norm
 from pallas_kernels.rms_norm.xla import sum_of_shares
 
 
@@ -62,6 +62,11 @@ class Exchange:
         """Adds up what all devices have, adds it to `x` and normalises: see `all_reduce_rms_norm`."""
         value, normed, self.turn = all_reduce_rms_norm(x, summand.sums, weight, self._mailboxes, self.turn, **options)
         return value, normed
+
+    def product_chain(self, x: jax.Array, steps: Any, residual: Any, **options: Any) -> tuple[Any, Any]:
+        """Runs a chain whose norms add up what all devices have: see `all_reduce_product_chain`."""
+        out, value, self.turn = all_reduce_product_chain(x, steps, residual, self._mailboxes, self.turn, **options)
+        return out, value
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Returns what each device has, float32 [devices, tokens, channels], of float32 [tokens, channels]."""

@@ -55,12 +55,18 @@ class Linear(nnx.Module):
         self.axis: str | None = None
         self.implementation: ops.Implementation | None = None
 
-    def _continued(self, x: Inputs, *, is_gated: bool = False) -> Chain | None:
-        """Adds the product to the chain `x`. Returns None if `x` is an array, or if the product cannot be a step."""
-        can_be_step = self.axis is None and self.bias is None and self.implementation is None
-        if isinstance(x, Chain) and can_be_step:
-            return x.product(self.weight[...], is_gated=is_gated)
-        return None
+    def _continued(self, x: Inputs, *, is_gated: bool = False, is_summand: bool = False) -> Chain | None:
+        """Adds the product to the chain `x`. Returns None if `x` is an array, or if the product cannot be a step.
+
+        Args:
+            x: The inputs.
+            is_gated: See `Product`.
+            is_summand: Whether a summand on each device will do.
+        """
+        if not isinstance(x, Chain) or self.bias is not None or self.implementation is not None:
+            return None
+        can_be_step = self.axis is None or (is_summand and x.exchange is not None)
+        return x.product(self.weight[...], is_gated=is_gated, axis=self.axis) if can_be_step else None
 
     def __call__(self, x: Inputs) -> Any:
         """Takes [..., in] to [..., out], or to a tuple of one array per part if the parts were given.
@@ -109,7 +115,7 @@ class Linear(nnx.Module):
         devices, each device has a summand of the product, in float32. A product with a bias is added up at once, so that
         the bias is added once. A chain is continued, and returned.
         """
-        chain = self._continued(x)
+        chain = self._continued(x, is_summand=True)
         if chain is not None:
             return chain
         rows = self._rows(settled(x))

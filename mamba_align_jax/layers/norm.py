@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.layers.chain import Chain, Inputs
+from mamba_align_jax.layers.chain import Chain, Inputs, like
 from mamba_align_jax.layers.exchange import Exchange, Partial
 from pallas_kernels import add_rms_norm
 from pallas_kernels.product_chain import GateActivation, GatedNorm, Norm
@@ -117,8 +117,9 @@ class GatedRMSNorm(nnx.Module):
         Returns:
             The normed values [tokens, heads * dim], or a new chain that begins with the norm if `x` is a chain.
         """
-        if isinstance(x, Chain):
-            return Chain(heads.reshape(gate.shape), x.implementation).gated_norm(self.step(gate))
+        begun = like(x, heads.reshape(gate.shape))
+        if isinstance(begun, Chain):
+            return begun.gated_norm(self.step(gate))
         return self(heads, gate.reshape(heads.shape)).reshape(gate.shape)
 
 

@@ -24,13 +24,20 @@ def total(outputs: Outputs, dtype: Any) -> jax.Array:
             see `Linear.sums`; or a chain that computes sums, which is launched.
         dtype: The dtype.
     """
+    outputs = launched(outputs)
     if isinstance(outputs, Partial):
         return outputs.total().astype(dtype)
-    if isinstance(outputs, Chain):
-        outputs = outputs.launch()
     if outputs.ndim == 2:
         return outputs.astype(dtype)
     return sum_of_shares(outputs).astype(dtype)
+
+
+def launched(outputs: Outputs) -> jax.Array | Partial:
+    """Returns outputs of a layer without a chain that is still to be launched."""
+    if not isinstance(outputs, Chain):
+        return outputs
+    axis, out = outputs.axis, outputs.launch()
+    return out if axis is None else Partial(out, axis)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Residual:
 
     def total(self, outputs: Outputs, dtype: Any) -> jax.Array:
         """Returns outputs of a layer as one array [tokens, hidden] of `dtype`."""
+        outputs = launched(outputs)
         if isinstance(outputs, Partial) and self.exchange is not None:
             return self.exchange.total(outputs).astype(dtype)
         return total(outputs, dtype)
@@ -97,17 +105,21 @@ class Residual:
 
         Returns:
             The chain that computes the normed values, and the stream, whose value it computes too. With more than
-            `MOST_TOKENS` tokens, or where sums are added up over devices, they are those of `normed`.
+            `MOST_TOKENS` tokens, or where XLA adds up sums over devices, they are those of `normed`.
         """
         waiting = self.waiting
-        if waiting is None or isinstance(waiting, Partial) or self.exchange is not None:
-            return self.normed(norm)
+        if isinstance(waiting, Partial) and self.exchange is not None:
+            waiting = self._begun(waiting.sums, waiting.axis)
+        elif waiting is not None and not isinstance(waiting, Partial | Chain):
+            waiting = self._begun(waiting if waiting.ndim == 3 else waiting[None])
         if not isinstance(waiting, Chain):
-            if waiting.shape[-2] > MOST_TOKENS:
-                return self.normed(norm)
-            waiting = Chain(waiting if waiting.ndim == 3 else waiting[None])
+            return self.normed(norm)
         chain = self._continued(waiting, norm.step(self.scale))
-        return chain, Residual(chain)
+        return chain, replace(self, value=chain, waiting=None, scale=1.0)
+
+    def _begun(self, sums: jax.Array, axis: str | None = None) -> Chain | None:
+        """Returns a chain that begins with sums, or None if there are too many tokens."""
+        return Chain(sums, exchange=self.exchange, axis=axis) if sums.shape[-2] <= MOST_TOKENS else None
 
     def _continued(self, chain: Chain, step: Norm) -> Chain:
         """Lets a chain add what it computes to the stream and normalise it."""

@@ -6,4 +6,5 @@ from pallas_kernels.product_chain._steps import GateActivation as GateActivation
 from pallas_kernels.product_chain._steps import GatedNorm as GatedNorm
 from pallas_kernels.product_chain._steps import Norm as Norm
 from pallas_kernels.product_chain._steps import Product as Product
+from pallas_kernels.product_chain.api import all_reduce_product_chain as all_reduce_product_chain
 from pallas_kernels.product_chain.api import product_chain as product_chain

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
+from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain import _residual_stream as residual_stream
+from pallas_kernels.product_chain._over_devices import Devices, next_turn
 from pallas_kernels.product_chain._schedule import (
     MOST_TOKENS,
     OWNERS,
@@ -68,9 +70,18 @@ def places(plan: Schedule, tokens: int) -> list[Places]:
 
 
 def product_chain(
-    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
-) -> tuple[Any, jax.Array | None]:
-    """See api.py. There are 2 to 16 tokens. The first step is a product or a gated norm, and the last one is a product."""
+    x: jax.Array,
+    steps: Sequence[Step],
+    residual: jax.Array | None,
+    mailboxes: Mailboxes | None,
+    turn: jax.Array | None,
+    *,
+    parts: tuple[int, ...] | None,
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
+    """See api.py. There are up to 16 tokens. The first step is a product or a gated norm, and the last one is a product.
+
+    It returns the results, the residual stream, and the next turn.
+    """
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs, tokens = weights[0].dtype, device.cores(), x.shape[0]
     plan = schedule_of_tokens(steps, parts, dtype.itemsize)
@@ -81,27 +92,35 @@ def product_chain(
     # What programs send each other begins as +0: see _messages.py.
     given |= dict(sent=jax.new_ref(jnp.zeros((places(plan, tokens)[-1].end,), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((2 * len(plan.phases),), jnp.int32)))
+    over_devices = None
+    if mailboxes is not None:
+        assert turn is not None
+        over_devices = mailboxes.addresses.reshape(-1), turn.reshape(1), mailboxes.memory
+    given |= dict(over_devices=over_devices)
     arrays, tree = jax.tree.flatten(given)
-    last = plan.phases[-1]
-    out = [jax.ShapeDtypeStruct((tokens * part,), dtype) for part in parts or ()]
-    out += [] if parts else [jax.ShapeDtypeStruct((last.shares * tokens * last.outputs,), jnp.float32)]
-    if norms:
-        assert residual is not None
-        out.append(jax.ShapeDtypeStruct((residual.size,), residual.dtype))
+    last, array = plan.phases[-1], jax.ShapeDtypeStruct
+    whole = array((last.shares * tokens * last.outputs,), jnp.float32)
+    out = dict(results=[array((tokens * part,), dtype) for part in parts] if parts else [whole])
+    out |= dict(stream=array((residual.size,), residual.dtype) if norms and residual is not None else None)
+    out |= dict(turn=None if mailboxes is None else array((1,), jnp.int32))
+    outputs, out_tree = jax.tree.flatten(out)
     staged = max([1, *(tokens * step.weight.shape[0] // 2 // OWNERS for step in norms)])
 
     def body(*refs):
-        count = len(arrays) + len(out)
+        count = len(arrays) + len(outputs)
         names = "blocks", "partials", "staging", "factors", "full", "free", "done"
         memory = dict(zip(names, refs[count:], strict=True))
-        refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
-        _run(refs, plan, gated, norms, parts, dtype, programs, tokens)
+        out = SimpleNamespace(**jax.tree.unflatten(out_tree, refs[len(arrays) : count]))
+        refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=out, **memory)
+        _run(
+            refs, plan, gated, norms, parts, dtype, programs, tokens, None if mailboxes is None else mailboxes.capacity
+        )
 
     terms = max(phase.terms for phase in plan.phases)
     heads = 0 if gated is None else fragments.head_elements(plan.phases[0].pieces)
     results = pm.kernel(
         body,
-        out_type=tuple(out),
+        out_type=tuple(outputs),
         grid=(programs,),
         grid_names=("program",),
         num_threads=fragments.WARPGROUPS + 1,
@@ -118,10 +137,12 @@ def product_chain(
         compiler_params=pm.fast_math(),
         kernel_name="product_chain_of_few_tokens",
     )(*arrays)
-    total = results[-1].reshape(tokens, -1) if norms else residual
+    found = jax.tree.unflatten(out_tree, results)
+    total = residual if found["stream"] is None else found["stream"].reshape(tokens, -1)
+    turn = None if found["turn"] is None else found["turn"].reshape(())
     if parts is None:
-        return results[0].reshape(last.shares, tokens, last.outputs), total
-    return tuple(part.reshape(tokens, -1) for part in results[: len(parts)]), total
+        return found["results"][0].reshape(last.shares, tokens, last.outputs), total, turn
+    return tuple(part.reshape(tokens, -1) for part in found["results"]), total, turn
 
 
 def _run(
@@ -133,8 +154,9 @@ def _run(
     dtype: Any,
     programs: int,
     tokens: int,
+    capacity: int | None,
 ) -> None:
-    """Runs one program."""
+    """Runs one program. `capacity` is that of a side of a mailbox, or None if there are no other devices."""
     program = pm.axis_index("program")
     owner = jnp.minimum(program, OWNERS - 1)  # Programs that own nothing load what the last owner has.
     phases, slots = plan.phases, jnp.int32(plan.slots)
@@ -202,6 +224,13 @@ def _run(
         factors = refs.factors.at[phase.norm]
         return residual_stream.receive_weighted(stream, at.squares, factors, step, phase.pieces, tokens, dtype), total
 
+    def devices_of(norm: int) -> Devices:
+        """The devices, as those of a norm, or of as many norms as there are."""
+        assert capacity is not None
+        addresses, turn, _ = refs.over_devices
+        sums = sum(step.over_devices for step in norms[:norm])
+        return Devices(addresses, turn, addresses.shape[0] // 2 - 1, capacity, sums)
+
     def owned(number: int, norm: int, total: jax.Array, weights: jax.Array) -> jax.Array:
         """Adds what a phase has computed to this program's part of the residual stream, if it has one."""
         phase, at = phases[number], where[number]
@@ -215,13 +244,14 @@ def _run(
                 at.squares,
                 total,
                 weights,
-                refs.out[-1] if norm + 1 == len(norms) else None,
+                refs.out.stream if norm + 1 == len(norms) else None,
                 refs.staging,
                 program,
                 norms[norm],
                 phase.outputs,
                 tokens,
                 dtype,
+                devices_of(norm) if norms[norm].over_devices else None,
             )
             messages.tell_once(counter(number, of_owners=True))
             return result
@@ -238,6 +268,8 @@ def _run(
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, None)
             if number + 1 < len(phases):
                 messages.tell_once(counter(number))
+        if capacity is not None:
+            pm.when(program == 0)(lambda: next_turn(devices_of(len(norms)), refs.out.turn))
 
     def multiply_block(number: int, x: jax.Array, place: Any, _: None) -> None:
         """Multiplies by a block of weights, or by two of which one is the gate of the other."""
@@ -262,8 +294,10 @@ def _run(
         size = tokens * outputs
         if number + 1 == len(phases):
             if parts is None:
-                return [(refs.out[0], ()), share, row], functools.partial(fragments.emit_result_sums, outputs, size)
-            return [*((ref, ()) for ref in refs.out[: len(parts)]), row], functools.partial(
+                return [(refs.out.results[0], ()), share, row], functools.partial(
+                    fragments.emit_result_sums, outputs, size
+                )
+            return [*((ref, ()) for ref in refs.out.results), row], functools.partial(
                 fragments.emit_parts, parts, dtype
             )
         at = where[number].shares

@@ -16,6 +16,7 @@ from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, memref, vector
 from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain._over_devices import Devices, added_up
 from pallas_kernels.product_chain._schedule import OWNERS
 from pallas_kernels.product_chain._steps import Norm
 
@@ -117,6 +118,7 @@ def own(
     channels: int,
     tokens: int,
     dtype: Any,
+    devices: Devices | None,
 ) -> jax.Array:
     """Adds what was computed to this program's part of the residual stream. Sends the sums, weighted, and their squares.
 
@@ -134,13 +136,14 @@ def own(
         channels: The channels of the residual stream.
         tokens: The number of tokens.
         dtype: The dtype of the residual stream, and of what is sent.
+        devices: The devices over which what is added is summed; None if it is not.
 
     Returns:
         The sums, like `before`.
     """
     each = channels // 2 // OWNERS
 
-    def body(_: Any, sent: Any, staging: Any, before: Any, weights: Any, program: Any, *out: Any) -> Any:
+    def body(_: Any, sent: Any, staging: Any, before: Any, weights: Any, program: Any, *more: Any) -> Any:
         f32, kind = ir.F32Type.get(), pm.type_of(dtype)
         thread, totals, old, of_norm = pm.thread_of_program(), [], code.elements(before), code.elements(weights)
         own_places = _own_places(program, channels, tokens)
@@ -148,11 +151,14 @@ def own(
             pm.address(sent, code.total(place, pm.constant(start))) for _, _, place in own_places for start in shares
         ]
         found = messages.arrived(messages.ask(places, 2, f32), places, f32)
+        added = []
+        for start in range(0, len(found), len(shares)):
+            added.append([code.added([share[n] for share in found[start : start + len(shares)]]) for n in range(2)])
+        if devices is not None:
+            added = added_up(devices, more[-2], more[-1], added, [place for _, _, place in own_places])
         for number, (pair, _, place) in enumerate(own_places):
             both = slice(2 * number, 2 * number + 2)
-            own = found[number * len(shares) : (number + 1) * len(shares)]
-            added = [code.added([share[n] for share in own]) for n in range(2)]
-            scaled = [arith.mulf(code.number(step.scale), one) for one in added]
+            scaled = [arith.mulf(code.number(step.scale), one) for one in added[number]]
             sums = [arith.addf(*terms) for terms in zip(old[both], scaled, strict=True)]
             rounded = arith.truncf(code.vector_type(2, kind), code.from_parts(sums))
             totals += code.parts(code.wide(rounded))
@@ -160,8 +166,8 @@ def own(
             weighted = [arith.mulf(*terms) for terms in zip(totals[-2:], factors, strict=True)]
             weighted = [arith.mulf(code.number(scale_of(dtype)), one) for one in weighted]
             messages.store(code.word_address(sent, target, place), [code.word(code.rounded_pair(weighted, dtype))])
-            if out:
-                vector.store(rounded, out[0], [code.index(place)], alignment=4)
+            if out is not None:
+                vector.store(rounded, more[0], [code.index(place)], alignment=4)
             memref.store(code.added([arith.mulf(x, x) for x in totals[-2:]]), staging, [code.index(pair)])
         pm.barrier_of_warpgroups(fragments.WARPGROUPS)
         with pm.only_if(code.is_less(thread, tokens)):
@@ -174,6 +180,7 @@ def own(
         return (code.array(totals),)
 
     operands = [(sent, ()), (staging, ()), before, weights, program, *([] if out is None else [(out, ())])]
+    operands += [] if devices is None else devices.operands
     return pm.inline(body, *operands, results=[(256 * own_pairs(channels, tokens), jnp.float32)])[0]
 
 

@@ -270,13 +270,32 @@ def _without_gated_norm(steps: Sequence[Step]) -> list[Product | Norm | Experts]
     return [step for step in steps if not isinstance(step, GatedNorm)]
 
 
+def is_of_one_token(x: jax.Array, capacity: int | None) -> bool:
+    """Whether the launch is the one for a single token, which knows no other devices."""
+    return x.shape[-2] == 1 and capacity is None
+
+
 def unsupported(
-    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None, programs: int
+    x: jax.Array,
+    steps: Sequence[Step],
+    residual: jax.Array | None,
+    parts: tuple[int, ...] | None,
+    programs: int,
+    capacity: int | None = None,
 ) -> str | None:
-    """Returns why one launch cannot run a chain, or None if it can."""
+    """Returns why one launch cannot run a chain, or None if it can.
+
+    Args:
+        x: See api.py, as for the next three.
+        steps: The steps.
+        residual: The residual stream.
+        parts: The sizes of the results.
+        programs: The number of cores.
+        capacity: The numbers that a side of a mailbox holds; None if there are no other devices.
+    """
     others = _without_gated_norm(steps)
     multiplied = [step for step in others if not isinstance(step, Norm)]
-    is_one = x.shape[-2] == 1
+    is_one = is_of_one_token(x, capacity)
     reason = None if is_one else _unsupported_tokens(x, others, residual, programs)
     if reason is not None:
         return reason
@@ -293,6 +312,9 @@ def unsupported(
         if isinstance(step, Norm):
             if channels % normed:
                 return f"a norm must have a multiple of {normed} channels, got {channels}"
+            words = x.shape[-2] * channels
+            if step.over_devices and capacity is not None and words > capacity:
+                return f"a mailbox must hold {words} numbers, got {capacity}"
             continue
         if channels % WIDTH:
             return f"a product must have a multiple of {WIDTH} inputs, got {channels}"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._math import silu
+from pallas_kernels.all_reduce import Mailboxes, all_reduce_rms_norm
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear, linear_sums
 from pallas_kernels.mixture_of_experts import routed_experts_sums
@@ -18,11 +19,13 @@ def product_chain(
     x: jax.Array,
     steps: Sequence[Step],
     residual: jax.Array | None,
+    mailboxes: Mailboxes | None,
+    turn: jax.Array | None,
     *,
     parts: tuple[int, ...] | None,
     implementation: Implementation | None,
-) -> tuple[Any, jax.Array | None]:
-    """See api.py."""
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
+    """See api.py. It returns the results, the residual stream, and the next turn."""
     value = x
     for number, step in enumerate(steps):
         if isinstance(step, GatedNorm):
@@ -31,16 +34,14 @@ def product_chain(
         if isinstance(step, Norm):
             assert residual is not None
             shares = value if value.ndim == 3 else value[None]
-            residual, value = add_rms_norm(
-                residual,
-                shares,
-                step.weight,
-                epsilon=step.epsilon,
-                offset=step.offset,
-                scale=step.scale,
-                out_dtype=step.out_dtype,
-                implementation=implementation,
-            )
+            options: dict[str, Any] = dict(epsilon=step.epsilon, offset=step.offset, scale=step.scale)
+            options |= dict(out_dtype=step.out_dtype, implementation=implementation)
+            if step.over_devices:
+                assert mailboxes is not None
+                assert turn is not None
+                residual, value, turn = all_reduce_rms_norm(residual, shares, step.weight, mailboxes, turn, **options)
+            else:
+                residual, value = add_rms_norm(residual, shares, step.weight, **options)
             continue
         if isinstance(step, Experts):
             value = _experts(value.astype(step.router.dtype), step, implementation)
@@ -48,14 +49,14 @@ def product_chain(
         weight, is_last = step.weight, number + 1 == len(steps)
         value = value.astype(weight.dtype)
         if is_last and parts is not None:
-            return linear(value, weight, parts=parts, implementation=implementation), residual
+            return linear(value, weight, parts=parts, implementation=implementation), residual, turn
         if step.is_gated:
             value = linear(value, weight, is_gated=True, implementation=implementation)[0]
         elif is_last or isinstance(steps[number + 1], Norm):
             value = linear_sums(value, weight, implementation=implementation)
         else:
             value = linear(value, weight, implementation=implementation)[0]
-    return value, residual
+    return value, residual, turn
 
 
 def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:

@@ -60,6 +60,7 @@ class Norm:
         offset: Added to the weights.
         scale: Factor of what is added.
         out_dtype: Dtype of the normed values; None is that of the residual stream.
+        over_devices: Whether the sum over the devices of what is added is meant: see `all_reduce_product_chain`.
     """
 
     weight: jax.Array
@@ -67,6 +68,7 @@ class Norm:
     offset: float = field(default=0.0, metadata=dict(static=True))
     scale: float = field(default=1.0, metadata=dict(static=True))
     out_dtype: str | None = field(default=None, metadata=dict(static=True))
+    over_devices: bool = field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass

@@ -1,15 +1,16 @@
-"""The public function of product_chain: its contract, checks and dispatch."""
+"""The public functions of product_chain: their contract, checks and dispatch."""
 
 import functools
 from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import device
 from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
+from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.product_chain import _few_tokens, _schedule, _separate, mosaic_gpu
 from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
@@ -62,20 +63,66 @@ def product_chain(
         UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
     """
     steps = tuple(steps)
-    _check(x, steps, residual, parts)
-    reason = _schedule.unsupported(x, steps, residual, parts, device.cores()) or unavailable(
-        implementation, None, False
-    )
+    _check("product_chain", x, steps, residual, parts)
+    is_over = any(isinstance(step, Norm) and step.over_devices for step in steps)
+    require(not is_over, "product_chain: only all_reduce_product_chain has norms over devices")
+    return _launch(x, steps, residual, None, None, parts, implementation)[:2]
+
+
+@checked
+def all_reduce_product_chain(
+    x: Float[Array, "tokens inputs"] | Float[Array, "shares tokens inputs"],
+    steps: Sequence[Any],
+    residual: Float[Array, "tokens channels"] | None,
+    mailboxes: Mailboxes,
+    turn: Int[Array, ""],
+    *,
+    parts: tuple[int, ...] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, Float[Array, "tokens channels"] | None, Int[Array, ""]]:
+    """Runs a chain on every device of a mesh axis: `product_chain`, whose norms may add up what all devices have.
+
+    A norm with `over_devices` adds to the residual stream, which all devices have, the sum over the devices of what the step
+    before has computed. It takes a turn, as a call of `all_reduce` does. See there what all devices must do. In one launch,
+    programs of a device send a part of the residual stream each to the same programs of the other devices. So there is no
+    launch for the sum, and a single token takes the launch for several.
+
+    See `product_chain` and `all_reduce` for the numerics, the other arguments, and errors.
+
+    Returns:
+        The results of the last step, the residual stream after the last norm, or `residual` if there is no norm, and the
+        next call's turn.
+    """
+    steps = tuple(steps)
+    _check("all_reduce_product_chain", x, steps, residual, parts)
+    return _launch(x, steps, residual, mailboxes, turn, parts, implementation)
+
+
+def _launch(
+    x: jax.Array,
+    steps: tuple[Step, ...],
+    residual: jax.Array | None,
+    mailboxes: Mailboxes | None,
+    turn: jax.Array | None,
+    parts: tuple[int, ...] | None,
+    implementation: Implementation | None,
+) -> tuple[Any, jax.Array | None, Any]:
+    """Returns the results, the residual stream, and the next turn."""
+    capacity = None if mailboxes is None else mailboxes.capacity
+    reason = _schedule.unsupported(x, steps, residual, parts, device.cores(), capacity)
+    reason = reason or unavailable(implementation, None, False)
     if implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
-    return _run(x, steps, residual, parts, implementation, reason)
+    return _run(x, steps, residual, mailboxes, turn, parts, implementation, reason)
 
 
-def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None) -> None:
-    require(len(steps) > 0, "product_chain: steps must not be empty")
+def _check(
+    op: str, x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None
+) -> None:
+    require(len(steps) > 0, f"{op}: steps must not be empty")
     channels, can_norm = x.shape[-1], True
     for number, step in enumerate(steps):
-        name = f"product_chain: step {number}"
+        name = f"{op}: step {number}"
         if isinstance(step, Norm):
             require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
             require(residual is not None, f"{name}: a norm needs a residual stream, got residual=None")
@@ -113,11 +160,11 @@ def _check(x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, part
         last = steps[-1]
         require(
             isinstance(last, Product) and not last.is_gated,
-            "product_chain: parts are those of a last product that is not gated",
+            f"{op}: parts are those of a last product that is not gated",
         )
         require(
             sum(parts) == channels and min(parts) > 0,
-            f"product_chain: parts must add up to {channels}, got {list(parts)}",
+            f"{op}: parts must add up to {channels}, got {list(parts)}",
         )
 
 
@@ -150,13 +197,14 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
-def _run(x, steps, residual, parts, implementation, reason):
-    one_launch = mosaic_gpu if x.shape[-2] == 1 else _few_tokens
+def _run(x, steps, residual, mailboxes, turn, parts, implementation, reason):
+    capacity = None if mailboxes is None else mailboxes.capacity
+    one_launch = mosaic_gpu if _schedule.is_of_one_token(x, capacity) else _few_tokens
     separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     return dispatch(
-        "product_chain",
+        "product_chain" if mailboxes is None else "all_reduce_product_chain",
         implementation,
-        (x, steps, residual),
+        (x, steps, residual, mailboxes, turn),
         xla=separate,
         triton=separate,
         mosaic_gpu=functools.partial(one_launch.product_chain, parts=parts),

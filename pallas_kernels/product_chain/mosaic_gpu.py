@@ -29,9 +29,15 @@ _CHOICE = ("logits", "chosen", "factors", "decided")
 
 
 def product_chain(
-    x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, *, parts: tuple[int, ...] | None
-) -> tuple[Any, jax.Array | None]:
-    """See api.py. There is one token."""
+    x: jax.Array,
+    steps: Sequence[Step],
+    residual: jax.Array | None,
+    mailboxes: None,
+    turn: None,
+    *,
+    parts: tuple[int, ...] | None,
+) -> tuple[Any, jax.Array | None, None]:
+    """See api.py. There is one token, and one device."""
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs = weights[0].dtype, device.cores()
     plan = schedule(steps, parts, dtype.itemsize)
@@ -76,10 +82,10 @@ def product_chain(
     total = residual if residual is None or not norms else results[0][None]
     results = results[len(norms) > 0 :]
     if plan.ends_with_norm:
-        return results[0][None], total
+        return results[0][None], total, turn
     if parts is None:
-        return results[0].reshape(-1, 1, plan.phases[-1].outputs), total
-    return tuple(part[None] for part in results), total
+        return results[0].reshape(-1, 1, plan.phases[-1].outputs), total, turn
+    return tuple(part[None] for part in results), total, turn
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:

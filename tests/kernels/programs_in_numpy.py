@@ -17,33 +17,68 @@ import jax.numpy as jnp
 import numpy as np
 from kernels.threads_in_numpy import THREADS, Ref, Threads, fake, install, value
 
-from pallas_kernels.product_chain import _few_tokens, _fragments, _messages, _residual_stream
+from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES
+from pallas_kernels.product_chain import _few_tokens, _fragments, _messages, _over_devices, _residual_stream
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS, WIDTH, schedule_of_tokens
 from pallas_kernels.product_chain._steps import gated_norm_of, norms_of, weights_of
 
 PATIENCE = 60  # seconds after which programs that wait for each other have failed
 
+CAPACITY = 2**15  # numbers that a side of a mailbox holds
+DEVICE = 2**40  # bytes between the first addresses of two devices' memory
+
 
 class Programs(Threads):
-    """What all programs share: the memory over which they tell each other."""
+    """What all programs share: the memory over which they tell each other, of one device and of several."""
 
-    def __init__(self):
+    def __init__(self, devices):
         super().__init__()
         self.changed, self.has_failed = threading.Condition(), False
+        words = devices * SIDES * CAPACITY * WORD_BYTES // 4
+        self.mailboxes = [np.zeros(words, np.int32) for _ in range(devices)]
+
+    def addresses(self, device):
+        """The addresses of the mailboxes for a device: see `Mailboxes`."""
+        begins = DEVICE * (1 + np.arange(len(self.mailboxes)))
+        halves = np.append(begins + device * SIDES * CAPACITY * WORD_BYTES, begins[device])
+        return Ref(halves.view(np.int32))
+
+    def wait(self, ready):
+        """Waits until a condition is met. Other programs run meanwhile."""
+        deadline = time.monotonic() + PATIENCE
+        while not ready():
+            assert not self.has_failed, "another program has failed"
+            assert time.monotonic() < deadline, "a program waits for what nobody sends"
+            self.changed.wait(0.5)
+
+    def send_to_device(self, place, pair, turn):
+        """Stores pairs of numbers with their turn in the mailboxes of any device. No other turn's may be waited for."""
+        here, place, turn = self.mask(), np.asarray(place), np.asarray(turn)
+        assert (place % 16 == 0).all()
+        for thread in np.flatnonzero(here):
+            mailbox, word = self.mailboxes[place[thread] // DEVICE - 1], place[thread] % DEVICE // 4
+            bits = [np.float32(number[thread]).view(np.int32) for number in pair]
+            assert mailbox[word + 1] in (0, turn[thread], turn[thread] - 2 * SIDES), "a turn is left out"
+            mailbox[word : word + 4] = bits[0], turn[thread], bits[1], turn[thread]
+        self.changed.notify_all()
+
+    def receive_from_device(self, place, turn):
+        """Waits for pairs of numbers of a turn in this device's mailbox."""
+        place, turn = np.asarray(place), np.asarray(turn)
+        (number,) = set(place // DEVICE - 1)
+        mailbox, words = self.mailboxes[number], place % DEVICE // 4
+        self.wait(lambda: all((mailbox[words + n] == turn).all() for n in (1, 3)))
+        return [value(mailbox[words + n].view(np.float32)) for n in (0, 2)]
 
     def arrived(self, _asked, places, kind):
-        """Waits until none of the numbers is +0. Other programs run meanwhile."""
-        deadline = time.monotonic() + PATIENCE
+        """Waits until none of the numbers is +0."""
 
         def read(place):
             ref, index, pack = place
             return ref.array[index[:, None] + np.arange(pack)]
 
         asked = [(*place, pack) for place, pack in zip(places, _asked, strict=True)]
-        while not all((read(place).view(np.int32) != 0).all() for place in asked):
-            assert not self.has_failed, "another program has failed"
-            assert time.monotonic() < deadline, "a program waits for what nobody sends"
-            self.changed.wait(0.5)
+        self.wait(lambda: all((read(place).view(np.int32) != 0).all() for place in asked))
         found = [read(place).view(kind) for place in asked]
         return [[value(numbers[:, n]) for n in range(numbers.shape[1])] for numbers in found]
 
@@ -82,58 +117,109 @@ def _fake(programs):
 
 def run(monkeypatch, x, steps, residual, parts, number_of_programs):
     """Returns what the last step computes, a list of parts or [shares, tokens, outputs], and the residual stream."""
-    programs = Programs()
+    programs = _in_numpy(monkeypatch, devices=1)
+    device = _Device(x, steps, residual, parts)
+    _run(programs, [device], number_of_programs)
+    return device.results()
+
+
+def run_on_devices(monkeypatch, arguments, parts, number_of_programs, turn):
+    """Runs a chain on several devices at the same time.
+
+    `arguments` has (x, steps, residual) of each device. Returns the results of each device, and the next turn of each.
+    """
+    programs = _in_numpy(monkeypatch, devices=len(arguments))
+    addresses = [programs.addresses(number) for number in range(len(arguments))]
+    devices = [
+        _Device(*given, parts, (where, Ref(np.array([turn], np.int32)), None))
+        for given, where in zip(arguments, addresses, strict=True)
+    ]
+    _run(programs, devices, number_of_programs)
+    return [device.results() for device in devices], [int(device.out.turn.array[0]) for device in devices]
+
+
+def _in_numpy(monkeypatch, devices):
+    """Lets the launch run in NumPy."""
+    programs = Programs(devices)
     pm, operations = _fake(programs)
-    install(monkeypatch, programs, pm, operations, (_few_tokens, _fragments, _residual_stream))
+    install(monkeypatch, programs, pm, operations, (_few_tokens, _fragments, _residual_stream, _over_devices))
     for name in ("listen", "tell_once"):
         monkeypatch.setattr(_messages, name, lambda *_: None)
     monkeypatch.setattr(_messages, "ask", lambda places, pack, _: [pack] * len(places))
     monkeypatch.setattr(_messages, "arrived", programs.arrived)
     monkeypatch.setattr(_messages, "store", programs.store)
-    tokens = x.shape[0]
-    weights = [np.asarray(weight) for weight in weights_of(steps)]
-    dtype = weights[0].dtype
-    norms, gated = norms_of(steps), gated_norm_of(steps)
-    plan = schedule_of_tokens(steps, parts, 2)
-    groups = sum(phase.blocks * phase.terms * phase.pieces // phase.group for phase in plan.phases)
-    plan = plan._replace(slots=groups + 1, depth=2)
-    flat = lambda array: Ref(np.asarray(array).reshape(-1).copy())
-    last = plan.phases[-1]
-    sizes = [tokens * part for part in parts] if parts else [last.shares * tokens * last.outputs]
-    out = [Ref(np.full(size, np.nan, dtype if parts else np.float32)) for size in sizes]
-    out += [Ref(np.full(residual.size, np.nan, residual.dtype))] if norms else []
-    sent = _few_tokens.places(plan, tokens)[-1].end
-    shared = dict(
-        x=flat(x),
-        weights=[Ref(weight.reshape(len(weight), -1, WIDTH)) for weight in weights],
-        norms=[flat(norm.weight) for norm in norms],
-        residual=[] if residual is None else [flat(residual)],
-        gated=None if gated is None else [flat(gated.gate), flat(np.asarray(gated.weight, np.float32))],
-        sent=Ref(np.zeros(sent, np.float32)),
-        counters=Ref(np.zeros(2 * len(plan.phases), np.int32)),
-        out=out,
-    )
-    largest = TOKENS_ROWS * WIDTH * max(phase.group for phase in plan.phases)
+    monkeypatch.setattr(_over_devices, "send", programs.send_to_device)
+    monkeypatch.setattr(_over_devices, "receive", programs.receive_from_device)
+    return programs
 
-    def program(number):
+
+class _Device:
+    """A launch on one device: its arguments, and its memory."""
+
+    def __init__(self, x, steps, residual, parts, over_devices=None):
+        self.tokens, self.parts, self.has_stream = x.shape[0], parts, residual is not None
+        weights = [np.asarray(weight) for weight in weights_of(steps)]
+        self.dtype = weights[0].dtype
+        self.norms, self.gated = norms_of(steps), gated_norm_of(steps)
+        plan = schedule_of_tokens(steps, parts, 2)
+        groups = sum(phase.blocks * phase.terms * phase.pieces // phase.group for phase in plan.phases)
+        self.plan = plan._replace(slots=groups + 1, depth=2)
+        flat = lambda array: Ref(np.asarray(array).reshape(-1).copy())
+        self.last = plan.phases[-1]
+        sizes = [self.tokens * part for part in parts or ()]
+        sizes = sizes or [self.last.shares * self.tokens * self.last.outputs]
+        self.out = SimpleNamespace(
+            results=[Ref(np.full(size, np.nan, self.dtype if parts else np.float32)) for size in sizes],
+            stream=Ref(np.full(residual.size, np.nan, residual.dtype)) if self.norms else None,
+            turn=Ref(np.zeros(1, np.int32)),
+        )
+        self.refs = dict(
+            x=flat(x),
+            weights=[Ref(weight.reshape(len(weight), -1, WIDTH)) for weight in weights],
+            norms=[flat(norm.weight) for norm in self.norms],
+            residual=[] if residual is None else [flat(residual)],
+            gated=self.gated and [flat(self.gated.gate), flat(np.asarray(self.gated.weight, np.float32))],
+            sent=Ref(np.zeros(_few_tokens.places(plan, self.tokens)[-1].end, np.float32)),
+            counters=Ref(np.zeros(2 * len(plan.phases), np.int32)),
+            over_devices=over_devices,
+            out=self.out,
+        )
+
+    def run(self, programs, number, number_of_programs):
+        """Runs one program."""
         dirty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
-        own = dict(partials=dirty(32768), staging=dirty(4096), factors=dirty(max(len(norms), 1), 16))
-        refs = SimpleNamespace(**shared, **own, blocks=Ref(np.full((plan.slots, largest), np.nan, dtype)))
-        refs.full = refs.free = Ref(np.zeros(plan.slots))
+        own = dict(partials=dirty(32768), staging=dirty(4096), factors=dirty(max(len(self.norms), 1), 16))
+        largest = TOKENS_ROWS * WIDTH * max(phase.group for phase in self.plan.phases)
+        blocks = Ref(np.full((self.plan.slots, largest), np.nan, self.dtype))
+        refs = SimpleNamespace(**self.refs, **own, blocks=blocks)
+        refs.full = refs.free = Ref(np.zeros(self.plan.slots))
         refs.done = None
         programs.local.program = number
+        capacity = None if refs.over_devices is None else CAPACITY
+        with programs.changed, jax.disable_jit():
+            for warpgroup in (_fragments.WARPGROUPS, 0):
+                programs.local.warpgroup = warpgroup
+                given = self.plan, self.gated, self.norms, self.parts, self.dtype, number_of_programs, self.tokens
+                _few_tokens._run(refs, *given, capacity)
+
+    def results(self):
+        """What the last step has computed, and the residual stream."""
+        found = [ref.array.reshape(self.tokens, -1) for ref in self.out.results]
+        if not self.parts:
+            found = self.out.results[0].array.reshape(self.last.shares, self.tokens, self.last.outputs)
+        return found, self.out.stream.array.reshape(self.tokens, -1) if self.has_stream else None
+
+
+def _run(programs, devices, number_of_programs):
+    """Runs all programs of all devices."""
+
+    def program(device, number):
         try:
-            with programs.changed, jax.disable_jit():
-                for warpgroup in (_fragments.WARPGROUPS, 0):
-                    programs.local.warpgroup = warpgroup
-                    _few_tokens._run(refs, plan, gated, norms, parts, dtype, number_of_programs, tokens)
+            device.run(programs, number, number_of_programs)
         except BaseException:
             programs.has_failed = True
             raise
 
-    with ThreadPoolExecutor(number_of_programs) as pool:
-        list(pool.map(program, range(number_of_programs)))
-    results = [ref.array.reshape(tokens, -1) for ref in out[: len(parts)]] if parts else None
-    if results is None:
-        results = out[0].array.reshape(last.shares, tokens, last.outputs)
-    return results, None if residual is None else out[-1].array.reshape(tokens, -1)
+    each = [(device, number) for device in devices for number in range(number_of_programs)]
+    with ThreadPoolExecutor(len(each)) as pool:
+        list(pool.map(program, *zip(*each, strict=True)))

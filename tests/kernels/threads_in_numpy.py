@@ -215,7 +215,13 @@ def _words(threads):
     def either(condition, x, y):
         return x.unless(condition, y) if isinstance(x, Address) else value(np.where(condition, x, y))
 
-    return dict(load_words=load, store_words=store, either=either)
+    return dict(
+        load_words=load,
+        store_words=store,
+        either=either,
+        load_address=lambda halves, number: value(np.full(THREADS, halves.array.view(np.int64)[number])),
+        moved=lambda address, offset: value(np.asarray(address) + np.asarray(offset)),
+    )
 
 
 def fake(threads):

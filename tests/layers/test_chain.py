@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layers.test_exchange import on_one_device
 
 import mamba_align_jax as ma
 from mamba_align_jax.layers import chain as module
+from mamba_align_jax.layers import exchange as exchanges
 from mamba_align_jax.layers.chain import Chain, settled
+from mamba_align_jax.layers.exchange import Exchange
 from mamba_align_jax.layers.gated_delta_net import GatedDeltaNet
 from mamba_align_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from mamba_align_jax.layers.linear import Linear
@@ -19,6 +22,7 @@ from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import GatedRMSNorm, RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import step_inputs
+from mamba_align_jax.sharding import AXIS
 from pallas_kernels.product_chain import MOST_TOKENS, Experts, GatedNorm, Norm, Product
 
 HIDDEN = 32
@@ -54,13 +58,13 @@ class TwoLayers:
             make = lambda: SharedExpertMoE(HIDDEN, 4, 2, 16, 16, "float32", rngs)
         self.mlps = [make() for _ in range(2)]
 
-    def __call__(self, x, *, chained, scale=1.0):
-        stream = Residual(x)
+    def __call__(self, x, *, chained, scale=1.0, exchange=None):
+        stream = Residual(x, exchange=exchange)
         normed_by = lambda stream, norm: stream.chained(norm) if chained else stream.normed(norm)
         for layer in range(2):
             normed, stream = normed_by(stream, self.norms[2 * layer])
             y, _ = self.into[layer](normed)
-            y = Chain(y) if chained and y.shape[0] <= MOST_TOKENS else y
+            y = Chain(y, exchange=exchange) if chained and y.shape[0] <= MOST_TOKENS else y
             normed, stream = normed_by(stream.add(self.out[layer].sums(y), scale), self.norms[2 * layer + 1])
             stream = stream.add(self.mlps[layer](normed), scale)
         return stream
@@ -85,6 +89,32 @@ def test_a_model_computes_the_same_with_chains(rng, launches, tokens, scale, wit
     # From one mixer to the next one, and from the last mixer to the head.
     of_layer = [Experts] if with_experts else [Product, Product]
     assert launches == [[Product, Norm, *of_layer, Norm, Product], [Product, Norm, *of_layer, Norm]]
+
+
+@pytest.mark.parametrize("tokens", [1, MOST_TOKENS, MOST_TOKENS + 1])
+def test_a_split_model_computes_the_same_with_chains_over_devices(rng, monkeypatch, tokens):
+    """One simulated device has the whole of each product whose inputs are split."""
+    model, x = TwoLayers(), jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.float32)
+    for linear in (*model.out, *(mlp.down_proj for mlp in model.mlps)):
+        linear.axis = AXIS
+    found, original = [], exchanges.all_reduce_product_chain
+    monkeypatch.setattr(
+        exchanges,
+        "all_reduce_product_chain",
+        lambda x, steps, *rest, **how: found.append(steps) or original(x, steps, *rest, **how),
+    )
+
+    def run(boxes, x):
+        results = []
+        for chained in (False, True):
+            normed, stream = model(x, chained=chained, exchange=Exchange(boxes, jnp.int32(1))).normed(model.norms[4])
+            results.append((normed, stream.value))
+        return results
+
+    for part, wanted_part in zip(*on_one_device(run, x), strict=True):
+        np.testing.assert_array_equal(part, wanted_part)
+    is_over = [[step.over_devices for step in steps if isinstance(step, Norm)] for steps in found]
+    assert is_over == ([[True] * 2] * 2 if tokens <= MOST_TOKENS else [])
 
 
 def test_a_stream_that_ends_without_a_norm_adds_what_its_chain_computes(rng):

@@ -1,0 +1,60 @@
+"""A split model decodes by chains over devices, with the log-probabilities that its tokens have in a prompt."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from models.test_chained_decoding import CONFIG, H200_CORES
+
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine import runner
+from mamba_align_jax.layers import exchange
+from mamba_align_jax.load.random_model import random_model
+from mamba_align_jax.sharding import AXIS
+from pallas_kernels import Mailboxes
+from pallas_kernels.product_chain import _schedule
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """Lists, for each chain that is launched, why the launch of a Hopper GPU does not take it; None if it does."""
+    found, original = [], exchange.all_reduce_product_chain
+
+    def record(x, steps, residual, mailboxes, turn, *, parts=None, **options):
+        found.append(_schedule.unsupported(x, steps, residual, parts, H200_CORES, mailboxes.capacity))
+        return original(x, steps, residual, mailboxes, turn, parts=parts, **options)
+
+    monkeypatch.setattr(exchange, "all_reduce_product_chain", record)
+    return found
+
+
+def check(chains, rng, mesh, requests):
+    """Decodes some requests, and compares with the same tokens as prompts."""
+    sizes = dict(block_size=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    engine = Engine(random_model(CONFIG), EngineConfig(**sizes, num_state_blocks=16, num_kv_pages=99), mesh=mesh)
+    prompts = [rng.integers(1, CONFIG.vocab_size, 70).tolist() for _ in range(requests)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
+    ends = "of several tokens, the first and the last step must be products"
+    assert [ends, None, None, ends] in [chains[n : n + 4] for n in range(len(chains))]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = [*prompt, *output.token_ids]
+        (again,) = engine.generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0))
+        found = np.array([each.logprob for each in output.logprobs])
+        wanted = np.array([each.logprob for each in again.prompt_logprobs[len(prompt) :]])
+        # See test_chained_decoding.py.
+        np.testing.assert_allclose(found, wanted, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_split_model_decodes_by_chains_over_devices(chains, rng, monkeypatch, requests):
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    monkeypatch.setattr(runner, "new_mailboxes", lambda layout, hidden: Mailboxes.create(mesh, AXIS, 256 * hidden))
+    check(chains, rng, mesh, requests)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 3])
+def test_two_gpus_decode_by_chains_over_devices(chains, rng, requests):
+    if len(jax.devices()) < 2:
+        pytest.skip("there is no second device")
+    check(chains, rng, Mesh(np.array(jax.devices()[:2]), (AXIS,)), requests)
