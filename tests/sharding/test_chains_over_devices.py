@@ -1,5 +1,7 @@
 """A split model decodes by chains over devices, with the log-probabilities that its tokens have in a prompt."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from mamba_align_jax.load.random_model import random_model
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
 from pallas_kernels.product_chain import _schedule
+
+
+# Each of two devices has a multiple of 256 inputs of every product.
+MODEL = replace(CONFIG, num_attention_heads=8)
 
 
 @pytest.fixture
@@ -31,8 +37,8 @@ def chains(monkeypatch):
 def check(chains, rng, mesh, requests):
     """Decodes some requests, and compares with the same tokens as prompts."""
     sizes = dict(block_size=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
-    engine = Engine(random_model(CONFIG), EngineConfig(**sizes, num_state_blocks=16, num_kv_pages=99), mesh=mesh)
-    prompts = [rng.integers(1, CONFIG.vocab_size, 70).tolist() for _ in range(requests)]
+    engine = Engine(random_model(MODEL), EngineConfig(**sizes, num_state_blocks=16, num_kv_pages=99), mesh=mesh)
+    prompts = [rng.integers(1, MODEL.vocab_size, 70).tolist() for _ in range(requests)]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
     ends = "of several tokens, the first and the last step must be products"
     assert [ends, None, None, ends] in [chains[n : n + 4] for n in range(len(chains))]
