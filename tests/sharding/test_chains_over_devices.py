@@ -16,7 +16,6 @@ from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
 from pallas_kernels.product_chain import _schedule
 
-
 # Each of two devices has a multiple of 256 inputs of every product, and eight of the gates of the delta net.
 MODEL = replace(CONFIG, num_attention_heads=8, linear_num_value_heads=16, linear_value_head_dim=32)
 

@@ -71,9 +71,9 @@ def _kernel(
 
     The arguments up to `out` are the arrays of `gated_delta_rule_deferred`. Those named "tile" are shared memory: the state
     [values, keys], the vectors [vectors, keys], the corrections of both groups [groups, places, values], the keys of the
-    fold [places, keys], the tokens' values [tokens, values], the weights [groups, vectors, places], and the factors. Barriers
-    tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are multiplied in `count`
-    pieces of bfloat16.
+    fold [places, keys], the tokens' values [tokens, values], the weights [groups, vectors, places], and the factors.
+    Barriers tell when copies have arrived. A row has at most `max_query_tokens` tokens, and float32 values are multiplied
+    in `count` pieces of bfloat16.
     """
     row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
     rows, (value_dim, key_dim), length = slots.shape[0], pool.shape[3:], ring_u.shape[3] // 2
