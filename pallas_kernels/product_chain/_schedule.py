@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels._pallas_mosaic import pack_of_spread
+from pallas_kernels.linear.config import default_config as linear_config
 from pallas_kernels.product_chain._steps import (
     Experts,
     GatedNorm,
@@ -186,6 +187,12 @@ def _shares(inputs: int) -> int:
     return next(s for s in range(1, pieces + 1) if pieces % s == 0 and pieces // s <= _FEW_PIECES)
 
 
+def _shares_of_results(weight: jax.Array) -> int:
+    """Returns the number of shares of a chain's results, sums of the last product. It is that of separate launches."""
+    x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((MOST_TOKENS, weight.shape[1]), weight.shape))
+    return linear_config(x, weights, is_summed=True).shares
+
+
 def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
     """Returns the three products of a mixture of experts.
 
@@ -247,6 +254,8 @@ def _phases(steps: Sequence[Step], parts: tuple[int, ...] | None, rows: int) -> 
         can_share = parts is None if is_last else isinstance(steps[number + 1], Norm)
         inputs = step.weight.shape[1]
         shares = _shares(inputs) if can_share and not step.is_gated else 1
+        if is_last and can_share and inputs // WIDTH % _shares_of_results(step.weight) == 0:
+            shares = _shares_of_results(step.weight)
         phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norm, shares, rows=rows))
     return tuple(phases)
 
@@ -335,6 +344,11 @@ def unsupported(
     for phase in phases:
         if phase.pieces > most_pieces or phase.shares > programs:
             return f"a product has too many inputs, {phase.inputs}"
+    last = steps[-1]
+    if parts is None and isinstance(last, Product):
+        shares = _shares_of_results(last.weight)
+        if phases[-1].shares != shares:
+            return f"the last product must have a multiple of {shares * WIDTH} inputs, got {last.weight.shape[1]}"
     gated = gated_norm_of(steps)
     if gated is None:
         return None

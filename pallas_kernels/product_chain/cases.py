@@ -95,6 +95,7 @@ CASES = (
     Case("to a delta net", (2560, *_MLP, 12352), 4096, (8192, 4096, 32, 32)),
     Case("to attention", (2560, *_MLP, 10240), 4096, (8192, 1024, 1024)),
     Case("to the head", (2560, *_MLP), 4096),
+    Case("to the last norm", (2560, *_MLP[:-1]), 4096),
     # The layers of Qwen3.5-35B-A3B.
     Case("experts", (2048, "norm", _EXPERTS, "norm", 12352), 4096, (8192, 4096, 32, 32)),
     Case("experts to the head", (2048, "norm", _EXPERTS, "norm"), 4096),

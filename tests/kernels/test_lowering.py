@@ -48,6 +48,7 @@ from pallas_kernels.least_kept import cases as least_kept_cases
 from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.mixture_of_experts import cases as mixture_of_experts_cases
 from pallas_kernels.paged_attention import cases as paged_attention_cases
+from pallas_kernels.product_chain import api as product_chain_api
 from pallas_kernels.product_chain import cases as product_chain_cases
 from pallas_kernels.rms_norm import cases as rms_norm_cases
 from pallas_kernels.rotary import cases as rotary_cases
@@ -634,8 +635,18 @@ def test_chains_of_products_lower_by_mosaic_gpu(case):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
 @pytest.mark.parametrize("tokens", [2, 16])
-@pytest.mark.parametrize("name", ["to a delta net", "to attention", "from a delta net"])
+@pytest.mark.parametrize("name", ["to a delta net", "to attention", "from a delta net", "to the last norm"])
 def test_chains_of_several_tokens_lower_by_mosaic_gpu(name, tokens):
     (case,) = (case for case in product_chain_cases.CASES if case.name == name)
     text = lower_product_chain("NVIDIA H200", case, implementation="mosaic_gpu", tokens=tokens)
     assert "product_chain_of_few_tokens" in text
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_one_launch_and_separate_ones_return_as_many_shares(monkeypatch, tokens):
+    """A program for several platforms holds both."""
+    monkeypatch.setattr(product_chain_api, "unavailable", lambda *arguments: None)
+    (case,) = (case for case in product_chain_cases.CASES if case.name == "to the last norm")
+    text = lower_product_chain("NVIDIA H200", case, implementation=None, tokens=tokens)
+    assert "product_chain" in text

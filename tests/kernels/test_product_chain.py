@@ -50,9 +50,11 @@ OF_TOKENS = [
     Case("many shares", (256, "norm", 264), 12800, (264,)),
     Case("heads of 128 channels", (("silu", 128), 256, "norm", 384), 1024, (256, 128)),
     Case("heads of 256 channels", (("sigmoid", 256), 512, "norm", 64), 5120, dtype="float16"),
+    Case("sums of four shares", (256, "norm", 1024, 256), 512),
     Case("heads of 32 channels", (("sigmoid", 32), ("gated", 256), 256, "norm", 64), 768, (64,)),
 ]
-LARGE_OF_TOKENS = [case for case in CASES if case.name in ("to a delta net", "from a delta net", "to attention")]
+_LARGE = "to a delta net", "from a delta net", "to attention", "to the last norm"
+LARGE_OF_TOKENS = [case for case in CASES if case.name in _LARGE]
 BY_ONE_LAUNCH = [pytest.param(case, id=case.name) for case in [*CASES, *ODD, *WITH_EXPERTS, *WITH_GATED_NORM]]
 # Products in another order change logits by less than this, relative to the largest one.
 CLEAR = 0.02
@@ -351,6 +353,7 @@ def test_short_chains_are_separate_launches_unless_one_is_named(monkeypatch):
         (dict(inputs=500), "a product must have a multiple of 256 inputs, got 500"),
         (dict(steps=(258, "norm")), "a product must have a multiple of 4 outputs, got 258"),
         (dict(steps=(260, "norm")), "a norm must have a multiple of 128 channels, got 260"),
+        (dict(steps=(256, 768, 256)), "the last product must have a multiple of 1024 inputs, got 768"),
         (dict(steps=(256,)), "there must be a product and another step, got 1 steps"),
         (dict(steps=(256, ("gated", 256))), "the last product must not be gated"),
         (dict(steps=(256, "norm", 18), parts=(10, 8)), "a product must have a multiple of 4 outputs, got 18"),

@@ -17,6 +17,7 @@ PROGRAMS = 132
 QUICK = [
     ("parts of one block", 16),
     ("three products", 3),
+    ("sums of four shares", 5),
     ("more pairs than threads", 14),
     ("heads of 128 channels", 8),
     ("heads of 32 channels", 9),
