@@ -108,18 +108,22 @@ class Residual:
             `MOST_TOKENS` tokens, or where XLA adds up sums over devices, they are those of `normed`.
         """
         waiting = self.waiting
+        if waiting is None:
+            # Nothing is launched with the norm, but the layer's outputs will be a chain.
+            normed, after = self.normed(norm)
+            return self._begun(normed) or normed, after
         if isinstance(waiting, Partial) and self.exchange is not None:
             waiting = self._begun(waiting.sums, waiting.axis)
-        elif waiting is not None and not isinstance(waiting, Partial | Chain):
+        elif not isinstance(waiting, Partial | Chain):
             waiting = self._begun(waiting if waiting.ndim == 3 else waiting[None])
         if not isinstance(waiting, Chain):
             return self.normed(norm)
         chain = self._continued(waiting, norm.step(self.scale))
         return chain, replace(self, value=chain, waiting=None, scale=1.0)
 
-    def _begun(self, sums: jax.Array, axis: str | None = None) -> Chain | None:
-        """Returns a chain that begins with sums, or None if there are too many tokens."""
-        return Chain(sums, exchange=self.exchange, axis=axis) if sums.shape[-2] <= MOST_TOKENS else None
+    def _begun(self, x: jax.Array, axis: str | None = None) -> Chain | None:
+        """Returns a chain that begins with values or sums, or None if there are too many tokens."""
+        return Chain(x, exchange=self.exchange, axis=axis) if x.shape[-2] <= MOST_TOKENS else None
 
     def _continued(self, chain: Chain, step: Norm) -> Chain:
         """Lets a chain add what it computes to the stream and normalise it."""

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from models.test_chained_decoding import CONFIG, H200_CORES
+from models.test_chained_decoding import CONFIG, H200_CORES, TO_FIRST, TO_HEAD
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine import runner
@@ -39,8 +39,7 @@ def check(chains, rng, mesh, requests):
     engine = Engine(random_model(MODEL), EngineConfig(**sizes, num_state_blocks=16, num_kv_pages=99), mesh=mesh)
     prompts = [rng.integers(1, MODEL.vocab_size, 70).tolist() for _ in range(requests)]
     outputs = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
-    ends = "of several tokens, the first and the last step must be products"
-    assert [ends, None, None, ends] in [chains[n : n + 4] for n in range(len(chains))]
+    assert [TO_FIRST, *[None] * 3, TO_HEAD] in [chains[n : n + 5] for n in range(len(chains))]
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = [*prompt, *output.token_ids]
         (again,) = engine.generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0))
