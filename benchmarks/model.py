@@ -4,14 +4,11 @@ A decode or verify case keeps `rows` requests of `context` tokens running in an 
 the host and asynchronously. Of a verify row's drafts, each number from none to all is right equally often (`scripted.py`). A
 prompt case times a request from its arrival at an idle engine to its first token. The weights are random, in the shapes of a
 published model. Cases share one engine configuration, except for the number of drafts. Names of cases of a model with
-experts begin with "moe". Requests take their most likely token, and draw it in cases whose names end with "drawn".
+experts begin with "moe". Requests take their most likely token, and draw it in cases whose names end with "drawn". For the
+floor, see `model_floor.py`.
 
-The floor of a step is arithmetic, in `floor_us`: every matrix product takes the larger of its bytes at the copy rate and its
-operations at the rate of a large product, keys and values are read once, and recurrent states are read once and written once
-for each token of a row. Under policy "deferred" states are written once for each fold group of accepted tokens, and entries
-of rings are read and written. Of experts, the chosen ones are read: they are counted in a step of decode and verify cases,
-and expected in prompts, as if tokens chose at random. Several devices share the work equally, and what they send is not
-counted.
+A row of a decode or verify case also says how long the host takes to start a step's program, `start_us`, and how long it
+waits for the step before, `wait_us`. If it hardly waits, the step takes as long as the host does, and not the devices.
 """
 
 import argparse
@@ -21,8 +18,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +27,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.model_floor import Case, Ring, floor_us
 from benchmarks.scripted import ScriptedDrafter, ScriptedModel
 from benchmarks.timing import copy_bandwidth, kernel_times
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -40,11 +37,10 @@ from mamba_align_jax.layers.moe import Experts, SharedExpertMoE
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import free_pools
-from mamba_align_jax.models.qwen3_5 import LINEAR, Config
+from mamba_align_jax.models.qwen3_5 import Config
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import choose_experts
 
-FLOPS_PER_US = 790e6  # of a large bfloat16 product on one H200
 # The pools hold 256 requests of 4096 tokens with their states, and little more.
 CONFIGURATION: dict[str, Any] = dict(
     prefix_cache="all", block_size=512, kv_page_size=64, max_num_batched_tokens=8192, max_num_seqs=256,
@@ -56,38 +52,6 @@ STEPS = 32  # of which the median is taken
 LONGEST = 15  # kernels that a row lists
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is timed.
-
-    Attributes:
-        kind: "decode", "verify", or "prompt" for the time to the first token.
-        rows: Requests that run at once.
-        context: Tokens of each prompt.
-        drafts: Drafts of each row, in a verify case.
-        draws: Whether the rows of a decode case draw their tokens.
-    """
-
-    kind: str
-    rows: int
-    context: int
-    drafts: int = 0
-    draws: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name in the rows of results."""
-        if self.kind == "prompt":
-            return f"prompt {self.context}"
-        drafts, drawn = f" K{self.drafts}" if self.drafts else "", " drawn" if self.draws else ""
-        return f"{self.kind}{drafts} {self.rows}x{self.context}{drawn}"
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of what is timed: a step, or a whole prompt."""
-        return self.context if self.kind == "prompt" else self.rows * (1 + self.drafts)
-
-
 CASES = (
     *(Case("decode", rows, 4096) for rows in (1, 5, 16, 20, 64, 65, 256)),
     *(Case("decode", rows, 32768) for rows in (1, 16)),
@@ -97,102 +61,12 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Ring:
-    """What decode and verify rows keep under policy "deferred".
-
-    Attributes:
-        fold_length: Tokens of a fold group.
-        accepted: Tokens by which all rows together advance in a step.
-        entry_bytes: Bytes of one entry in all layers.
-    """
-
-    fold_length: int
-    accepted: float
-    entry_bytes: float
-
-
 def ring_of(engine: Engine, case: Case, tokens_per_row: float) -> Ring | None:
     """Returns what the rows of an engine keep, or None unless its policy is "deferred"."""
     spec = engine.spec
     if not spec.is_deferred or case.kind == "prompt":
         return None
     return Ring(spec.fold_length, case.rows * tokens_per_row, spec.ring_bytes_per_slot / (2 * spec.fold_length))
-
-
-def products(config: Config) -> Iterator[tuple[int, int]]:
-    """The inputs and outputs of every matrix product of the layers that all tokens have. Routed experts are left out."""
-    c = config
-    keys, values = c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
-    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    for layer, kind in enumerate(c.layer_types):
-        if kind == LINEAR:
-            yield c.hidden_size, 2 * keys + 2 * values + 2 * c.linear_num_value_heads
-            yield values, c.hidden_size
-        else:
-            yield c.hidden_size, 2 * heads + 2 * kv_heads
-            yield heads, c.hidden_size
-        size = c.shared_expert_intermediate_size if c.is_sparse(layer) else c.intermediate_size
-        yield c.hidden_size, 2 * size
-        yield size, c.hidden_size
-        if c.is_sparse(layer):
-            yield c.hidden_size, c.num_experts
-            yield c.hidden_size, 1
-
-
-def expected_experts(config: Config, tokens: int) -> float:
-    """The mean number of different experts that `tokens` tokens of one layer choose, if they choose at random."""
-    return config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** tokens)
-
-
-def floor_us(
-    config: Config,
-    case: Case,
-    copy_rate: float,
-    itemsize: int = 2,
-    *,
-    experts: float | None = None,
-    devices: int = 1,
-    ring: Ring | None = None,
-) -> float:
-    """The least time of a case.
-
-    Args:
-        config: The model.
-        case: A decode or verify case is one step after `context` tokens; a prompt case is a whole prompt.
-        copy_rate: Bytes per microsecond that a copy moves, read and written.
-        itemsize: Bytes of a weight, a key and a value.
-        experts: The mean number of experts of a layer that are chosen; None expects them.
-        devices: The number of devices that share the work.
-        ring: What the rows keep under policy "deferred"; None under the others.
-    """
-    c, tokens = config, case.tokens
-    product = lambda m, k, n: max(itemsize * k * n / copy_rate, 2.0 * m * k * n / FLOPS_PER_US)
-    # A prompt and a decode row sample one token, a verify row one after each of its tokens.
-    total = product(1 if case.kind == "prompt" else tokens, c.hidden_size, c.vocab_size)
-    total += sum(product(tokens, k, n) for k, n in products(c))
-    if c.num_experts:
-        layers = sum(c.is_sparse(layer) for layer in range(c.num_hidden_layers))
-        weights = 3 * c.hidden_size * c.moe_intermediate_size
-        chosen = expected_experts(c, tokens) if experts is None else experts
-        operations = 2.0 * tokens * c.num_experts_per_tok * weights
-        total += layers * max(itemsize * chosen * weights / copy_rate, operations / FLOPS_PER_US)
-    full = sum(kind != LINEAR for kind in c.layer_types)
-    key_values = case.rows * case.context * full * 2 * c.num_key_value_heads * c.head_dim * itemsize
-    state = (
-        (c.num_hidden_layers - full) * c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim * 4
-    )
-    if case.kind == "prompt":
-        # Two products of the queries with half of the positions each.
-        total += 2.0 * full * c.num_attention_heads * c.head_dim * case.context**2 / FLOPS_PER_US
-    else:
-        written = tokens * state
-        if ring is not None:
-            # Rows are in every phase of their groups, so each reads half of a group's entries and one more.
-            read = case.rows * (ring.fold_length + 1) / 2
-            written = ring.accepted / ring.fold_length * state + (read + tokens) * ring.entry_bytes
-        total += (key_values + case.rows * state + written) / copy_rate
-    return total / devices
 
 
 def prompts(config: Config, case: Case, seed: int = 0) -> list[list[int]]:
@@ -248,6 +122,33 @@ def chosen_experts(engine: Engine, config: Config) -> float:
     return statistics.mean(counts)
 
 
+def _timing(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    """Returns a function that makes a call and appends its microseconds to `times`."""
+
+    @functools.wraps(call)
+    def timed(*arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*arguments)
+        times.append(1e6 * (time.perf_counter() - begin))
+        return result
+
+    return timed
+
+
+def time_steps(engine: Engine, steps: int) -> Row:
+    """Times the engine's own steps, and what the host does in them."""
+    whole: list[float] = []
+    starts: list[float] = []
+    waits: list[float] = []
+    own, step, median = engine.runner, _timing(engine.step, whole), statistics.median
+    timed = _replaced(own, "do_step", _timing(own.do_step, starts)), _replaced(own, "read", _timing(own.read, waits))
+    with timed[0], timed[1]:
+        for _ in range(steps):
+            step()
+    row: Row = {"step_us": median(whole), "step_us_min": min(whole), "step_us_max": max(whole)}
+    return row | {"start_us": median(starts), "wait_us": median(waits)}
+
+
 def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Row:
     """The median time of the engine's own steps while every row decodes, and the kernels of a step."""
     # The first rows decode while the last ones' prompts are read.
@@ -259,11 +160,8 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
         _check(engine.step())
     for _ in range(4):
         engine.step()
-    times, before = [], engine.stats
-    for _ in range(steps):
-        begin = time.perf_counter()
-        engine.step()
-        times.append(1e6 * (time.perf_counter() - begin))
+    before = engine.stats
+    row = time_steps(engine, steps)
     after = engine.stats
 
     def run() -> None:
@@ -277,7 +175,6 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
         engine.abort(request)
     while engine.has_unfinished:
         engine.step()
-    row: Row = {"step_us": statistics.median(times), "step_us_min": min(times), "step_us_max": max(times)}
     if case.drafts:
         accepted = sum(after.accepted_tokens) - sum(before.accepted_tokens)
         row["tokens_per_row"] = 1 + accepted / (steps * case.rows)

@@ -28,6 +28,7 @@ from benchmarks import (
     kernels,
     memory,
     model,
+    model_floor,
     pipeline,
     plot,
     precision,
@@ -625,26 +626,26 @@ def sizes_of_products(config):
 def test_the_floor_of_a_model_counts_every_matrix():
     config = model.MODELS["qwen3.5-4b"]
     kernels = sizes_of_products(config)
-    assert sum(inputs * outputs for inputs, outputs in model.products(config)) == sum(kernels)
-    floor = functools.partial(model.floor_us, config, copy_rate=4e6)
+    assert sum(inputs * outputs for inputs, outputs in model_floor.products(config)) == sum(kernels)
+    floor = functools.partial(model_floor.floor_us, config, copy_rate=4e6)
     # One row reads all weights, its keys and values and its states; twice the rows read the weights once.
     row_bytes = 4096 * 8 * 2 * 4 * 256 * 2 + 2 * 24 * 32 * 128 * 128 * 4
-    one, two = (floor(model.Case("decode", rows, 4096)) for rows in (1, 2))
+    one, two = (floor(model_floor.Case("decode", rows, 4096)) for rows in (1, 2))
     np.testing.assert_allclose(one, (2 * (sum(kernels) + config.hidden_size * config.vocab_size) + row_bytes) / 4e6)
     np.testing.assert_allclose(two - one, row_bytes / 4e6)
     # A long prompt is bound by arithmetic, and its attention grows with the square of its length.
-    attention_us = 2 * 8 * 16 * 256 * 4096**2 / model.FLOPS_PER_US
-    prompt, twice = (floor(model.Case("prompt", 1, context)) for context in (4096, 8192))
+    attention_us = 2 * 8 * 16 * 256 * 4096**2 / model_floor.FLOPS_PER_US
+    prompt, twice = (floor(model_floor.Case("prompt", 1, context)) for context in (4096, 8192))
     head = max(2 * config.hidden_size * config.vocab_size / 4e6, 0)
     np.testing.assert_allclose(twice - head, 2 * (prompt - head) + 2 * attention_us)
 
 
 def test_the_floor_of_deferred_states_counts_folds_and_entries():
-    case, config = model.Case("verify", 64, 4096, drafts=3), model.MODELS["qwen3.5-4b"]
-    floor = functools.partial(model.floor_us, config, case, copy_rate=4e6)
+    case, config = model_floor.Case("verify", 64, 4096, drafts=3), model.MODELS["qwen3.5-4b"]
+    floor = functools.partial(model_floor.floor_us, config, case, copy_rate=4e6)
     state = 24 * 32 * 128 * 128 * 4
     # Rows advance by 2.5 of their 4 tokens, read 8.5 entries each and write 4.
-    ring = model.Ring(fold_length=16, accepted=64 * 2.5, entry_bytes=1000.0)
+    ring = model_floor.Ring(fold_length=16, accepted=64 * 2.5, entry_bytes=1000.0)
     np.testing.assert_allclose(
         (floor() - floor(ring=ring)) * 4e6, 64 * 4 * state - 10 * state - 64 * (8.5 + 4) * 1000, rtol=1e-6
     )
@@ -670,20 +671,20 @@ def test_the_floor_of_experts_counts_those_that_are_chosen():
     kernels = sizes_of_products(config)
     # The shared expert of each layer, which all tokens have, is stored with the others.
     shared = 40 * 3 * 2048 * 512
-    assert sum(inputs * outputs for inputs, outputs in model.products(config)) == sum(kernels) + shared
+    assert sum(inputs * outputs for inputs, outputs in model_floor.products(config)) == sum(kernels) + shared
     experts = [256 * shared]
     assert sum(leaf.size for place, leaf in leaves if "experts" in place) == 257 * shared
     assert 34e9 < sum(leaf.size for _, leaf in leaves) < 36e9
-    floor = functools.partial(model.floor_us, config, copy_rate=4e6)
-    one, most = model.Case("decode", 1, 4096), model.Case("prompt", 1, 512)
-    assert model.expected_experts(config, 1) == pytest.approx(8)
-    assert model.expected_experts(config, 4096) == pytest.approx(256)
+    floor = functools.partial(model_floor.floor_us, config, copy_rate=4e6)
+    one, most = model_floor.Case("decode", 1, 4096), model_floor.Case("prompt", 1, 512)
+    assert model_floor.expected_experts(config, 1) == pytest.approx(8)
+    assert model_floor.expected_experts(config, 4096) == pytest.approx(256)
     np.testing.assert_allclose(floor(one, experts=10) - floor(one), 2 / 256 * 2 * sum(experts) / 4e6)
     few, every = floor(most, experts=240), floor(most, experts=256)
     np.testing.assert_allclose(every - few, 16 / 256 * 2 * sum(experts) / 4e6)
     np.testing.assert_allclose(floor(one, devices=2), floor(one) / 2)
     # A verify row reads its states once and writes them after each token.
-    verify, decode = (floor(model.Case("verify", 16, 4096, drafts), experts=256) for drafts in (3, 0))
+    verify, decode = (floor(model_floor.Case("verify", 16, 4096, drafts), experts=256) for drafts in (3, 0))
     np.testing.assert_allclose(verify - decode, 16 * 3 * 30 * 32 * 128 * 128 * 4 / 4e6)
 
 
@@ -710,9 +711,9 @@ POOLS = ["--num-state-blocks=100", "--num-kv-pages=400"]
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
     cases = (
-        model.Case("decode", 2, 64),
-        model.Case("decode", 2, 64, draws=True),
-        model.Case("verify", 3, 64, drafts=3),
+        model_floor.Case("decode", 2, 64),
+        model_floor.Case("decode", 2, 64, draws=True),
+        model_floor.Case("verify", 3, 64, drafts=3),
     )
     monkeypatch.setattr(model, "CASES", cases)
     sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16", *POOLS]
@@ -724,7 +725,11 @@ def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
     assert ("experts_per_layer" in decode) == (name == "tiny-moe")
     assert 2 <= decode.get("experts_per_layer", 3) <= 4
     assert 2 < verify["tokens_per_row"] < 3
-    assert min(row["ratio"] for row in (decode, drawn, verify)) > 1
+    for row in (decode, drawn, verify):
+        assert row["ratio"] > 1
+        # The host starts a step and waits for the one before within a step.
+        assert min(row["start_us"], row["wait_us"]) > 0
+        assert row["start_us"] + row["wait_us"] < row["step_us_max"]
 
 
 @pytest.mark.deep
