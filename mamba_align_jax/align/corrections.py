@@ -10,6 +10,7 @@ import numpy as np
 from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.slots import set_slots
 from mamba_align_jax.align.state import AlignState, check_entries
 
 
@@ -88,9 +89,7 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
     is_right = is_real & (taken_back >= 0) & (accepted >= 1)
     if state.state_pos is not None:
         is_right &= corrections.num_computed_tokens >= state.state_pos[slot]
-    # A negative index would wrap around to the last slot, so the index of what is skipped is made too large instead.
-    to = jnp.where(is_right, slot, state.running_column.shape[0])
-    put = lambda array, new: array.at[to].set(new, mode="drop")
+    put = lambda array, new: set_slots(array, jnp.where(is_right, slot, -1), new)
     corrected = replace(
         state,
         num_computed_tokens=put(state.num_computed_tokens, corrections.num_computed_tokens),

@@ -17,6 +17,7 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.policy import boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring_folds import fold
+from mamba_align_jax.align.slots import set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
@@ -233,16 +234,14 @@ def plan_slots(spec: AlignConfig, state: AlignState, tables: BlockTables, slots:
         unsettled=jnp.zeros(slots.shape, jnp.bool_),
         windows=_plan_windows(spec, state, slot, base, computed, conv_read, block),
     )
-    # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
-    to = jnp.where(slots >= 0, slots, state.state_pos.shape[0])
     accepted = state.num_accepted_tokens[slot]
     state, _ = jax.lax.optimization_barrier((state, (folds, accepted, places.next_base)))
     assert state.state_pos is not None
-    state = replace(state, state_pos=state.state_pos.at[to].set(places.next_base, mode="drop"))
+    state = replace(state, state_pos=set_slots(state.state_pos, slots, places.next_base))
     if folds.windows is not None:
         # A window that has moved to row 0 is as after a step that accepted one token.
         accepted = jnp.where(folds.windows.moves, 1, accepted)
-        state = replace(state, num_accepted_tokens=state.num_accepted_tokens.at[to].set(accepted, mode="drop"))
+        state = replace(state, num_accepted_tokens=set_slots(state.num_accepted_tokens, slots, accepted))
     return state, folds
 
 

@@ -12,6 +12,7 @@ from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.slots import set_slots
 
 
 @renamed_fields(state_idx="running_column")
@@ -133,9 +134,7 @@ class Additions:
 
 def add_requests(state: AlignState, additions: Additions) -> AlignState:
     """Initialises the slots that requests enter. Other slots do not change. A jitted caller may donate `state`."""
-    # A negative index would wrap around to the last slot, so the index of padding is made too large instead.
-    slot = jnp.where(additions.slot >= 0, additions.slot, state.running_column.shape[0])
-    put = lambda array, new: array.at[slot].set(new, mode="drop")
+    put = lambda array, new: set_slots(array, additions.slot, new)
     return AlignState(
         num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),
         num_accepted_tokens=put(state.num_accepted_tokens, 1),

@@ -18,6 +18,7 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.deferred import Folds, plan_folds, settle
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.pool import StatePool
+from mamba_align_jax.align.slots import set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, state_copy
@@ -103,7 +104,7 @@ def _live(batch: StepBatch) -> jax.Array:
 
 
 def _scatter(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Array) -> jax.Array:
-    return array.at[jnp.where(live, batch.idx_mapping, array.shape[0])].set(values, mode="drop")
+    return set_slots(array, jnp.where(live, batch.idx_mapping, -1), values)
 
 
 def begin_step(

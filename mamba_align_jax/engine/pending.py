@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax.align.batch import StepBatch
+from mamba_align_jax.align.slots import set_slots
 from mamba_align_jax.engine.drafting.protocols import UNKNOWN, Sampled
 from pallas_kernels.rows import TokenRows
 
@@ -131,8 +132,8 @@ def record_sampled(pending: Pending, sampled: Sampled) -> Pending:
     new = jnp.where(place < sampled.counts[:, None], sampled.known[:, None] + place, length)
     history = pending.history.at[sampled.slot[:, None], new].set(sampled.tokens, mode="drop")
     return Pending(
-        tokens=pending.tokens.at[sampled.slot].set(jnp.broadcast_to(last[:, None], sampled.tokens.shape), mode="drop"),
-        num_drafts=pending.num_drafts.at[sampled.slot].set(0, mode="drop"),
+        tokens=set_slots(pending.tokens, sampled.slot, last[:, None]),
+        num_drafts=set_slots(pending.num_drafts, sampled.slot, 0),
         history=history,
     )
 
@@ -149,5 +150,5 @@ def propose(pending: Pending, slot: jax.Array, drafts: jax.Array, count: jax.Arr
     return replace(
         pending,
         tokens=pending.tokens.at[slot, 1:].set(drafts, mode="drop"),
-        num_drafts=pending.num_drafts.at[slot].set(count, mode="drop"),
+        num_drafts=set_slots(pending.num_drafts, slot, count),
     )
