@@ -104,12 +104,13 @@ class Residual:
         """Normalises the stream of few tokens later, together with what follows: see `Chain`.
 
         Returns:
-            The chain that computes the normed values, and the stream, whose value it computes too. With more than
-            `MOST_TOKENS` tokens, or where XLA adds up sums over devices, they are those of `normed`.
+            The chain that computes the normed values, and the stream, whose value it computes too. If nothing waits to be
+            added, the chain begins with the normed values. With more than `MOST_TOKENS` tokens, or where XLA adds up sums
+            over devices, they are those of `normed`.
         """
         waiting = self.waiting
         if waiting is None:
-            # Nothing is launched with the norm, but the layer's outputs will be a chain.
+            # There is nothing to launch together with the norm, but outputs of a layer that gets a chain are one.
             normed, after = self.normed(norm)
             return self._begun(normed) or normed, after
         if isinstance(waiting, Partial) and self.exchange is not None:
