@@ -38,6 +38,11 @@ class Chain:
         self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
         self._total: jax.Array | None = None
 
+    @property
+    def may_end_with_norm(self) -> bool:
+        """Whether one launch can run a chain whose last step is a norm: that of a single token on one device can."""
+        return self._x.shape[-2] == 1 and self.exchange is None
+
     def gated_norm(self, norm: GatedNorm) -> "Chain":
         """Adds a gated norm, which is the first step, and which a product follows: see `GatedNorm`."""
         self._steps += (norm,)

@@ -93,11 +93,13 @@ class Residual:
         if self.waiting is None:
             value = self._own_value()
             return norm(value).astype(dtype or value.dtype), replace(self, value=value)
-        if isinstance(self.waiting, Chain):
-            chain = self._continued(self.waiting, norm.step(self.scale, dtype))
+        waiting = self.waiting
+        if isinstance(waiting, Chain) and waiting.may_end_with_norm:
+            chain = self._continued(waiting, norm.step(self.scale, dtype))
             return chain.launch(), Residual(chain.total(), exchange=self.exchange)
+        outputs = launched(waiting)
         options = dict(scale=self.scale, dtype=dtype, exchange=self.exchange)
-        value, normed = norm.after(self._own_value(), self.waiting, **options)
+        value, normed = norm.after(self._own_value(), outputs, **options)
         return normed, Residual(value, exchange=self.exchange)
 
     def chained(self, norm: RMSNorm) -> tuple[Inputs, "Residual"]:

@@ -20,7 +20,7 @@ CONFIG = replace(
     QWEN3_5_4B,
     vocab_size=1000,
     hidden_size=512,
-    intermediate_size=1536,
+    intermediate_size=2048,
     num_hidden_layers=4,
     layer_types=(LINEAR, FULL, LINEAR, FULL),
     num_attention_heads=4,
@@ -36,9 +36,8 @@ WITH_EXPERTS = replace(
     CONFIG, num_experts=4, num_experts_per_tok=4, moe_intermediate_size=256, shared_expert_intermediate_size=256
 )
 H200_CORES = 132
-# Why neither the projection of the first mixer nor, with several tokens, what ends with the last norm is one launch.
+# Why the projection of the first mixer is not one launch.
 TO_FIRST = "there must be a product and another step, got 1 steps"
-TO_HEAD = "of several tokens, the first and the last step must be products"
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_decoded_tokens_have_the_log_probabilities_that_they_have_in_a_prompt(ch
     if requests == 1:
         assert chains == [TO_FIRST, *[None] * 4]
     elif model is CONFIG:
-        assert [TO_FIRST, *[None] * 3, TO_HEAD] in [chains[n : n + 5] for n in range(len(chains))]
+        assert [TO_FIRST, *[None] * 4] in [chains[n : n + 5] for n in range(len(chains))]
 
 
 @pytest.mark.gpu
