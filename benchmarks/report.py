@@ -298,6 +298,12 @@ def tuning_table(rows: list[Row]) -> str:
     return markdown(("op", "case", "fastest setting", "time"), lines)
 
 
+def launches_table(rows: list[Row]) -> str:
+    """Tabulates how many launches programs have that were compiled for a GPU and not run."""
+    lines = ((row["case"], row["candidate"], str(row["launches"])) for row in rows)
+    return markdown(("program", "candidate", "launches"), lines)
+
+
 # For each kind of table: the field that only rows of this kind have, and the function that makes the table.
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "kernels": ("bandwidth_fraction", kernel_table),
@@ -322,6 +328,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "routing": ("routing", routing_table),
     "server": ("overhead_tpot_share", server_table),
     "tuning": ("op", tuning_table),
+    "launches": ("compiled_for", launches_table),
 }
 
 
