@@ -8,7 +8,7 @@ experts begin with "moe". Requests take their most likely token, and draw it in 
 floor, see `model_floor.py`.
 
 A row of a decode or verify case also says how long the host takes to start a step's program, `start_us`, and how long it
-waits for the step before, `wait_us`. If it hardly waits, the step takes as long as the host does, and not the devices.
+waits for the step before, `wait_us`. If it hardly waits, the host is slower than the devices.
 """
 
 import argparse

@@ -89,7 +89,8 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
     is_right = is_real & (taken_back >= 0) & (accepted >= 1)
     if state.state_pos is not None:
         is_right &= corrections.num_computed_tokens >= state.state_pos[slot]
-    put = lambda array, new: set_slots(array, jnp.where(is_right, slot, -1), new)
+    to = jnp.where(is_right, slot, -1)
+    put = lambda array, new: set_slots(array, to, new)
     corrected = replace(
         state,
         num_computed_tokens=put(state.num_computed_tokens, corrections.num_computed_tokens),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def set_slots(array: jax.Array, slot: jax.Array, values: jax.Array | int) -> jax.Array:
-    """Returns `array` with the values of each row in the row's slot. A jitted caller may donate `array`.
+    """Returns an array like `array` in which each row's slot holds the row's values. A jitted caller may donate `array`.
 
     It compares all slots with all rows, because XLA does that for several arrays in one launch. Scatters are a launch each.
 

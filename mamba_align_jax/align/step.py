@@ -103,7 +103,8 @@ def _live(batch: StepBatch) -> jax.Array:
     return (batch.idx_mapping >= 0) & (batch.num_tokens > 0)
 
 
-def _scatter(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Array) -> jax.Array:
+def _set_live(array: jax.Array, batch: StepBatch, live: jax.Array, values: jax.Array) -> jax.Array:
+    """Sets the slots of the rows that take part."""
     return set_slots(array, jnp.where(live, batch.idx_mapping, -1), values)
 
 
@@ -165,7 +166,7 @@ def begin_step(
     # The barrier lets the state be overwritten only after everything was read from it. Otherwise XLA may copy it first.
     read = computed, current, indices.recurrent_read, indices.conv_read, indices.window_row
     state, _ = jax.lax.optimization_barrier((state, read))
-    return replace(state, running_column=_scatter(state.running_column, batch, live, current)), indices
+    return replace(state, running_column=_set_live(state.running_column, batch, live, current)), indices
 
 
 def _begin_deferred(
@@ -181,7 +182,7 @@ def _begin_deferred(
         window_row = jnp.where(folds.windows.moves & folds.unsettled, 0, window_row)
     indices = replace(indices, recurrent_read=read, write=write, window_row=window_row, folds=folds)
     state, _ = jax.lax.optimization_barrier((state, (indices, base)))
-    put = lambda array, values: _scatter(array, batch, live, values)
+    put = lambda array, values: _set_live(array, batch, live, values)
     return replace(
         state, running_column=put(state.running_column, current), state_pos=put(state.state_pos, base)
     ), indices
@@ -276,8 +277,8 @@ def plan_finish(
         plan, accepted = plan_saves(spec, tables, slot, live, indices.running_column, certain, accepted)
     return replace(
         state,
-        num_computed_tokens=_scatter(state.num_computed_tokens, batch, live, computed),
-        num_accepted_tokens=_scatter(state.num_accepted_tokens, batch, live, accepted),
+        num_computed_tokens=_set_live(state.num_computed_tokens, batch, live, computed),
+        num_accepted_tokens=_set_live(state.num_accepted_tokens, batch, live, accepted),
     ), plan
 
 

@@ -22,7 +22,7 @@ class Chain:
     Attributes:
         implementation: Implementation of the op; None chooses by platform.
         exchange: The `Exchange` that adds up what the devices of a split model have; None if the model is not split.
-        axis: The mesh axis over whose devices the sum of the last step's results is meant; None if they are whole.
+        axis: The mesh axis over whose devices the last step's results are still to be added up; None if they are whole.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Chain:
         return self
 
     def product(self, weight: jax.Array, *, is_gated: bool = False, axis: str | None = None) -> "Chain":
-        """Adds a product: see `Product`. With `axis` each device computes a summand, which `sums` or a norm follows."""
+        """Adds a product: see `Product`. With `axis` each device computes a summand of it."""
         self._steps += (Product(weight, is_gated),)
         self.axis = axis
         return self

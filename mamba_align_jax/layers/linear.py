@@ -61,7 +61,7 @@ class Linear(nnx.Module):
         Args:
             x: The inputs.
             is_gated: See `Product`.
-            is_summand: Whether a summand on each device will do.
+            is_summand: Whether the caller can take a summand on each device instead of the whole product.
         """
         if not isinstance(x, Chain) or self.bias is not None or self.implementation is not None:
             return None

@@ -136,7 +136,7 @@ def own(
         channels: The channels of the residual stream.
         tokens: The number of tokens.
         dtype: The dtype of the residual stream, and of what is sent.
-        devices: The devices over which what is added is summed; None if it is not.
+        devices: The devices over which the sums are first added up; None if they are those of one device.
 
     Returns:
         The sums, like `before`.

@@ -251,11 +251,10 @@ def _phases(steps: Sequence[Step], parts: tuple[int, ...] | None, rows: int) -> 
             phases += _of_experts(step, norm)
             continue
         is_last = number + 1 == len(steps)
-        can_share = parts is None if is_last else isinstance(steps[number + 1], Norm)
-        inputs = step.weight.shape[1]
-        shares = _shares(inputs) if can_share and not step.is_gated else 1
-        if is_last and can_share and inputs // WIDTH % _shares_of_results(step.weight) == 0:
-            shares = _shares_of_results(step.weight)
+        can_share = not step.is_gated and (parts is None if is_last else isinstance(steps[number + 1], Norm))
+        inputs, shares = step.weight.shape[1], 1
+        if can_share:
+            shares = _shares_of_results(step.weight) if is_last else _shares(inputs)
         phases.append(Phase(inputs, step.outputs, 1 + step.is_gated, norm, shares, rows=rows))
     return tuple(phases)
 
@@ -280,7 +279,7 @@ def _without_gated_norm(steps: Sequence[Step]) -> list[Product | Norm | Experts]
 
 
 def is_of_one_token(x: jax.Array, capacity: int | None) -> bool:
-    """Whether the launch is the one for a single token, which knows no other devices."""
+    """Whether a chain takes the launch for a single token, which cannot add up over devices."""
     return x.shape[-2] == 1 and capacity is None
 
 
@@ -335,8 +334,12 @@ def unsupported(
                 return "experts must be between two norms"
             if step.chosen > LANES or step.down.shape[2] % WIDTH or step.down.shape[2] > _FEW_PIECES * WIDTH:
                 return f"there must be at most {LANES} experts of multiples of {WIDTH} channels, up to 3072"
-        elif step.is_gated and number + 1 == len(steps):
-            return "the last product must not be gated"
+        elif number + 1 == len(steps):
+            if step.is_gated:
+                return "the last product must not be gated"
+            share = WIDTH * (_shares_of_results(step.weight) if parts is None else 1)
+            if channels % share:
+                return f"the last product must have a multiple of {share} inputs, got {channels}"
         channels = step.outputs
     if parts is not None and any(part % rows for part in parts):
         return f"parts must be multiples of {rows}, got {list(parts)}"
@@ -344,11 +347,6 @@ def unsupported(
     for phase in phases:
         if phase.pieces > most_pieces or phase.shares > programs:
             return f"a product has too many inputs, {phase.inputs}"
-    last = steps[-1]
-    if parts is None and isinstance(last, Product):
-        shares = _shares_of_results(last.weight)
-        if phases[-1].shares != shares:
-            return f"the last product must have a multiple of {shares * WIDTH} inputs, got {last.weight.shape[1]}"
     gated = gated_norm_of(steps)
     if gated is None:
         return None

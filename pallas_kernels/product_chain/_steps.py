@@ -60,7 +60,7 @@ class Norm:
         offset: Added to the weights.
         scale: Factor of what is added.
         out_dtype: Dtype of the normed values; None is that of the residual stream.
-        over_devices: Whether the sum over the devices of what is added is meant: see `all_reduce_product_chain`.
+        over_devices: Whether what is added is first summed over the devices: see `all_reduce_product_chain`.
     """
 
     weight: jax.Array

@@ -82,10 +82,10 @@ def all_reduce_product_chain(
 ) -> tuple[Any, Float[Array, "tokens channels"] | None, Int[Array, ""]]:
     """Runs a chain on every device of a mesh axis: `product_chain`, whose norms may add up what all devices have.
 
-    A norm with `over_devices` adds to the residual stream, which all devices have, the sum over the devices of what the step
-    before has computed. It takes a turn, as a call of `all_reduce` does. See there what all devices must do. In one launch,
-    programs of a device send a part of the residual stream each to the same programs of the other devices. So there is no
-    launch for the sum, and a single token takes the launch for several.
+    A norm with `over_devices` adds up over the devices what the step before has computed, and then adds the sum to the
+    residual stream, which is the same on all devices. It takes a turn, as a call of `all_reduce` does: see there what all
+    devices must do. In one launch, some programs own a part of the residual stream each, and send what is to be added to it
+    to the same programs of the other devices. So no launch adds up sums, and a single token takes the launch for several.
 
     See `product_chain` and `all_reduce` for the numerics, the other arguments, and errors.
 

@@ -44,6 +44,12 @@ class If:
         return [np.where(self.condition, *both) for both in zip(self.then_block, self.else_block, strict=True)]
 
 
+def sum_over(x, distances):
+    """Does what `pm.sum_over` does to the numbers of all threads."""
+    thread = np.arange(len(x))
+    return functools.reduce(lambda total, distance: total + total[thread ^ distance], distances, x)
+
+
 def fake():
     """Returns what stands for `pm`."""
     blocks = []
@@ -86,9 +92,6 @@ def fake():
 
     def from_earlier(x, distance):
         return x[np.where(lane % 32 >= distance, lane - distance, lane)]
-
-    def sum_over(x, distances):
-        return functools.reduce(lambda total, distance: total + total[lane ^ distance], distances, x)
 
     def fma(x, y, z):
         return (np.float64(x) * np.float64(y) + np.float64(z)).astype(np.float32)

@@ -25,7 +25,7 @@ def over_devices(steps):
 
 
 def drawn_for(rng, case, tokens, devices):
-    """Returns the arguments of each device: of its own, but for the residual stream and the norms, which all have."""
+    """Returns the arguments of each device. All devices have the same residual stream and norms; the rest is their own."""
     every = [draw(rng, case, tokens) for _ in range(devices)]
     residual = every[0][2]
     norms = [step for step in every[0][1] if isinstance(step, Norm)]
@@ -43,7 +43,7 @@ def oracle_of_devices(arguments, dtype):
     norms = [number for number, step in enumerate(steps) if isinstance(step, Norm)]
     for end in [*norms, len(steps)]:
         own = [(value, given[1][start:end]) for value, given in zip(values, arguments, strict=True)]
-        # A norm behind a product makes the oracle leave its results as they are.
+        # The oracle rounds no results of the last step that it runs.
         values = [oracle(value, part, residual, dtype)[0] if part else np.asarray(value) for value, part in own]
         if end < len(steps):
             normed, residual, _ = oracle(sum(values)[None], steps[end : end + 1], residual, dtype)
@@ -100,6 +100,5 @@ def test_norms_over_devices_need_mailboxes_that_hold_the_tokens(rng):
         product_chain(x, over_devices(steps), residual)
     more = jnp.tile(x, (4, 1))[:16], over_devices(steps), residual
     run = lambda boxes: all_reduce_product_chain(*more, boxes, jnp.int32(1), implementation="mosaic_gpu")
-    small = dataclasses.replace
     with pytest.raises(UnsupportedError, match="a mailbox must hold 4096 numbers, got 4095"):
-        on_one_device(lambda boxes: run(small(boxes, capacity=4095)))
+        on_one_device(lambda boxes: run(dataclasses.replace(boxes, capacity=4095)))

@@ -1,12 +1,12 @@
 """How product_chain's launch chooses experts, run in NumPy: a warp's lanes are the elements of arrays."""
 
 import contextlib
-import functools
 import types
 
 import numpy as np
 import pytest
 from kernels.chain_in_numpy import choice
+from kernels.mlir_in_numpy import sum_over
 
 from pallas_kernels.product_chain import Experts, _choice
 
@@ -51,9 +51,6 @@ def in_numpy(monkeypatch):
     def redux(text, constraints, kind, operands):
         reduce = np.max if ".max." in text else np.min
         return np.full(LANES, reduce(operands[0]), np.int32)
-
-    def sum_over(x, distances):
-        return functools.reduce(lambda total, distance: total + total[np.arange(LANES) ^ distance], distances, x)
 
     kinds = types.SimpleNamespace(
         IntegerType=types.SimpleNamespace(get_signless=lambda bits: np.int32),

@@ -93,7 +93,7 @@ def test_a_model_computes_the_same_with_chains(rng, launches, tokens, scale, wit
 
 @pytest.mark.parametrize("tokens", [1, MOST_TOKENS, MOST_TOKENS + 1])
 def test_a_split_model_computes_the_same_with_chains_over_devices(rng, monkeypatch, tokens):
-    """One simulated device has the whole of each product whose inputs are split."""
+    """There is one simulated device, so its summand of each product is the whole product."""
     model, x = TwoLayers(), jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.float32)
     for linear in (*model.out, *(mlp.down_proj for mlp in model.mlps)):
         linear.axis = AXIS
