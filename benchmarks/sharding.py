@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.packed import pack
 from mamba_align_jax.engine.reference import Reference
 from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
@@ -130,7 +129,7 @@ def decode_steps(engine: Engine, devices: int, options: argparse.Namespace) -> t
     places = engine.unread_steps[-1].places
     assert len(places) == rows
     assert all(places)
-    inputs = jax.device_put(pack(runner.packer.pack(bucket, places)), mesh and NamedSharding(mesh, PartitionSpec()))
+    inputs = jax.device_put(runner.packer.packed(bucket, places), mesh and NamedSharding(mesh, PartitionSpec()))
     # This is the program that the engine runs. Calling the jitted step instead would compile another one, because here
     # the inputs are already on the device.
     program = runner.trace(bucket).lower().compile()

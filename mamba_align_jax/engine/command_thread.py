@@ -12,12 +12,10 @@ from jax.sharding import Mesh
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MANY_DEVICES = 4  # Two do not gain by a thread: see docs/results.md.
-
 
 def is_slow_to_start(mesh: Mesh | None) -> bool:
     """Whether it takes the host longer to start a program on a model's devices than to plan a step. None is one device."""
-    return mesh is not None and mesh.size >= _MANY_DEVICES and not mesh.is_multi_process
+    return mesh is not None and mesh.size > 1 and not mesh.is_multi_process
 
 
 class Answer(Generic[R]):

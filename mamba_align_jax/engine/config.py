@@ -155,7 +155,7 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """The number of steps whose results are unread when another one is dispatched."""
+        """The number of steps whose results are unread when another one is dispatched. Split models have one more."""
         return int(self.async_stepping)
 
 

@@ -27,7 +27,7 @@ from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarCompiler
 from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.model import end_tokens
-from mamba_align_jax.engine.read_step import ReadStep, RowResult
+from mamba_align_jax.engine.read_step import RowResult
 from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
 from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, StepRunner
@@ -35,7 +35,7 @@ from mamba_align_jax.engine.scheduler import Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
 from mamba_align_jax.engine.stats import Counters
 from mamba_align_jax.engine.text import Tokenizer
-from mamba_align_jax.engine.trace import TracedStep
+from mamba_align_jax.engine.trace import TracedStep, trace_step
 from mamba_align_jax.engine.turns import Turns
 from mamba_align_jax.engine.updates import Updates
 from mamba_align_jax.engine.waiting import WaitingQueue, by_rank
@@ -60,6 +60,7 @@ class EngineCore:
         cache: Assigns blocks and pages to requests.
         scheduler: Plans steps.
         runner: Runs them.
+        steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
         unread_steps: The steps that were dispatched and not read, the oldest first.
     """
 
@@ -91,7 +92,11 @@ class EngineCore:
         if self._drafters.host:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
-        self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, drafter=self._drafters.device)
+        launches_ahead = config.async_stepping and is_slow_to_start(mesh)
+        # The devices run one of two steps while the host reads the step before and starts the one after.
+        self.steps_in_flight = config.steps_in_flight + launches_ahead
+        options = dict(drafter=self._drafters.device, steps_in_flight=self.steps_in_flight)
+        self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, **options)
         check_memory(self.spec, config, self.sizes, model.config.vocab_size, devices)
         self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, end_tokens(model.config))
         self._counters = Counters.for_drafts(config.num_speculative_tokens)
@@ -108,7 +113,7 @@ class EngineCore:
             config.max_num_batched_tokens,
             drafter=self._drafters.device,
             layout=layout,
-            launches_ahead=config.async_stepping and is_slow_to_start(mesh),
+            launches_ahead=launches_ahead,
         )
         self.unread_steps: deque[Dispatched] = deque()
         # The rows of the step that is being dispatched or read.
@@ -132,7 +137,7 @@ class EngineCore:
                 config.block_size,
                 config.num_speculative_tokens,
                 mode=config.prefix_cache,
-                steps_in_flight=config.steps_in_flight,
+                steps_in_flight=self.steps_in_flight,
                 fold_length=self.spec.fold_length if self.spec.is_deferred else None,
                 on_eviction=counters.evict_state_block,
             ),
@@ -261,7 +266,10 @@ class EngineCore:
             scheduler.current = self._waiting.first
             raise OutOfBlocksError(f"the pools can't run request {self._waiting.first.id}: {self.sizes}")
         # A plan that is short of blocks waits for all results: they free blocks, or allow a preemption.
-        max_unread = self.config.steps_in_flight if plan.rows and not plan.is_short else 0
+        max_unread = self.steps_in_flight if plan.rows and not plan.is_short else 0
+        if plan.awaits_token:
+            # The request that waits gets a row in the next plan.
+            max_unread = min(max_unread, 1)
         while len(self.unread_steps) > max_unread or (self.unread_steps and not self._requests):
             self._rows_at_work = self.unread_steps[0].places
             self._read(self.unread_steps.popleft())
@@ -281,15 +289,7 @@ class EngineCore:
                 late.append(row)
         self.scheduler.current = None
         if self._trace:
-            self._write_trace(self._trace, read, late)
-
-    def _write_trace(self, write: Callable[[TracedStep], None], read: ReadStep, late: Sequence[Row]) -> None:
-        """Writes a step that was read. A trace that can't be written ends, and nothing else does."""
-        try:
-            write(TracedStep.of(read, self._counters.steps, late, self.spec.state_block_size))
-        except Exception:
-            _LOG.exception("the trace ends here: a step could not be written")
-            self._trace = None
+            self._trace = trace_step(self._trace, read, self._counters.steps, late, self.spec.state_block_size)
 
     def _take_in(self, row: Row, result: RowResult) -> None:
         """Adds a row's result to its request, and ends the request if a token ends it."""

@@ -44,6 +44,7 @@ class Engine(PortableCore):
         cache: Assigns blocks and pages to requests.
         scheduler: Plans steps.
         runner: Runs them.
+        steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread.
         unread_steps: The steps that were dispatched and not read, the oldest first.
     """
 

@@ -33,9 +33,11 @@ class Packed:
     def unpack(self) -> Any:
         """Returns the tree. A jitted function can call it; on the host, `words` must be a NumPy array."""
         tree, leaves = self.structure
-        ends = itertools.accumulate(math.prod(shape) for shape, _ in leaves)
-        split = np.split if isinstance(self.words, np.ndarray) else jnp.split
-        parts = split(self.words, list(ends)[:-1])
+        ends = list(itertools.accumulate(math.prod(shape) for shape, _ in leaves))
+        if isinstance(self.words, np.ndarray):
+            parts = [self.words[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+        else:
+            parts = jnp.split(self.words, ends[:-1])
         return jax.tree.unflatten(
             tree, [_from_words(part, dtype).reshape(shape) for part, (shape, dtype) in zip(parts, leaves, strict=True)]
         )

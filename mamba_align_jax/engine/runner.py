@@ -19,7 +19,7 @@ from mamba_align_jax.engine.drafting.protocols import DeviceDrafter
 from mamba_align_jax.engine.identity import weights_digest
 from mamba_align_jax.engine.levels import Level, changes_logits
 from mamba_align_jax.engine.model import ServedModel, end_tokens
-from mamba_align_jax.engine.packed import Packed, pack
+from mamba_align_jax.engine.packed import Packed
 from mamba_align_jax.engine.packing import Packer, page_entries
 from mamba_align_jax.engine.page_tables import Entry, store_pages
 from mamba_align_jax.engine.pending import store_tokens
@@ -253,7 +253,7 @@ class StepRunner:
         """Traces one program. If it is lowered and compiled, the first step that needs it finds it compiled."""
         if bucket.level >= Level.FULL:
             self.make_sampler()
-        inputs = pack(self.packer.pack(bucket, [None] * bucket.num_rows))
+        inputs = self.packer.packed(bucket, [None] * bucket.num_rows)
         # JAX keeps what it has traced by settings that a thread may have to itself, so the same thread traces and runs.
         return self._in_thread(self._trace, bucket, inputs)
 
@@ -324,13 +324,13 @@ class StepRunner:
                 self._store_request(row)
         if bucket.level >= Level.FULL:
             self.make_sampler()
-        inputs = self.packer.pack(bucket, places, early)
+        inputs = self.packer.packed(bucket, places, early)
         # A checker that has raised, or that was not told of a step, can't be used again.
         self._is_sound = not self.spec.checked
-        result = self._begin(self.do_step, bucket, pack(inputs))
+        result = self._begin(self.do_step, bucket, inputs)
         if self.spec.checked:
-            counts = result.result().unpack().counts
-            self._checker.check(inputs.updates, inputs.additions, inputs.batch, counts, self.device_state.state)
+            ran, counts = inputs.unpack(), result.result().unpack().counts
+            self._checker.check(ran.updates, ran.additions, ran.batch, counts, self.device_state.state)
         self._is_sound = True
         return result
 

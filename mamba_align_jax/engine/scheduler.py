@@ -89,12 +89,14 @@ class Plan:
         decode: Rows that verify drafts or only decode.
         prefill: Rows that run known tokens.
         is_short: True if rows were left out because there were too few blocks while results were unread.
+        awaits_token: True if a request has no row because its grammar must know a token that is unread.
         failed: The requests for which the drafter raised, each with the exception. They have no rows.
     """
 
     decode: list[Row] = field(default_factory=list)
     prefill: list[Row] = field(default_factory=list)
     is_short: bool = False
+    awaits_token: bool = False
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
@@ -253,6 +255,7 @@ class Scheduler:
                 continue
             if request.grammar and request.num_ahead:
                 # What the grammar allows depends on a token that has not been read.
+                plan.awaits_token = True
                 continue
             try:
                 drafts = self._drafts(request, room - 1)

@@ -91,6 +91,7 @@ def pool_sizes(
     *,
     drafter: DeviceDrafter | None = None,
     weight_bytes: int = 0,
+    steps_in_flight: int | None = None,
 ) -> PoolSizes:
     """Returns the configured sizes, or as many blocks and pages as fit.
 
@@ -103,13 +104,16 @@ def pool_sizes(
         devices: The device with the least free memory decides. If empty, JAX's first device decides.
         drafter: The drafter on the device, which may keep layers of keys and values.
         weight_bytes: Bytes of weights that are not in the device's memory yet.
+        steps_in_flight: How many steps may be dispatched while the result of an earlier one is unread; None is the
+            configuration's number.
 
     Raises:
         ValueError: A pool is too small for one request.
     """
     page_bytes = pages_spec(model, drafter).bytes_per_page(config.kv_page_size)
     # The chunks of one step share its tokens, and return the blocks of the boundaries inside them after its dispatch.
-    held = spec.blocks_per_request(config.steps_in_flight, max_chunk=0)
+    unread = config.steps_in_flight if steps_in_flight is None else steps_in_flight
+    held = spec.blocks_per_request(unread, max_chunk=0)
     chunks = spec.blocks_of_chunk(min(config.max_num_batched_tokens, spec.max_model_len))
     running, blocks_per_request = config.max_num_seqs * held + chunks, held + chunks
     tokens_per_block = spec.max_model_len if spec.mode == "none" else spec.block_size

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from mamba_align_jax.align.columns import boundary_save, certain_tokens, tokens_after
 from mamba_align_jax.engine.read_step import ReadStep
 from mamba_align_jax.engine.scheduler import Row
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,23 @@ def traced_row(row: Row, proposed: int, sampled: Sequence[int], gone: bool, bloc
         published=row.published,
         gone=gone,
     )
+
+
+def trace_step(
+    write: Callable[[TracedStep], None], read: ReadStep, number: int, late: Sequence[Row], block_size: int
+) -> Callable[[TracedStep], None] | None:
+    """Hands the trace of a step to `write`: see `TracedStep.of`.
+
+    Returns:
+        What the next step is handed to: `write`, or None after an exception. A trace that can't be written ends, and
+        nothing else does.
+    """
+    try:
+        write(TracedStep.of(read, number, late, block_size))
+    except Exception:
+        _LOG.exception("the trace ends here: a step could not be written")
+        return None
+    return write
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.command_thread import CommandThread
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.engine.levels import Level
-from mamba_align_jax.engine.packed import Packed, pack
+from mamba_align_jax.engine.packed import Packed
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.processes.connection import Message
 
@@ -150,7 +150,7 @@ class Follower:
     def _inputs(self, bucket: Bucket, words: Any) -> Packed:
         padding = self._padding.get(bucket)
         if padding is None:
-            padding = pack(self._runner.packer.pack(bucket, [None] * bucket.num_rows))
+            padding = self._runner.packer.packed(bucket, [None] * bucket.num_rows)
             self._padding[bucket] = padding
         if words.shape != padding.words.shape:
             raise ValueError(f"process 0 must send {padding.words.shape[0]} words for {bucket}, got {words.shape[0]}")

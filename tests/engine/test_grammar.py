@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 from engine.test_adjust import END, MODEL, SIZES, STEPPING, STUTTER, serve
+from fakes.engines import launch_ahead
 from fakes.speller import VOCAB, next_token, next_tokens
 from oracles.sampling import adjusted
 
@@ -222,8 +223,11 @@ def test_grammar_that_fails_ends_only_its_request(tokenizer, rng, stepping, monk
     assert list(third.token_ids) == expected(*requests[2])
 
 
-def test_constrained_request_runs_in_every_other_asynchronous_step(tokenizer):
-    """Its next step needs the token of the last one. Another request runs in every step."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_constrained_request_runs_in_every_other_asynchronous_step(tokenizer, ahead, monkeypatch):
+    """Its next step needs the token of the last one, also with two steps in flight. Another request runs in every step."""
+    if ahead:
+        launch_ahead(monkeypatch)
     engine = Engine(MODEL, EngineConfig(**SIZES | STEPPING["async"]), tokenizer=tokenizer)
     rows, dispatched = [], core.Scheduler.dispatched
     engine.scheduler.dispatched = lambda plan: (

@@ -10,23 +10,21 @@ from failures.test_interrupts import Calls
 from failures.test_owners import DRAFTS, PARAMS, SIZES, SPELLER, PlannedError, assert_nothing_is_held, assert_right
 from failures.test_owners import prompts as drawn_prompts
 from failures.test_owners import serve as served
+from fakes.engines import launch_ahead
 from fakes.letters import Letters
 from jax.sharding import Mesh
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.engine import runner
-from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.load.random_model import TINY, random_model
 from mamba_align_jax.sharding import AXIS
 
 CONFIG = EngineConfig(**SIZES, **DRAFTS, async_stepping=True)
 
 
-class AheadEngine(Engine):
-    """An engine that launches ahead on one device, where others don't."""
-
-    def _make_runner(self, *arguments, **keywords):
-        return StepRunner(*arguments, **keywords | dict(launches_ahead=True))
+@pytest.fixture
+def ahead(monkeypatch):
+    launch_ahead(monkeypatch)
 
 
 @pytest.fixture
@@ -44,15 +42,37 @@ def gate(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [None, 1])
-def test_an_engine_on_few_devices_launches_each_step_itself(devices):
+def test_an_engine_on_one_device_launches_each_step_itself(devices):
     mesh = None if devices is None else Mesh(np.array(jax.devices()[:devices]), (AXIS,))
     config = EngineConfig(num_state_blocks=20, num_kv_pages=80, max_model_len=64, async_stepping=True)
-    assert Engine(random_model(TINY), config, mesh=mesh).runner._thread is None
+    engine = Engine(random_model(TINY), config, mesh=mesh)
+    assert engine.runner._thread is None
+    assert engine.steps_in_flight == 1
 
 
-@pytest.mark.usefixtures("one_program")
+@pytest.mark.usefixtures("ahead")
+def test_a_synchronous_engine_launches_each_step_itself():
+    engine = Engine(SPELLER, EngineConfig(**SIZES))
+    assert engine.runner._thread is None
+    assert engine.steps_in_flight == 0
+
+
+@pytest.mark.usefixtures("one_program", "ahead")
+def test_two_steps_are_in_flight(rng):
+    """The first two calls read nothing, and each later one reads the oldest step."""
+    engine = Engine(SPELLER, CONFIG)
+    engine.add_request(drawn_prompts(rng)[0], PARAMS)
+    unread = []
+    while engine.has_unfinished:
+        engine.step()
+        unread.append(len(engine.unread_steps))
+    assert unread[:3] == [1, 2, 2]
+    assert max(unread) == 2
+
+
+@pytest.mark.usefixtures("one_program", "ahead")
 def test_a_step_is_planned_while_the_one_before_is_launched(rng, gate):
-    engine, asked = AheadEngine(SPELLER, CONFIG), drawn_prompts(rng)[:1]
+    engine, asked = Engine(SPELLER, CONFIG), drawn_prompts(rng)[:1]
     (request,) = [engine.add_request(prompt, PARAMS) for prompt in asked]
     assert engine.step() == []
     assert len(engine.unread_steps) == 1
@@ -62,10 +82,10 @@ def test_a_step_is_planned_while_the_one_before_is_launched(rng, gate):
     assert [output.request_id for output in outputs] == [request]
 
 
-@pytest.mark.usefixtures("one_program")
+@pytest.mark.usefixtures("one_program", "ahead")
 def test_what_is_read_of_the_device_is_what_the_last_step_leaves(rng, gate):
     """Also while steps wait to be launched, which give away the arrays that were there before."""
-    engine, arrays = AheadEngine(SPELLER, CONFIG), []
+    engine, arrays = Engine(SPELLER, CONFIG), []
     engine.add_request(drawn_prompts(rng)[0], PARAMS)
     engine.step()
     reader = threading.Thread(target=lambda: arrays.extend(jax.tree.leaves(engine.runner.device_state)))
@@ -78,11 +98,11 @@ def test_what_is_read_of_the_device_is_what_the_last_step_leaves(rng, gate):
     assert engine.runner.is_intact()
 
 
-@pytest.mark.usefixtures("one_program")
+@pytest.mark.usefixtures("one_program", "ahead")
 @pytest.mark.parametrize("turn", [0, 1, 9])
 def test_a_step_that_was_not_launched_ends_its_requests_and_the_engine_goes_on(rng, turn, monkeypatch):
     """No later command is begun, because it would find the pools of another step. The pools and the cache are made anew."""
-    engine, asked, launched = AheadEngine(SPELLER, CONFIG), drawn_prompts(rng), []
+    engine, asked, launched = Engine(SPELLER, CONFIG), drawn_prompts(rng), []
     run_step, do_reset, resets = runner.run_step, engine.runner.do_reset, []
 
     def failing(*arguments, **static):
@@ -105,11 +125,11 @@ def test_a_step_that_was_not_launched_ends_its_requests_and_the_engine_goes_on(r
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.usefixtures("one_program")
+@pytest.mark.usefixtures("one_program", "ahead")
 def test_interrupts_lose_nothing():
     """Prefixes are shared, requests are preempted, aborted and change logits, and drafts are made on the device."""
     rng = np.random.default_rng(3)
-    engine = AheadEngine(SPELLER, CONFIG, tokenizer=Letters())
+    engine = Engine(SPELLER, CONFIG, tokenizer=Letters())
     calls = Calls(engine, rng)
     calls.generate()
     names = "step", "update", "generate", "abort", "add"

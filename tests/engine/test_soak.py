@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import soak
-from fakes.engines import load_two_layers, poison
+from fakes.engines import launch_ahead, load_two_layers, poison
 from fakes.foresight import Foresight, in_turn, one_by_one
 from fakes.speller import VOCAB, Speller, next_token
 from hypothesis import given, settings
@@ -64,6 +64,7 @@ CONFIGS = {
         async_stepping=True,
     ),
 }
+ASYNC = [name for name, options in CONFIGS.items() if "async_stepping" in options]
 MODEL = dict(block_size=16, kv_page_size=8, num_speculative_tokens=3, num_state_blocks=33)
 SPELLER = Speller(soak.STUTTER, adds=True)
 
@@ -235,7 +236,7 @@ def crowd(engine, states, pages):
     """Takes blocks and pages until one request and so many more fit; returns the names that hold them."""
     cache, config = engine.cache, engine.config
     size = cache.kv.page_size
-    max_blocks = engine.spec.blocks_per_request(steps_in_flight=1, max_chunk=config.max_num_batched_tokens)
+    max_blocks = engine.spec.blocks_per_request(engine.steps_in_flight, max_chunk=config.max_num_batched_tokens)
     # A request that holds a block holds a page.
     pages = max(cache.kv.pool.num_available - cache.kv.pages_for(config.max_model_len) - pages, 0)
     states = min(max(cache.states.pool.num_available - max_blocks - states, 0), pages)
@@ -309,9 +310,12 @@ def run(engine, drawn, vocab, judge):
     return served
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_any_workload_of_the_speller_is_right(name):
+@pytest.mark.parametrize(("name", "ahead"), [*((name, False) for name in CONFIGS), *((name, True) for name in ASYNC)])
+def test_any_workload_of_the_speller_is_right(name, ahead, monkeypatch):
+    """Also where steps are launched ahead, as those of a split model are."""
     config = configured(**CONFIGS[name])
+    if ahead:
+        launch_ahead(monkeypatch)
 
     @settings(max_examples=depth.examples(quick=10, full=40), deadline=None)
     @given(drawn=asks(config, VOCAB))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes.driver import DATA
-from fakes.engines import poison
+from fakes.engines import launch_ahead, poison
 from fakes.split_models import assert_same_everywhere, qwen, randomised
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -89,14 +89,21 @@ def run(engines, each_step=lambda: None):
     return found
 
 
-def test_engine_on_four_devices_does_what_one_device_does(model, mesh):
-    """There are chunked prompts, hits, drafts of the model's head and of prompt lookup, sampling, and states that move."""
+def test_engine_on_four_devices_does_what_one_device_does(model, mesh, monkeypatch):
+    """There are chunked prompts, hits, drafts of the model's head and of prompt lookup, sampling, and states that move.
+
+    Steps on one device are launched ahead like those on four, so that both plan the same steps.
+    """
     before = jax.tree.map(np.asarray, nnx.state(model))
     programs = run_step._cache_size()
     for stepping in (False, True):
         config = EngineConfig(**SIZES, speculation="mtp", async_stepping=stepping)
-        one, four = (Engine(model, config, mesh=where) for where in (None, mesh))
+        four = Engine(model, config, mesh=mesh)
         assert (four.runner._thread is not None) == stepping
+        assert four.steps_in_flight == 2 * stepping
+        with monkeypatch.context() as patched:
+            launch_ahead(patched)
+            one = Engine(model, config)
         poison(one)
         poison(four)
 
