@@ -146,6 +146,7 @@ def time_steps(engine: Engine, steps: int) -> Row:
         for _ in range(steps):
             step()
     row: Row = {"step_us": median(whole), "step_us_min": min(whole), "step_us_max": max(whole)}
+    row["step_us_mean"] = statistics.mean(whole)
     return row | {"start_us": median(starts), "wait_us": median(waits)}
 
 
@@ -163,6 +164,9 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
     before = engine.stats
     row = time_steps(engine, steps)
     after = engine.stats
+
+    # The profiler sees none of the steps that are in flight.
+    jax.block_until_ready(engine.runner.device_state)
 
     def run() -> None:
         for _ in range(8):

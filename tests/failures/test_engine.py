@@ -164,11 +164,14 @@ def test_batches_of_every_size_beside_padding(rng, engine):
 
 
 def test_every_step_has_host_arrays_of_its_own(rng, engine, monkeypatch):
-    """On a CPU the device borrows aligned memory of the host, so a step in flight must not share it with the next one."""
+    """On a CPU the device borrows aligned memory of the host, so the next step must not write what a step in flight reads.
+
+    Steps that differ in nothing have the same arrays, which are never written again: see tests/engine/test_packing.py.
+    """
     sent, do_step = [], engine.runner.do_step
     monkeypatch.setattr(engine.runner, "do_step", lambda bucket, inputs: sent.append(inputs) or do_step(bucket, inputs))
     engine.add_request(prompt(rng, 9), THREE)
     assert_right(*run(engine))
-    assert len(sent) > 3
+    assert len({id(inputs) for inputs in sent}) > 2
     for earlier, later in itertools.combinations(sent, 2):
-        assert not np.shares_memory(earlier.words, later.words)
+        assert later is earlier or not np.shares_memory(earlier.words, later.words)

@@ -20,7 +20,7 @@ from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.cache.kv_pages import KVPageManager
 from mamba_align_jax.cache.state_blocks import StateBlockManager
-from mamba_align_jax.engine import core, runner
+from mamba_align_jax.engine import core, packing, runner
 from mamba_align_jax.engine.adjust import SamplerState
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.packing import Packer
@@ -64,8 +64,9 @@ CALLS = [
     *((Counters, name) for name in ("admit", "verify", "end")),
     *((StepRunner, name) for name in ("dispatch", "read", "_run", "_store_pages", "_store_request")),
     (SamplerState, "with_request"),
-    *((Packer, name) for name in ("pack", "early_rows")),
-    *((runner, name) for name in ("choose_bucket", "run_step", "pack")),
+    *((Packer, name) for name in ("packed", "pack", "early_rows")),
+    *((runner, name) for name in ("choose_bucket", "run_step")),
+    (packing, "pack"),
     *((core, name) for name in ("count_row", "tokens_up_to_end")),
 ]
 # Those that a run calls often enough for a later turn.
