@@ -214,7 +214,7 @@ def _follows_from(bucket: Bucket, places: Sequence[Row | None]) -> Any:
         elif row.enters or row.is_prefilling or row.allocation.columns or row.allocation.pages or _is_known(row):
             return None
         else:
-            rows.append((row.request.id, row.slot, row.num_tokens, len(row.drafts)))
+            rows.append((row.request.id, row.slot, row.num_tokens))
     return bucket, rows
 
 

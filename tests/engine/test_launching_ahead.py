@@ -1,5 +1,6 @@
 """An engine whose steps are launched by a thread: right tokens, failures that end what was lost, and interrupts."""
 
+import re
 import threading
 
 import depth
@@ -68,6 +69,24 @@ def test_two_steps_are_in_flight(rng):
         unread.append(len(engine.unread_steps))
     assert unread[:3] == [1, 2, 2]
     assert max(unread) == 2
+
+
+def test_a_request_may_hold_one_block_more(rng, monkeypatch):
+    blocks = fewest_blocks()
+    launch_ahead(monkeypatch)
+    assert fewest_blocks() == blocks + 1
+    engine, asked = Engine(SPELLER, with_blocks(blocks + 1)), drawn_prompts(rng)
+    assert_right(served(engine, asked), asked)
+
+
+def with_blocks(count):
+    return EngineConfig(**SIZES | dict(num_state_blocks=count), async_stepping=True)
+
+
+def fewest_blocks():
+    with pytest.raises(ValueError, match="num_state_blocks must be at least") as refused:
+        Engine(SPELLER, with_blocks(2))
+    return int(re.search(r"at least (\d+)", str(refused.value))[1])
 
 
 @pytest.mark.usefixtures("one_program", "ahead")

@@ -1,5 +1,7 @@
 """Inputs that are packed once for several steps are those that each step would have packed."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,14 @@ from fakes.engines import launch_ahead
 from fakes.speller import VOCAB, Speller
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.cache.hybrid import Allocation
+from mamba_align_jax.engine.buckets import Bucket
+from mamba_align_jax.engine.drafting.protocols import UNKNOWN
+from mamba_align_jax.engine.grammar import mask_words
+from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.packed import pack
+from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.scheduler import Row
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64, num_state_blocks=60, num_kv_pages=80)
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -51,6 +60,64 @@ def test_steps_that_differ_in_nothing_have_the_same_inputs(rng, drafts, ahead, m
     while engine.has_unfinished:
         engine.step()
     assert 5 < sum(again) < len(again) - 5
+
+
+def row(number=0, *, columns=(), pages=(), temperature=0.0, **changes):
+    """A row that decodes one token, which only the device knows, of request `number` in slot `number`."""
+    request = Request(number, (1, 2, 3), SamplingParams(max_tokens=9, temperature=temperature))
+    fields = dict(start=3, num_tokens=1, is_prefilling=False, slot=number)
+    return Row(request, allocation=Allocation(columns, pages), **fields | changes)
+
+
+PLAIN = Bucket(2, 0, 0, Level.DRAW), [row(0), row(1)]
+OTHERS = {
+    "another program": (PLAIN[0]._replace(level=Level.MOST_LIKELY), PLAIN[1]),
+    "another request": (PLAIN[0], [row(0), row(2, slot=1, temperature=1.0)]),
+    "another slot": (PLAIN[0], [row(0), row(1, slot=3)]),
+    "another order": (PLAIN[0], PLAIN[1][::-1]),
+    "padding": (PLAIN[0], [row(0), None]),
+    "drafts": (PLAIN[0], [row(0), row(1, num_tokens=3, drafts=(UNKNOWN, UNKNOWN))]),
+    "fewer drafts": (PLAIN[0], [row(0), row(1, num_tokens=2, drafts=(UNKNOWN,))]),
+    "drafts of the host": (PLAIN[0], [row(0), row(1, num_tokens=2, drafts=(7,))]),
+    "a known token": (PLAIN[0], [row(0), row(1, start=2)]),
+    "new blocks": (PLAIN[0], [row(0), row(1, columns=[(1, 9)])]),
+    "new pages": (PLAIN[0], [row(0), row(1, pages=[(1, 9)])]),
+    "a chunk": (Bucket(1, 1, 2), [row(0), row(1, start=0, num_tokens=2, is_prefilling=True)]),
+    "a chunk of a request that enters": (
+        Bucket(1, 1, 2),
+        [row(0), row(1, start=0, num_tokens=2, is_prefilling=True, enters=True)],
+    ),
+    "a grammar": (
+        PLAIN[0]._replace(level=Level.CONSTRAINED),
+        [row(0), row(1, masks=np.full((1, mask_words(VOCAB)), 5, np.int32))],
+    ),
+    "another mask": (
+        PLAIN[0]._replace(level=Level.CONSTRAINED),
+        [row(0), row(1, masks=np.full((1, mask_words(VOCAB)), 6, np.int32))],
+    ),
+}
+
+
+@pytest.fixture
+def packer():
+    config = EngineConfig(**SIZES, num_speculative_tokens=3)
+    return Engine(Speller(adds=True), config).runner.packer
+
+
+def test_inputs_are_packed_again_if_they_differ(packer):
+    for (first, one), (second, other) in itertools.permutations({"plain": PLAIN, **OTHERS}.items(), 2):
+        for bucket, places in (one, other, one):
+            got, wanted = packer.packed(bucket, places), pack(packer.pack(bucket, places))
+            np.testing.assert_array_equal(got.words, wanted.words, err_msg=f"{first}, then {second}")
+
+
+def test_equal_rows_of_other_objects_are_packed_once(packer):
+    first = packer.packed(*PLAIN)
+    assert packer.packed(PLAIN[0], [row(0), row(1)]) is first
+    assert packer.packed(*OTHERS["drafts"]) is not first
+    assert packer.packed(*OTHERS["drafts"]) is packer.packed(*OTHERS["drafts"])
+    for name in ("drafts of the host", "a known token", "new blocks", "new pages", "a chunk", "a grammar"):
+        assert packer.packed(*OTHERS[name]) is not packer.packed(*OTHERS[name]), name
 
 
 def test_tokens_that_the_host_knows_are_packed_in_every_step(rng):
