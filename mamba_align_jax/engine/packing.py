@@ -211,7 +211,7 @@ def _follows_from(bucket: Bucket, places: Sequence[Row | None]) -> Any:
     for row in places:
         if row is None:
             rows.append(None)
-        elif row.enters or row.is_prefilling or row.allocation.columns or row.allocation.pages or _is_known(row):
+        elif row.allocation.columns or row.allocation.pages or _is_known(row):
             return None
         else:
             rows.append((row.request.id, row.slot, row.num_tokens))
@@ -219,7 +219,7 @@ def _follows_from(bucket: Bucket, places: Sequence[Row | None]) -> Any:
 
 
 def _is_known(row: Row) -> bool:
-    """Whether the host knows any of a row's tokens, or which tokens may follow them."""
+    """Whether the host knows any of a row's tokens, as it knows those of a chunk, or which tokens may follow them."""
     drafts_are_known = any(token != UNKNOWN for token in row.drafts)
     return row.start < len(row.request.tokens) or drafts_are_known or row.masks is not None
 
