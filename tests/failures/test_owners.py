@@ -167,7 +167,7 @@ def test_failing_call_ends_at_most_the_requests_of_its_step(rng, place, stepping
         assert_nothing_is_held(engine)
         assert [output.finish_reason for output in failed] == ["error"] * len(failed)
         assert {output.error for output in failed} <= set(raised)
-        of_a_step = place[0] in (StepRunner, Packer, SamplerState, runner)
+        of_a_step = place[0] in (StepRunner, Packer, SamplerState, packing, runner)
         assert len(failed) <= (SIZES["max_num_seqs"] if of_a_step else len(raised)), "innocent requests ended"
         happened += bool(raised)
         # The engine goes on as if nothing had been.
