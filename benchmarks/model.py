@@ -165,7 +165,7 @@ def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Ro
     row = time_steps(engine, steps)
     after = engine.stats
 
-    # The profiler sees none of the steps that are in flight.
+    # No step is in flight when the profiler begins, so that it sees whole steps only.
     jax.block_until_ready(engine.runner.device_state)
 
     def run() -> None:

@@ -155,7 +155,7 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """The number of steps whose results are unread when another one is dispatched. Split models have one more."""
+        """How many steps may be unread when another one is dispatched. See `Engine.steps_in_flight` for split models."""
         return int(self.async_stepping)
 
 

@@ -93,7 +93,7 @@ class EngineCore:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
         launches_ahead = config.async_stepping and is_slow_to_start(mesh)
-        # The devices run one of two steps while the host reads the step before and starts the one after.
+        # While the devices run one step, the next one is started, and the step before is read.
         self.steps_in_flight = config.steps_in_flight + launches_ahead
         options = dict(drafter=self._drafters.device, steps_in_flight=self.steps_in_flight)
         self.sizes: PoolSizes = self._pool_sizes(self.spec, config, own, devices, **options)

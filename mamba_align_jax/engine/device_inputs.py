@@ -34,7 +34,7 @@ class DeviceInputs:
             return inputs
         if self._last is not None:
             host, sent = self._last
-            if host is inputs or (host.structure == inputs.structure and np.array_equal(host.words, inputs.words)):
+            if host.structure == inputs.structure and np.array_equal(host.words, inputs.words):
                 return sent
         sent = replace(inputs, words=jax.device_put(inputs.words, self._everywhere))
         self._last = inputs, sent

@@ -51,7 +51,7 @@ class Packer:
         self._last_batch: tuple[list[tuple[int, int, int]], StepBatch] | None = None
 
     def packed(self, bucket: Bucket, places: Sequence[Row | None], early: Sequence[Row] = ()) -> Packed:
-        """Does what `pack` does, and makes one array of it: the same one for steps in a row that differ in nothing."""
+        """Packs like `pack`, and into one array. Steps that follow each other and differ in nothing get the same one."""
         origin = _follows_from(bucket, places)
         if origin is None or self._last_packed is None or self._last_packed[0] != origin:
             self._last_packed = origin, pack(self.pack(bucket, places, early))
@@ -203,9 +203,10 @@ class Packer:
 
 
 def _follows_from(bucket: Bucket, places: Sequence[Row | None]) -> Any:
-    """Returns what a step's inputs follow from, if that is which requests decode how many tokens; None if it is more.
+    """Returns what determines a step's inputs, if that is only which request decodes how many tokens in each place.
 
-    Most decode steps of an engine that reads results late are such steps.
+    That is so for most decode steps under asynchronous stepping. For others it returns None: those with new blocks, pages,
+    or masks, and those of whose tokens the host knows one.
     """
     rows: list[Any] = []
     for row in places:

@@ -329,8 +329,8 @@ class StepRunner:
         self._is_sound = not self.spec.checked
         result = self._begin(self.do_step, bucket, inputs)
         if self.spec.checked:
-            ran, counts = inputs.unpack(), result.result().unpack().counts
-            self._checker.check(ran.updates, ran.additions, ran.batch, counts, self.device_state.state)
+            given, counts = inputs.unpack(), result.result().unpack().counts
+            self._checker.check(given.updates, given.additions, given.batch, counts, self.device_state.state)
         self._is_sound = True
         return result
 

@@ -172,6 +172,7 @@ def test_every_step_has_host_arrays_of_its_own(rng, engine, monkeypatch):
     monkeypatch.setattr(engine.runner, "do_step", lambda bucket, inputs: sent.append(inputs) or do_step(bucket, inputs))
     engine.add_request(prompt(rng, 9), THREE)
     assert_right(*run(engine))
+    assert len(sent) > 3
     assert len({id(inputs) for inputs in sent}) > 2
     for earlier, later in itertools.combinations(sent, 2):
         assert later is earlier or not np.shares_memory(earlier.words, later.words)
