@@ -43,8 +43,12 @@ if QUICK and jax.__version_info__ < (0, 11):
 # For --hypothesis-profile: it reports that a test fails, and doesn't look for the smallest example.
 settings.register_profile("no_shrinking", phases=[Phase.explicit, Phase.generate], database=None)
 
-# JAX has deprecated Pallas Triton since 0.11. `pallas_kernels/_pallas_triton.py` is the single place to replace it.
-EXPECTED_WARNING = "The Pallas Triton backend is deprecated"
+EXPECTED_WARNINGS = (
+    # JAX has deprecated Pallas Triton since 0.11. `pallas_kernels/_pallas_triton.py` is the single place to replace it.
+    ("The Pallas Triton backend is deprecated", DeprecationWarning),
+    # JAX reads an entry of the compilation cache while another process writes it, and then compiles the program itself.
+    ("Error reading persistent compilation cache entry", UserWarning),
+)
 
 # The files that take longest, in this order. A worker that starts one late would run it alone at the end.
 SLOWEST = (
@@ -116,7 +120,8 @@ def pytest_make_collect_report(collector):
         return (yield)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", EXPECTED_WARNING, DeprecationWarning)
+        for message, category in EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message, category)
         return (yield)
 
 
@@ -128,7 +133,8 @@ def pytest_collection_modifyitems(items):
     installed would then end the run.
     """
     # conftest.py files of folders have marked their deep cases before, as this hook runs last.
-    strict = pytest.mark.filterwarnings("error", f"ignore:{EXPECTED_WARNING}:DeprecationWarning")
+    expected = [f"ignore:{message}:{category.__name__}" for message, category in EXPECTED_WARNINGS]
+    strict = pytest.mark.filterwarnings("error", *expected)
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
     no_depth = pytest.mark.skip(reason="needs --depth=full")
     on_gpu = jax.default_backend() == "gpu"
