@@ -30,8 +30,8 @@ class HybridCache:
     """Manages the state blocks and KV pages of the requests of one engine.
 
     For each step, call `allocate` before dispatching it, `dispatched` right after, and `commit` when its result has
-    been read. A step that fails before its dispatch has published nothing: call `free` and `forget` for its requests. A
-    step that fails later takes the pools with it, because they are donated: create new pools and a new cache.
+    been read. A step that fails before its dispatch has published nothing: call `free` and `forget` for its requests. After
+    a step that fails later, what it has published is not there, or the pools are lost: create new pools and a new cache.
 
     A state has the same key as the last page before it. When that page is evicted, the state's block becomes free at
     once.

@@ -1,5 +1,6 @@
 """A thread that makes the calls that are handed to it, in the order in which they come."""
 
+import atexit
 import functools
 import threading
 import weakref
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_PATIENCE_S = 120.0  # for calls that are still to be made when the process ends
 
 
 def is_slow_to_start(mesh: Mesh | None) -> bool:
@@ -61,11 +63,17 @@ class CommandThread:
     """
 
     def __init__(self) -> None:
-        """Starts the thread. It does not keep the process from ending."""
+        """Starts the thread. A process that ends waits for the calls that were handed over, two minutes at most."""
         self._calls: SimpleQueue[tuple[Answer[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name="mamba-align commands", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._calls.put, None)
+        finish = weakref.finalize(self, self._calls.put, None)
+        # A thread that came back from a program to an interpreter that is gone would end the process by a signal.
+        atexit.register(_end, finish, weakref.ref(self._thread))
+
+    def is_current(self) -> bool:
+        """Whether the caller is the thread."""
+        return threading.current_thread() is self._thread
 
     def start(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
         """Hands over a call, and returns its answer without waiting."""
@@ -75,9 +83,17 @@ class CommandThread:
 
     def run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Hands over a call and waits for it. A call that is made by the thread itself is made at once."""
-        if threading.current_thread() is self._thread:
+        if self.is_current():
             return call(*args, **kwargs)
         return self.start(call, *args, **kwargs).result()
+
+
+def _end(finish: Callable[[], Any], thread: Callable[[], threading.Thread | None]) -> None:
+    """Lets a thread finish, and waits for it."""
+    finish()
+    running = thread()
+    if running is not None:
+        running.join(_PATIENCE_S)
 
 
 def _work(calls: SimpleQueue[tuple[Answer[Any], Callable[[], Any]] | None]) -> None:

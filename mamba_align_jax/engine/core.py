@@ -67,6 +67,7 @@ class EngineCore:
     # What an engine over several processes replaces.
     _pool_sizes: Callable[..., PoolSizes] = staticmethod(pool_sizes)
     _make_runner: Callable[..., StepRunner] = StepRunner
+    _launches_ahead: Callable[[Mesh | None], bool] = staticmethod(is_slow_to_start)
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class EngineCore:
         if self._drafters.host:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
-        launches_ahead = config.async_stepping and is_slow_to_start(mesh)
+        launches_ahead = config.async_stepping and self._launches_ahead(mesh)
         # While the devices run one step, the next one is started, and the step before is read.
         self.steps_in_flight = config.steps_in_flight + launches_ahead
         options = dict(drafter=self._drafters.device, steps_in_flight=self.steps_in_flight)
@@ -124,7 +125,7 @@ class EngineCore:
         self._outputs: dict[int, RequestOutput] = {}
         self._updates = Updates()
         self._trace: Callable[[TracedStep], None] | None = None
-        self._turns = Turns()
+        self._turns = Turns(lambda: self.runner.is_current_thread())
         # True while the bookkeeping is being changed. If a call finds it so, an earlier one was cut off.
         self._is_torn = False
 
@@ -204,16 +205,6 @@ class EngineCore:
         outbox[request.id] = self._end(request, "abort", outbox=own)
         self._is_torn = False
 
-    def _abort_id(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._abort(request, outbox)
-
-    def _abort_all(self, outbox: dict[int, RequestOutput]) -> None:
-        """Ends the requests whose outputs would go to `outbox`."""
-        for request in [request for request in self._requests.values() if request.outbox is outbox]:
-            self._abort(request, outbox)
-
     def _reset_prefix_cache(self) -> None:
         self._is_torn = True
         self.cache.reset_prefix_cache()
@@ -222,13 +213,22 @@ class EngineCore:
 
     def _advance(self) -> None:
         """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
+        if not self.unread_steps:
+            self._check_launches()
         self._is_torn = True
         try:
             self._step()
             self._reports.flush()
         except Exception as error:
-            self._fail(error)
+            self._fail(error, self._failed_requests())
         self._is_torn = False
+
+    def _check_launches(self) -> None:
+        """Waits until all that was begun is launched. If something was not, those end that run, because they need it."""
+        error = self.runner.failure
+        if error is not None:
+            self._is_torn = True
+            self._fail(error, {})
 
     def _advance_and_update(self) -> dict[int, RequestUpdate]:
         """Makes a step, and an update of each request with new tokens. Returns the updates of those that have ended."""
@@ -321,12 +321,11 @@ class EngineCore:
         self._counters.end(reason)
         return output
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException, failed: dict[int, Request]) -> None:
         """Ends the requests on whose account a step raised, and goes on with the others."""
-        failed = self._failed_requests()
         if not self.runner.is_intact():
             # Whatever ran would need the pools that are lost.
-            failed |= {request.id: request for request in self._requests.values() if request.slot >= 0}
+            failed = failed | {request.id: request for request in self._requests.values() if request.slot >= 0}
         _LOG.error("a step failed, and with it %d requests", len(failed), exc_info=error)
         for request in failed.values():
             self._end(request, "error", error)

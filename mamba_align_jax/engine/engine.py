@@ -21,15 +21,15 @@ from mamba_align_jax.engine.portable import PortableCore
 from mamba_align_jax.engine.request import RequestOutput, RequestUpdate
 from mamba_align_jax.engine.stats import EngineStats as EngineStats
 from mamba_align_jax.engine.text import Tokenizer, load_tokenizer, token_ids
-from mamba_align_jax.engine.trace import write_trace
+from mamba_align_jax.engine.trace import TracedStep, write_trace
 from mamba_align_jax.models import load_model
 
 
 class Engine(PortableCore):
     """Continuous batching over one model, on one device or on several, with a prefix cache over states and keys.
 
-    Every method may be called from any thread. One call at a time changes the engine, and the others wait for it, at
-    most for one step, for the compilation of a program, or until states are moved. A function that the engine calls, as
+    Every method may be called from any thread. One call at a time changes the engine, and the others wait for it: for the
+    steps that it reads, for the compilation of a program, or until states are moved. A function that the engine calls, as
     a drafter, must not call it: that raises a RuntimeError.
 
     An exception ends only the requests on whose account it was raised. An interrupt, as a KeyboardInterrupt, ends none:
@@ -246,16 +246,18 @@ class Engine(PortableCore):
         """
         if self._trace is not None:
             raise ValueError(f"trace: a trace is being written already, got {str(path)!r} for another one")
-        with write_trace(path) as self._trace:
+        with write_trace(path) as write:
+            self._alone(self._set_trace, write)
             try:
                 yield
             finally:
-                self._trace = None
+                self._alone(self._set_trace, None)
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, reads the oldest unread one, and returns the outputs of the requests that ended.
 
-        Under asynchronous stepping the step that is read is the one before, unless no step could be dispatched.
+        Under asynchronous stepping the step that is read was dispatched `steps_in_flight` calls ago, unless no step could be
+        dispatched. The first calls read nothing.
 
         If an exception is raised while one request is planned, drafted for or finished, that request ends with
         `finish_reason` "error", and if the device's step raises, the requests in it do. The others go on. What is cached
@@ -319,3 +321,16 @@ class Engine(PortableCore):
             if output.error is not None:
                 raise output.error
         return [outputs[request_id] for request_id in ids]
+
+    def _abort_id(self, request_id: int, outbox: dict[int, RequestOutput]) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._abort(request, outbox)
+
+    def _abort_all(self, outbox: dict[int, RequestOutput]) -> None:
+        """Ends the requests whose outputs would go to `outbox`."""
+        for request in [request for request in self._requests.values() if request.outbox is outbox]:
+            self._abort(request, outbox)
+
+    def _set_trace(self, write: Callable[[TracedStep], None] | None) -> None:
+        self._trace = write

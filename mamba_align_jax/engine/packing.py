@@ -151,7 +151,7 @@ class Packer:
             for row in rows
             for column, block in row.allocation.columns
         ]
-        # In one step a row never gets more blocks than it may hold while one other step is in flight.
+        # In one step a row never gets more blocks than it may hold while one other step is in flight, however many are.
         room = len(places) * groups * self._spec.blocks_per_request(1, max_chunk=0)
         room += groups * self._spec.blocks_of_chunk(bucket.prefill_tokens)
         return TableUpdates.from_host(self._spec, room, entries, _keep_on_host)

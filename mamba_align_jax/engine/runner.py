@@ -47,8 +47,8 @@ class StepRunner:
     arguments are plain values, so that several processes can run the same commands: see `mamba_align_jax.processes`.
 
     A runner that launches ahead runs its commands in a thread, so that the host plans the next step while a program is
-    started on many devices. After a command that has failed in the thread, no other one is begun until `reset`, because what
-    it would work on may be lost. Whoever reads a step that was not launched gets the exception.
+    started on many devices. After a command that nobody waits for has failed there (`failure`), no other one is run until
+    `reset`, because what it would work on may be lost. Whoever reads a step that was not launched gets the exception.
 
     Attributes:
         spec: How states are kept.
@@ -93,7 +93,7 @@ class StepRunner:
         self._kv_spec = pages_spec(model, drafter)
         self._hidden_size = getattr(model.config, "hidden_size", 0)
         self._sizes, self._page_size = sizes, kv_page_size
-        self.drafter, self.layout, self._inputs = drafter, layout, DeviceInputs(layout)
+        self.drafter, self.layout = drafter, layout
         self._thread = CommandThread() if launches_ahead else None
         self._start()
 
@@ -122,19 +122,31 @@ class StepRunner:
         self._settle()
         self._sampler = sampler
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the first command has raised that failed in the thread since the last `reset`.
+
+        Commands that were begun are run first.
+        """
+        self._settle()
+        return self._failure
+
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a thread that runs commands for the engine."""
+        return self._thread is not None and self._thread.is_current()
+
     def is_intact(self) -> bool:
         """Waits for the device, and returns whether pools and bookkeeping exist, whatever an earlier call has left.
 
-        They don't if a step has taken them and has not left new ones, or if a step has failed on the device.
+        They don't if a step has taken them and has not left new ones, or if a step has failed, in the thread or on the
+        device.
         """
-        self._settle()
-        if not self._is_sound or self._failure is not None:
-            return False
+        arrays = jax.tree.leaves((self.device_state, self.sampler))
         try:
-            jax.block_until_ready((self.device_state, self.sampler))
+            jax.block_until_ready(arrays)
         except Exception:
             return False
-        return not any(array.is_deleted() for array in jax.tree.leaves((self.device_state, self.sampler)))
+        return self._is_sound and self._failure is None and not any(array.is_deleted() for array in arrays)
 
     def _command(self, command: Callable[..., R], *arguments: Any) -> R:
         """Runs one of the methods `do_...`. With several processes, all of them run it."""
@@ -170,8 +182,9 @@ class StepRunner:
     def do_reset(self) -> None:
         """Command: see `reset`."""
         self._is_sound = False
-        # The old arrays go first, because there is no room for both.
-        del self._device_state, self._sampler
+        # The old arrays go first, because there is no room for both. An exception's traceback may refer to them.
+        for array in jax.tree.leaves((self._device_state, self._sampler)):
+            array.delete()
         self._start()
 
     def _start(self) -> None:
@@ -187,6 +200,7 @@ class StepRunner:
             layout=self.layout,
         )
         self._sampler: SamplerState | None = None
+        self._inputs = DeviceInputs(self.layout)
         # Old mailboxes stay until the new ones are there: a step that has failed may still write into them.
         self.mailboxes = new_mailboxes(self.layout, self._hidden_size)
         self.packer = Packer(spec, self._page_size, history > 0, self._vocab_size)

@@ -1,7 +1,8 @@
 """Moves cached prefixes out of an engine and into another one, whose model is equal.
 
-The functions here are called while no other thread changes the engine. What is read from the pools are the arrays that the
-last dispatched step leaves, so all states and pages that are published are in them.
+The functions here are called while no other thread changes the engine. They first wait until all steps that were dispatched
+are launched. What is read from the pools are the arrays that the last one leaves, so all states and pages that are published
+are in them.
 """
 
 import contextlib
@@ -41,10 +42,12 @@ class Transfer:
 
     def export_prefix(self, core: EngineCore, tokens: Sequence[int], salt: bytes) -> bytes:
         """Returns a bundle of what is cached of a prefix: see `Engine.export_prefix`."""
+        core._check_launches()
         return new_bundle("prefix", *self._contents(core, entries_of_prefix(core.cache, tokens, salt)))
 
     def save(self, core: EngineCore, directory: Path) -> None:
         """Writes all that is cached to a file: see `Engine.save_cache`."""
+        core._check_launches()
         directory.mkdir(parents=True, exist_ok=True)
         with new_file(directory / FILE_NAME) as file:
             write = functools.partial(_write_at, file.fileno())
@@ -64,6 +67,7 @@ class Transfer:
         Raises:
             ValueError: It is another model's, or that of another configuration. Nothing is changed.
         """
+        core._check_launches()
         own = self._identity(core)
         wanted = f"a bundle of this model, these weights and these sizes of blocks, {own.hex()[:16]}"
         values.require(bundle.model == own, name, wanted, bundle.model.hex()[:16])

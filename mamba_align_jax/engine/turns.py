@@ -18,19 +18,23 @@ class Turns:
     KeyboardInterrupt may, would leave its lock held for ever.
     """
 
-    def __init__(self) -> None:
-        """Makes a lock that is free."""
-        self._gate, self._lock = threading.Lock(), threading.RLock()
+    def __init__(self, is_helper: Callable[[], bool] = lambda: False) -> None:
+        """Makes a lock that is free.
+
+        Args:
+            is_helper: Tells whether the caller is a thread that works for whoever has the lock.
+        """
+        self._gate, self._lock, self._is_helper = threading.Lock(), threading.RLock(), is_helper
 
     # fmt: off
     def take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits for the thread's turn, and calls a function. No other thread is in `take` meanwhile.
 
         Raises:
-            RuntimeError: The thread is in `take` already: a function that the engine called, as a drafter, called the
-                engine.
+            RuntimeError: The thread is in `take` already, or helps the one that is: a function that the engine called, as
+                a drafter, called the engine.
         """
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock._is_owned() or self._is_helper():  # type: ignore[attr-defined]
             raise RuntimeError("the engine was called by a function that it is calling itself")
         with contextlib.ExitStack() as stack: return self._enter(stack, function, *args, **kwargs)  # noqa: E701
 

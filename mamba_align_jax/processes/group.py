@@ -278,7 +278,10 @@ class Processes:
 
 
 class _SharedEngine(Engine):
-    """An engine over the devices of all processes."""
+    """An engine over the devices of all processes, also if there is only one process."""
+
+    # `LeadingRunner` tells a command and runs it before the next one.
+    _launches_ahead = staticmethod(lambda mesh: False)
 
     def __init__(
         self,

@@ -49,6 +49,10 @@ class LeadingRunner(StepRunner):
         """Lets no command run any more, because the followers run those of another engine."""
         self._is_retired = True
 
+    def is_current_thread(self) -> bool:
+        """See `StepRunner.is_current_thread`."""
+        return self._telling.is_current()
+
     def is_intact(self) -> bool:
         """See `StepRunner.is_intact`. Commands that were told are run first."""
         return self._telling.run(super().is_intact)

@@ -1,6 +1,8 @@
 """CommandThread: calls are made in order, answers arrive, and the thread ends with its owner."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -55,3 +57,29 @@ def test_the_thread_ends_with_its_owner_and_keeps_nothing_that_it_has_called():
     gc.collect()
     worker.join(60)
     assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("last", ["pass", "del thread"])
+def test_a_process_that_ends_waits_for_the_calls_that_were_handed_over(last):
+    """Its exit status is its own. A program that came back to an interpreter that is gone would end it by a signal."""
+    program = f"""
+import sys, time
+from mamba_align_jax.engine.command_thread import CommandThread
+
+def slow(number):
+    time.sleep(0.3)
+    print(number, flush=True)
+
+thread = CommandThread()
+answers = [thread.start(slow, number) for number in range(2)]
+{last}
+sys.exit(7)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.split()) == (7, ["0", "1"]), run.stderr
+
+
+def test_a_thread_knows_itself():
+    thread = CommandThread()
+    assert thread.run(thread.is_current)
+    assert not thread.is_current()

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 
 import depth
 import jax
@@ -13,14 +14,29 @@ from failures.test_owners import prompts as drawn_prompts
 from failures.test_owners import serve as served
 from fakes.engines import launch_ahead
 from fakes.letters import Letters
+from fakes.speller import Speller
 from jax.sharding import Mesh
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.engine import runner
+from mamba_align_jax.engine.drafting.prompt_lookup_device import HistoryDrafter
 from mamba_align_jax.load.random_model import TINY, random_model
 from mamba_align_jax.sharding import AXIS
 
 CONFIG = EngineConfig(**SIZES, **DRAFTS, async_stepping=True)
+ROOMY = replace(CONFIG, num_state_blocks=40, num_kv_pages=80)  # nothing is evicted
+
+
+def fail(*arguments, **static):
+    raise PlannedError
+
+
+def finished(engine):
+    """Steps until all requests have ended, and returns their outputs."""
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    return outputs
 
 
 @pytest.fixture
@@ -142,6 +158,126 @@ def test_a_step_that_was_not_launched_ends_its_requests_and_the_engine_goes_on(r
     assert_right(again := served(engine, asked), asked)
     assert all(output.error is None for output in again)
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("launches_ahead", [False, True])
+@pytest.mark.parametrize("how", ["export", "save"])
+def test_nothing_leaves_an_engine_that_a_step_has_not_computed(rng, how, launches_ahead, monkeypatch, tmp_path):
+    """A step's pages and boundary are published when it is dispatched, and the launch may fail afterwards."""
+    if launches_ahead:
+        launch_ahead(monkeypatch)
+    engine, prompt, run_step = Engine(SPELLER, ROOMY), drawn_prompts(rng)[0], runner.run_step
+    monkeypatch.setattr(runner, "run_step", fail)
+    engine.add_request(prompt, PARAMS)
+    outputs = engine.step()
+    bundle = engine.export_prefix(prompt) if how == "export" else engine.save_cache(tmp_path)
+    outputs += engine.step()
+    assert [type(output.error) for output in outputs] == [PlannedError]
+    monkeypatch.setattr(runner, "run_step", run_step)
+    other = Engine(SPELLER, ROOMY)
+    other.import_prefix(bundle) if how == "export" else other.load_cache(tmp_path)
+    for each in (other, engine):
+        assert_right(served(each, [prompt]), [prompt])
+
+
+@pytest.mark.usefixtures("one_program", "ahead")
+def test_a_prefix_that_is_imported_after_a_failed_launch_is_cached(rng, monkeypatch):
+    source, engine, prompt = Engine(SPELLER, ROOMY), Engine(SPELLER, ROOMY), drawn_prompts(rng)[0]
+    served(source, [prompt])
+    run_step = runner.run_step
+    monkeypatch.setattr(runner, "run_step", fail)
+    engine.add_request(prompt[:3], PARAMS)
+    engine.step()
+    engine.import_prefix(source.export_prefix(prompt))
+    monkeypatch.setattr(runner, "run_step", run_step)
+    assert [type(output.error) for output in engine.step()] == [PlannedError]
+    assert engine.cached_prefix(prompt).num_tokens == source.cached_prefix(prompt).num_tokens > 0
+    assert_right(served(engine, [prompt]), [prompt])
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_reset_that_failed_is_repeated(rng, launches_ahead, monkeypatch):
+    if launches_ahead:
+        launch_ahead(monkeypatch)
+    engine, make, calls, asked = Engine(SPELLER, CONFIG), runner.DeviceState.create, [], drawn_prompts(rng)[:1]
+
+    def failing(*arguments, **options):
+        calls.append(arguments)
+        return fail() if len(calls) == 1 else make(*arguments, **options)
+
+    engine.add_request(asked[0], PARAMS)
+    engine.step()
+    engine.runner._is_sound, engine._is_torn = False, True  # as after a failure
+    monkeypatch.setattr(runner.DeviceState, "create", failing)
+    with pytest.raises(PlannedError):
+        engine.step()
+    assert_right(finished(engine), asked)
+    assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("ahead")
+def test_old_pools_are_gone_when_new_ones_are_made(monkeypatch):
+    """There is no room for both. An exception keeps what was passed to the functions that it went through."""
+    exists = []
+
+    class Failing(Speller):
+        def __call__(self, *arguments, **options):
+            raise PlannedError
+
+    engine = Engine(Failing(2, adds=True), CONFIG)
+    old, make = jax.tree.leaves(engine.runner.device_state), runner.DeviceState.create
+
+    def creating(*arguments, **options):
+        exists.extend(not array.is_deleted() for array in old)
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(runner.DeviceState, "create", creating)
+    engine.add_request([1, 2, 3], PARAMS)
+    outputs = finished(engine)
+    assert [type(output.error) for output in outputs] == [PlannedError]
+    assert len(exists) == len(old)
+    assert not any(exists)
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_fold_that_fails_ends_no_later_request(rng, launches_ahead, monkeypatch):
+    """The request that it belonged to has ended."""
+    if launches_ahead:
+        launch_ahead(monkeypatch)
+    engine = Engine(SPELLER, replace(ROOMY, num_speculative_tokens=0, policy="deferred", fold_length=8))
+    run_fold, calls, params = runner.run_fold, [], replace(PARAMS, max_tokens=8)
+
+    def failing(*arguments, **static):
+        calls.append(static)
+        return fail() if len(calls) == 1 else run_fold(*arguments, **static)
+
+    monkeypatch.setattr(runner, "run_fold", failing)
+    prompts = [rng.integers(0, 61, 9).tolist() for _ in range(2)]
+    for prompt in prompts:  # the last tokens of each end on a boundary
+        engine.add_request(prompt, params)
+        (output,) = finished(engine)
+        assert launches_ahead is False or output.error is None
+    assert engine.runner.failure is None
+    assert len(calls) == 2
+    assert output.error is None
+
+
+@pytest.mark.usefixtures("one_program", "ahead")
+def test_a_drafter_that_calls_the_engine_from_the_thread_is_refused():
+    """The engine's caller waits for the thread, which would wait for the caller."""
+
+    class Calling(HistoryDrafter):
+        def propose(self, history, length, max_drafts):
+            engine.abort(10_000)
+
+    engine = Engine(SPELLER, CONFIG, drafter=Calling())
+    engine.add_request([1, 2, 3], PARAMS)
+    (output,) = finished(engine)
+    assert isinstance(output.error, RuntimeError)
+    assert "called by a function that it is calling itself" in str(output.error)
 
 
 @pytest.mark.usefixtures("one_program", "ahead")

@@ -363,7 +363,7 @@ def test_any_schedule_computes_every_token_once(data):
     """Small pools, shared prefixes, late arrivals, a full queue, aborts, priorities, preemption and drafts, right and wrong
     ones, included."""
     K = data.draw(st.sampled_from([0, 1, 3, BLOCK - 1]))
-    in_flight = data.draw(st.integers(0, 1))
+    in_flight = data.draw(st.integers(0, 2))
     plan = st.lists(st.tuples(st.integers(0, K), st.integers(0, K)), min_size=1, max_size=5)
     count = data.draw(st.integers(1, 9))
     requests = []

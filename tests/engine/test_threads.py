@@ -9,6 +9,7 @@ from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held,
 from fakes.speller import VOCAB
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
+from mamba_align_jax.engine.trace import TracedStep, read_trace
 from mamba_align_jax.engine.turns import Turns
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -109,6 +110,47 @@ def test_abort_from_another_thread_ends_a_call_of_generate(engine):
 
     run_all(generate, abort)
     assert_nothing_is_held(engine)
+
+
+def test_a_trace_that_ends_waits_for_the_step_that_is_written(engine, monkeypatch, tmp_path):
+    """The next trace has all steps that are read after it begins."""
+    of, entered, gate = TracedStep.of, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        entered.set()
+        assert gate.wait(60)
+        return of(*arguments)
+
+    monkeypatch.setattr(TracedStep, "of", slow)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    with engine.trace(tmp_path / "first"):
+        while engine.config.async_stepping and not engine.unread_steps:
+            engine.step()
+        stepping = threading.Thread(target=engine.step)
+        stepping.start()
+        assert entered.wait(60)
+        threading.Timer(0.2, gate.set).start()
+    stepping.join(60)
+    steps = engine.stats.steps
+    with engine.trace(tmp_path / "second"):
+        while engine.has_unfinished:
+            engine.step()
+    numbers = [[step.step for step in read_trace(tmp_path / name)] for name in ("first", "second")]
+    assert numbers == [[steps], [*range(steps + 1, engine.stats.steps + 1)]]
+
+
+def test_a_thread_that_helps_must_not_take_a_turn():
+    turns = Turns(lambda: threading.current_thread() is helper)
+    refused = []
+
+    def help_out():
+        with pytest.raises(RuntimeError, match="called by a function that it is calling itself"):
+            turns.take(lambda: None)
+        refused.append(True)
+
+    helper = threading.Thread(target=help_out)
+    turns.take(lambda: (helper.start(), helper.join(60)))
+    assert refused
 
 
 def test_waiting_thread_gets_its_turn():

@@ -12,7 +12,7 @@ from mamba_align_jax.models import load_model
 
 def launch_ahead(monkeypatch):
     """Makes engines on one device step as those do whose models are split: in a thread, and with two steps in flight."""
-    monkeypatch.setattr(core, "is_slow_to_start", lambda mesh: True)
+    monkeypatch.setattr(core.EngineCore, "_launches_ahead", staticmethod(lambda mesh: True))
 
 
 def poison(engine):

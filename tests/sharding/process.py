@@ -128,7 +128,7 @@ def main(coordinator, num_processes, process_id, devices_each, *tasks):
     runner.StepRunner.buckets = property(one)
     if num_processes == 1:
         # Several processes launch no step ahead, so their steps are compared with those of one that does not, either.
-        core.is_slow_to_start = lambda mesh: False
+        core.EngineCore._launches_ahead = staticmethod(lambda mesh: False)
         mesh, model = jax.make_mesh((devices_each,), ("tensor",)), make_model()
         print(json.dumps(serve(lambda config: Engine(model, config, mesh=mesh))[0]))
         return

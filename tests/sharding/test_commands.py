@@ -148,8 +148,9 @@ def test_follower_compiles_nothing_more_when_the_leader_has_ended():
 
 
 @pytest.mark.usefixtures("one_program")
-def test_engine_whose_place_is_taken_runs_no_more():
-    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES))
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_engine_whose_place_is_taken_runs_no_more(async_stepping):
+    engine = MirroredEngine(SPELLER, EngineConfig(**SIZES, async_stepping=async_stepping))
     engine.runner.retire()
     with pytest.raises(RuntimeError, match="another engine has taken the place"):
         engine.generate([1, 2, 3], FULL)

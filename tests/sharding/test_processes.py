@@ -169,3 +169,32 @@ def test_server_of_two_processes_streams_an_answer_and_stops_at_a_signal():
         ended = several.wait()
     assert [status for status, *_ in ended] == [0, 0], ended
     assert "this process ends when process 0 does" in ended[1][2]
+
+
+RETIRED = """
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+from mamba_align_jax import EngineConfig, SamplingParams
+from mamba_align_jax.load.random_model import TINY, random_model
+from mamba_align_jax.processes import Processes
+
+sizes = dict(num_state_blocks=20, num_kv_pages=80, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64)
+with Processes("127.0.0.1:{port}", 1, 0) as processes:
+    engines = [processes.lead(random_model(TINY), EngineConfig(**sizes, async_stepping=True)) for _ in range(2)]
+    print([engine.steps_in_flight for engine in engines])
+    try:
+        engines[0].generate([4, 5, 6])
+    except RuntimeError as error:
+        print(error)
+    print(len(engines[1].generate([4, 5, 6], SamplingParams(max_tokens=2, ignore_eos=True))))
+"""
+
+
+@pytest.mark.deep
+def test_one_process_with_several_devices_obeys_the_rules_of_several_processes():
+    with Group(["-c", RETIRED.format(port=free_port())]) as only:
+        ((status, said, error),) = only.wait()
+    assert status == 0, error
+    said = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+    assert said == ["[1, 1]", "another engine has taken the place of this one: see Processes.lead", "1"]
