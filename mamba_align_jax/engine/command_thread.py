@@ -62,14 +62,18 @@ class CommandThread:
     An interrupt reaches the callers' threads alone, so a call that was handed over is always made.
     """
 
-    def __init__(self) -> None:
-        """Starts the thread. A process that ends waits for the calls that were handed over, two minutes at most."""
+    def __init__(self, at_exit: Callable[[], Callable[[], Any] | None] = lambda: None) -> None:
+        """Starts the thread. A process that ends waits for the calls that were handed over, two minutes at most.
+
+        Args:
+            at_exit: A weak reference to a function that is called after that.
+        """
         self._calls: SimpleQueue[tuple[Answer[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name="mamba-align commands", daemon=True)
         self._thread.start()
         finish = weakref.finalize(self, self._calls.put, None)
         # A thread that came back from a program to an interpreter that is gone would end the process by a signal.
-        atexit.register(_end, finish, weakref.ref(self._thread))
+        atexit.register(_end, finish, weakref.ref(self._thread), at_exit)
 
     def is_current(self) -> bool:
         """Whether the caller is the thread."""
@@ -88,12 +92,14 @@ class CommandThread:
         return self.start(call, *args, **kwargs).result()
 
 
-def _end(finish: Callable[[], Any], thread: Callable[[], threading.Thread | None]) -> None:
-    """Lets a thread finish, and waits for it."""
+def _end(finish: Callable[[], Any], thread: Callable[[], threading.Thread | None], at_exit: Callable[[], Any]) -> None:
+    """Lets a thread finish, waits for it, and calls what is to be called then, if these still exist."""
     finish()
-    running = thread()
+    running, function = thread(), at_exit()
     if running is not None:
         running.join(_PATIENCE_S)
+    if function is not None:
+        function()
 
 
 def _work(calls: SimpleQueue[tuple[Answer[Any], Callable[[], Any]] | None]) -> None:

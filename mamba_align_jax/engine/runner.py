@@ -1,5 +1,7 @@
 """Runs plans on the device: owns parameters, pools and programs, dispatches a step, and reads its result later."""
 
+import contextlib
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -94,7 +96,7 @@ class StepRunner:
         self._hidden_size = getattr(model.config, "hidden_size", 0)
         self._sizes, self._page_size = sizes, kv_page_size
         self.drafter, self.layout = drafter, layout
-        self._thread = CommandThread() if launches_ahead else None
+        self._thread = CommandThread(weakref.WeakMethod(self._wait_for_device)) if launches_ahead else None
         self._start()
 
     @property
@@ -117,11 +119,6 @@ class StepRunner:
         self._settle()
         return self._sampler
 
-    @sampler.setter
-    def sampler(self, sampler: SamplerState | None) -> None:
-        self._settle()
-        self._sampler = sampler
-
     @property
     def failure(self) -> BaseException | None:
         """What the first command has raised that failed in the thread since the last `reset`.
@@ -134,6 +131,10 @@ class StepRunner:
     def is_current_thread(self) -> bool:
         """Whether the caller is a thread that runs commands for the engine."""
         return self._thread is not None and self._thread.is_current()
+
+    def _wait_for_device(self) -> None:
+        with contextlib.suppress(Exception):
+            jax.block_until_ready((self._device_state, self._sampler))
 
     def is_intact(self) -> bool:
         """Waits for the device, and returns whether pools and bookkeeping exist, whatever an earlier call has left.
@@ -256,7 +257,7 @@ class StepRunner:
 
     def do_make_sampler(self) -> None:
         """Command: makes a new `sampler`."""
-        self.sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
+        self._sampler = SamplerState.create(self.spec.max_num_seqs, self._vocab_size, len(self._ends), self.layout)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -303,7 +304,7 @@ class StepRunner:
         """Runs one program on padding rows, which change nothing, and waits for it."""
         self._store_pages([])
         if self.drafter:
-            self._store_tokens(0, ())
+            self._begin(self.do_store_tokens, 0, ())
         if self.spec.is_deferred:
             self.fold(-1)
         jax.block_until_ready(self._run(bucket, [None] * bucket.num_rows).result())
@@ -332,7 +333,7 @@ class StepRunner:
             self._store_pages(early)
         for row in places[bucket.decode_rows :] if self.drafter else ():
             if row is not None and row.enters and row.start:
-                self._store_tokens(row.slot, row.request.tokens[: row.start])
+                self._begin(self.do_store_tokens, row.slot, row.request.tokens[: row.start])
         for row in places[bucket.decode_rows :]:
             if row is not None and row.enters and changes_logits(row.request.params):
                 self._store_request(row)
@@ -355,7 +356,7 @@ class StepRunner:
         """
         result, self.device_state, after = run_step(*self._arrays(bucket, inputs), **self._static(bucket))
         if bucket.level >= Level.FULL:
-            self.sampler = after
+            self._sampler = after
         result.words.copy_to_host_async()
         return result
 
@@ -368,8 +369,8 @@ class StepRunner:
         self, slot: int, prompt: Sequence[int], generated: Sequence[int], params: SamplingParams
     ) -> None:
         """Command: writes what `sampler` holds for the request that enters a slot."""
-        assert self.sampler
-        self.sampler = self.sampler.with_request(slot, prompt, generated, params, self._ends)
+        assert self._sampler
+        self._sampler = self._sampler.with_request(slot, prompt, generated, params, self._ends)
 
     def _store_pages(self, rows: Sequence[Row]) -> None:
         slots = [row.slot for row in rows if row.enters]
@@ -379,9 +380,6 @@ class StepRunner:
         """Command: clears the page tables of slots, and sets entries of them."""
         tables = store_pages(self.device_state.page_tables, slots, entries)
         self.device_state = replace(self.device_state, page_tables=tables)
-
-    def _store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
-        self._begin(self.do_store_tokens, slot, tokens)
 
     def do_store_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         """Command: stores the first tokens of a slot's history."""

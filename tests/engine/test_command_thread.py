@@ -63,20 +63,25 @@ def test_the_thread_ends_with_its_owner_and_keeps_nothing_that_it_has_called():
 def test_a_process_that_ends_waits_for_the_calls_that_were_handed_over(last):
     """Its exit status is its own. A program that came back to an interpreter that is gone would end it by a signal."""
     program = f"""
-import sys, time
+import sys, time, weakref
 from mamba_align_jax.engine.command_thread import CommandThread
 
 def slow(number):
     time.sleep(0.3)
     print(number, flush=True)
 
-thread = CommandThread()
+class Owner:
+    def end(self):
+        print("end", flush=True)
+
+owner = Owner()
+thread = CommandThread(weakref.WeakMethod(owner.end))
 answers = [thread.start(slow, number) for number in range(2)]
 {last}
 sys.exit(7)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stdout.split()) == (7, ["0", "1"]), run.stderr
+    assert (run.returncode, run.stdout.split()) == (7, ["0", "1", "end"]), run.stderr
 
 
 def test_a_thread_knows_itself():
