@@ -12,6 +12,7 @@ import depth
 import jax
 import numpy as np
 import pytest
+from fakes.engines import launch_ahead
 from fakes.speller import VOCAB, Speller, next_tokens
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
@@ -152,12 +153,16 @@ def assert_nothing_is_held(engine):
 
 
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["before", "after"])
-@pytest.mark.parametrize("stepping", STEPPING)
+@pytest.mark.parametrize("stepping", [*STEPPING, "ahead"])
 @pytest.mark.parametrize("place", CALLS, ids=lambda place: f"{place[0].__name__.split('.')[-1]}.{place[1]}")
-def test_failing_call_ends_at_most_the_requests_of_its_step(rng, place, stepping, after):
-    """The turns are early, in the middle and late."""
+def test_failing_call_ends_at_most_the_requests_of_its_step(rng, place, stepping, after, monkeypatch):
+    """The turns are early, in the middle and late. Steps that are launched ahead need more blocks."""
     asked, happened = prompts(rng), 0
-    engine = Engine(SPELLER, EngineConfig(**SIZES, **STEPPING[stepping]))
+    options = STEPPING["async" if stepping == "ahead" else stepping]
+    if stepping == "ahead":
+        launch_ahead(monkeypatch)
+        options = options | dict(num_state_blocks=14)
+    engine = Engine(SPELLER, EngineConfig(**SIZES | options))
     for turn in (0, 7, 30) if depth.is_full() else (5 if place[1] in FREQUENT else 0,):
         engine.reset_prefix_cache()
         with raising(*place, turn, after) as raised:
