@@ -86,9 +86,9 @@ class BlockPool:
     def published(self) -> list[tuple[bytes, int]]:
         """Every key that can be found, with its block: first the cached ones, in the order in which they will be evicted.
 
-        Held blocks follow, the newest publication first, so that a prefix comes before what it was published after.
+        Held blocks follow. Of these, the key that became findable last comes first, so that a prefix's last page does.
         """
-        held = [(key, block) for block, key in self._key_of.items() if block in self._holders]
+        held = [(key, block) for key, block in self._block_of.items() if block in self._holders]
         return [(self._key_of[block], block) for block in self._cached] + held[::-1]
 
     def fits(self, count: int, hits: Sequence[int] = ()) -> bool:

@@ -111,6 +111,8 @@ class HashChain:
             raise ValueError(f"{method}: tokens must be at least end = {end}, got {len(tokens)}")
         own = tokens[begin:end]
         try:
+            if isinstance(own, bytes | bytearray):
+                raise TypeError("an array would take them for the memory of its numbers")
             content = array("q", own).tobytes()
         except (TypeError, OverflowError) as error:
             raise ValueError(f"{method}: tokens must be whole numbers of 64 bits, got {own!s:.80}") from error

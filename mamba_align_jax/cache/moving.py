@@ -116,7 +116,8 @@ class _Claim:
         return [(place, self._blocks[key]) for place, key in enumerate(keys) if key in missing]
 
     def publish(self) -> None:
-        for key in self._missing:
+        # A prefix's last entry comes first in `_missing`, and is published last, as by a request.
+        for key in reversed(self._missing):
             if self._tell is not None:
                 self._tell(key)
             self._pool.publish(self._blocks[key], key)

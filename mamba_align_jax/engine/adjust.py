@@ -140,7 +140,9 @@ def adjust(
     seen = of_row(state.seen).at[number, before].add(2, mode="drop")
     count = (seen >> 1).astype(jnp.float32)
     repetition = options.repetition[:, None]
-    penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    largest = jnp.finfo(jnp.float32).max
+    penalized = jnp.clip(jnp.where(logits > 0, logits / repetition, logits * repetition), -largest, largest)
+    penalized = jnp.where(jnp.isfinite(logits), penalized, logits)  # what is forbidden stays so
     logits = jnp.where(seen > 0, penalized, logits)
     logits = logits - options.frequency[:, None] * count
     return logits - options.presence[:, None] * (count > 0).astype(jnp.float32)

@@ -29,7 +29,7 @@ from mamba_align_jax.engine.levels import Level, level_of
 from mamba_align_jax.engine.model import end_tokens
 from mamba_align_jax.engine.read_step import RowResult
 from mamba_align_jax.engine.request import Request, RequestOutput, RequestUpdate
-from mamba_align_jax.engine.results import count_row, end_reason, is_first_admission, tokens_up_to_end
+from mamba_align_jax.engine.results import count_row, end_reason, tokens_up_to_end
 from mamba_align_jax.engine.runner import Dispatched, StepRunner
 from mamba_align_jax.engine.scheduler import Row, Scheduler
 from mamba_align_jax.engine.sizing import PoolSizes, align_config, check_memory, pool_sizes
@@ -294,8 +294,8 @@ class EngineCore:
     def _take_in(self, row: Row, result: RowResult) -> None:
         """Adds a row's result to its request, and ends the request if a token ends it."""
         request = self.scheduler.current = row.request
-        count_row(self._counters, row, result)
-        if self._watch and is_first_admission(row):
+        is_first = count_row(self._counters, row, result)
+        if self._watch and is_first:
             self._watch.admitted(len(request.prompt))
         tokens, reason = tokens_up_to_end(request, result.tokens, self.model_config.eos_token_id)
         if result.prompt_logprobs:

@@ -135,6 +135,7 @@ class Request:
         prefill_end: End of the tokens that must run before the next one is sampled: of the prompt, or of all tokens
             after a preemption.
         num_admissions: How often the request got a slot.
+        is_counted: Whether a result of the request was read, and the engine's counters count it as admitted.
         num_cached: Number of prompt tokens that came from the cache at the first admission.
         cache_miss: Why not more did: see `RequestOutput`.
         checkpoint_at: The boundaries that the caller asked for.
@@ -166,6 +167,7 @@ class Request:
     num_unsure: int = 0
     prefill_end: int = 0
     num_admissions: int = 0
+    is_counted: bool = False
     num_cached: int = 0
     cache_miss: str | None = None
     checkpoint_at: tuple[int, ...] = ()

@@ -59,21 +59,20 @@ def _end_reason(request: Request, token: int, num_left: int, eos_token_id: EndTo
     return "length" if num_left == 0 else None
 
 
-def count_row(counters: Counters, row: Row, result: RowResult) -> None:
-    """Adds a row's result to the counters, and its drafts to its request."""
-    request = row.request
+def count_row(counters: Counters, row: Row, result: RowResult) -> bool:
+    """Adds a row's result to the counters, and its drafts to its request. Returns whether it is its request's first result.
+
+    A request whose step was cut off is admitted again before it has a result.
+    """
+    request, is_first = row.request, not row.request.is_counted
+    if is_first:
+        counters.admit(len(request.prompt), request.num_cached)
+        request.is_counted = True
     if row.is_prefilling:
         counters.prefill_tokens += row.num_tokens
-        if is_first_admission(row):
-            counters.admit(len(request.prompt), request.num_cached)
-        return
-    if result.num_drafts:
+    elif result.num_drafts:
         num_accepted = len(result.tokens) - 1
         request.num_draft_tokens += result.num_drafts
         request.num_accepted_tokens += num_accepted
         counters.verify(result.num_drafts, num_accepted)
-
-
-def is_first_admission(row: Row) -> bool:
-    """Whether the row is the first of its request, before any preemption."""
-    return row.enters and row.admission == 1
+    return is_first

@@ -112,7 +112,7 @@ class StepRunner:
 
     @property
     def sampler(self) -> SamplerState | None:
-        """What the device knows of requests whose logits are changed; None before the first of them.
+        """What the device knows of requests whose logits are changed; None before the first that needs level FULL.
 
         The steps with such requests donate it. Commands that were begun are run first.
         """

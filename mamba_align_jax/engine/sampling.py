@@ -53,7 +53,11 @@ def sample(
     Returns:
         The tokens, int32 [rows].
     """
-    scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
+    # Devices take the reciprocal of larger temperatures for 0. Only what is forbidden may become infinite: a difference of
+    # infinite numbers is none.
+    largest = jnp.finfo(jnp.float32).max
+    scaled = jnp.clip(logits / jnp.clip(temperature, 1e-6, 1e30)[:, None], -largest, largest)
+    scaled = jnp.where(logits == -jnp.inf, logits, scaled)
     weights = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
     kept = jnp.where(weights >= least_kept(weights, top_k, top_p)[:, None], scaled, -jnp.inf)
     keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)

@@ -327,6 +327,9 @@ class Scheduler:
             if not used:
                 # The request keeps its place, and none overtakes it.
                 request.num_computed = 0
+                if request.num_admissions == 0:
+                    # It may end before it uses what was found.
+                    request.num_cached, request.cache_miss = 0, None
                 return
             budget -= used
             self.waiting.remove(request)

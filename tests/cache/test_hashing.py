@@ -94,3 +94,10 @@ def test_tokens_that_are_no_numbers_leave_the_chain_as_it_was(wrong):
     with pytest.raises(ValueError, match="between: tokens must be whole numbers of 64 bits"):
         chain.between([1, 2, 3, wrong], 0, 4)
     assert chain.between([1, 2, 3, 4], 0, 4) == expected([1, 2, 3, 4], 2, b"")
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_are_no_tokens(kind):
+    """An array would take eight of them for one number."""
+    with pytest.raises(ValueError, match="at: tokens must be whole numbers of 64 bits"):
+        HashChain(8).at(kind(range(64)), 64)

@@ -95,6 +95,43 @@ def test_withdrawn_entries_are_free_again(is_prefix):
     assert (cache.kv.pool.num_cached, cache.states.pool.num_cached) == before
 
 
+def run(cache, name, tokens, hit=None):
+    """Runs a prompt block by block, from where a hit ends."""
+    for begin in range(hit.length if hit else 0, len(tokens), BLOCK):
+        end = min(begin + BLOCK, len(tokens))
+        assert cache.allocate(name, begin, begin, end - begin, hit=hit) is not None
+        hit = None
+        cache.dispatched(name, tokens[:end])
+        cache.commit(name, tokens[:end], end)
+
+
+def test_a_prefix_that_was_imported_keeps_its_order_while_a_request_holds_it():
+    """A smaller cache that takes the entries later then keeps the beginning of the prefix."""
+    tokens, cache = list(range(12)), make()
+    put(cache, *keys_of(tokens))
+    run(cache, "a", [*tokens, 99], cache.lookup([*tokens, 99]))
+    found = all_entries(cache)
+    assert ([key for key, _ in found.pages], [key for key, _ in found.states][-3:]) == keys_of(tokens)
+    smaller = make(pages=4)
+    put(smaller, [key for key, _ in found.pages], [key for key, _ in found.states], is_prefix=False)
+    assert smaller.lookup([*tokens, 99]).length == 4
+
+
+def test_a_prefix_whose_first_pages_were_evicted_keeps_its_order():
+    """Two requests compute a prompt. When the pages of the first one are evicted, those of the second one are found."""
+    tokens, cache = list(range(12)), make(blocks=12, pages=15)
+    for end in range(BLOCK, 13, BLOCK):
+        for name in "ab":
+            cache.allocate(name, end - BLOCK, end - BLOCK, BLOCK)
+            cache.dispatched(name, tokens[:end])
+            cache.commit(name, tokens[:end], end)
+    cache.free("a")
+    cache.forget("a")
+    run(cache, "c", list(range(50, 66)))
+    pages = keys_of(tokens)[0]
+    assert [key for key, _ in all_entries(cache).pages if key in pages] == pages
+
+
 def test_a_whole_cache_keeps_what_was_used_last():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 9, 8).tolist() for _ in range(4)]

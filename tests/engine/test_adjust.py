@@ -129,6 +129,21 @@ def test_logits_are_changed_by_the_definitions(rng):
         np.testing.assert_array_equal(got[0], logits[0])
 
 
+@pytest.mark.parametrize("repetition", [2.0**-126, 3e38])
+def test_penalties_leave_logits_finite_and_what_is_forbidden_forbidden(repetition):
+    """Otherwise a difference of two of them would be no number, and any token could be drawn."""
+    state = SamplerState.create(1, VOCAB, 1)
+    params = SamplingParams(repetition_penalty=repetition)
+    state = state.with_request(0, list(range(VOCAB)), [3], params, [END])
+    values = [jnp.array([x], jnp.float32) for x in (0, repetition, 0, 0)]
+    logits = jnp.where(jnp.arange(VOCAB) < 2, -jnp.inf, jnp.linspace(-30, 20, VOCAB, dtype=jnp.float32))[None]
+    before, position = jnp.zeros((1, 0), jnp.int32), jnp.array([VOCAB + 1], jnp.int32)
+    got = adjust(logits, state, AdjustOptions(jnp.array([0], jnp.int32), *values), before, position)
+    assert jnp.isneginf(got[0, :2]).all()
+    assert jnp.isfinite(got[0, 2:]).all()
+    assert (got[0] <= 0)[logits[0] <= 0].all()
+
+
 def test_generated_tokens_are_counted_like_those_of_the_host(rng):
     """A slot's rows are the same whether its tokens were counted by steps or written when the request entered."""
     prompt, tokens = rng.integers(0, VOCAB, 9).tolist(), rng.integers(0, VOCAB, (4, 3)).astype(np.int32)

@@ -134,6 +134,17 @@ def test_one_token_is_kept_for_top_k_of_1_and_for_any_top_p(rng):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 1e37, 1e38, 3e38])
+@pytest.mark.parametrize("scale", [1.0, 1e37])
+def test_what_is_forbidden_is_not_drawn_at_any_temperature(rng, temperature, scale):
+    logits = rng.normal(size=(200, 6)) * scale
+    logits[:, [0, 4]] = -np.inf
+    rows = functools.partial(jnp.full, (200,))
+    given = rows(temperature, jnp.float32), rows(0), rows(1.0), jnp.arange(200, dtype=jnp.int32), rows(7)
+    drawn = sample(jnp.asarray(logits, jnp.float32), *given)
+    assert set(np.asarray(drawn).tolist()) == {1, 2, 3, 5}
+
+
 def test_drawing_does_not_sort():
     arguments = (
         jax.ShapeDtypeStruct((4, 1000), jnp.float32),

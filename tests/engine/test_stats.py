@@ -44,6 +44,37 @@ def test_counts_survive_a_step_that_raises(rng, monkeypatch):
         assert getattr(stats, name) > getattr(failed, name), name
 
 
+@pytest.mark.parametrize("async_stepping", [False, True])
+def test_a_request_whose_first_step_is_cut_off_is_counted_once(async_stepping, monkeypatch):
+    engine = Engine(Speller(stutter=1), EngineConfig(**SIZES, async_stepping=async_stepping))
+    engine.add_request([1] * 12, PARAMS)
+
+    def interrupt(dispatched):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "read", interrupt)
+        if async_stepping:
+            engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    stats = engine.stats
+    assert (stats.admitted_requests, stats.finished_requests, stats.prompt_tokens) == (1, 1, 12)
+
+
+def test_a_request_that_never_ran_has_used_nothing_of_the_cache():
+    engine, prompt = Engine(Speller(stutter=1), EngineConfig(**SIZES | dict(max_num_batched_tokens=8))), list(range(20))
+    engine.generate([prompt], PARAMS)
+    engine.add_request([40] * 30, PARAMS)  # takes the budget of the step
+    waiting = engine.add_request(prompt, PARAMS)
+    engine.step()
+    output = engine.abort(waiting)
+    assert (output.num_cached_tokens, output.cache_miss) == (0, None)
+    assert engine.stats.cached_tokens == 0
+
+
 def test_snapshot_does_not_change_with_its_counters():
     counters = Counters.for_drafts(2)
     before = counters.snapshot()
