@@ -44,6 +44,7 @@ class Door:
         # The threads that read events and the loop that answers calls share the router.
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._client = httpx.AsyncClient(timeout=_TIMES, limits=httpx.Limits(), trust_env=False)
+        self._asks_for_keys: bool | None = None  # None until a replica has shown it
         self._threads = [threading.Thread(target=self._read, args=replica, daemon=True) for replica in replicas]
         for thread in self._threads:
             thread.start()
@@ -99,20 +100,32 @@ class Door:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             fields: dict[str, Any] = json.loads(body)
             key = request.headers.get("authorization", "").partition(" ")[2].strip()
-            salt = cache_salt(key.encode() or None, fields.get("cache_salt") or "").encode()
+            own = key.encode() if key and await self._tell_keys_apart() else None
+            salt = cache_salt(own, fields.get("cache_salt") or "").encode()
             prompt = fields.get("prompt")
             if isinstance(prompt, list):
                 first = prompt[0] if prompt and isinstance(prompt[0], list) else prompt
                 # A replica refuses other tokens by name.
                 are_tokens = all(type(token) is int and 0 <= token < 2**31 for token in first)
                 return (first, salt) if are_tokens else ([], salt)
-            asked = {name: fields[name] for name in ("prompt", "messages") if name in fields}
+            names = "prompt", "messages", "add_generation_prompt", "chat_template_kwargs"
+            asked = {name: fields[name] for name in names if name in fields}
             for replica in self.loads:
                 with contextlib.suppress(httpx.TransportError):
                     headers = {"authorization": request.headers.get("authorization", "")}
                     found = await self._client.post(replica + "/tokenize", json=asked, headers=headers)
                     return found.json()["tokens"], salt
         return [], b""
+
+    async def _tell_keys_apart(self) -> bool:
+        """Whether the replicas ask for keys. Those that don't share what is cached between all keys that clients send."""
+        for replica in self.loads if self._asks_for_keys is None else ():
+            with contextlib.suppress(httpx.TransportError):
+                status = (await self._client.get(replica + "/v1/models")).status_code
+                if status in (200, 401):
+                    self._asks_for_keys = status == 401
+                    break
+        return bool(self._asks_for_keys)
 
 
 def make_app(door: Door) -> Starlette:

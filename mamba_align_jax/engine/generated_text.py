@@ -92,13 +92,14 @@ class GeneratedText(NamedTuple):
         """The text that a reader may see already: not the end that may become part of a stop string."""
         if self.found is not None or not self.stop:
             return self.text
-        held = (
-            length
-            for stop in self.stop
-            for length in range(min(len(stop) - 1, len(self.text)), 0, -1)
-            if self.text.endswith(stop[:length])
-        )
-        return self.text[: len(self.text) - max(held, default=0)]
+        return self.text[: min(self._begin(stop) for stop in self.stop)]
+
+    def _begin(self, stop: str) -> int:
+        """Returns where the longest end of the text begins that a stop string begins with."""
+        begin = self.text.find(stop[0], max(len(self.text) - len(stop) + 1, 0))
+        while begin >= 0 and not stop.startswith(self.text[begin:]):
+            begin = self.text.find(stop[0], begin + 1)
+        return begin if begin >= 0 else len(self.text)
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         """Returns the text of tokens that follow the context."""

@@ -30,7 +30,8 @@ class _FileTokenizer:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would keep all other threads waiting, for seconds if the text is long.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def to_json(self) -> str:
         """Returns the tokenizer.json, for grammars."""

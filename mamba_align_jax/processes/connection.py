@@ -79,7 +79,11 @@ class Connection:
         if sum(lengths) > longest:
             raise ValueError(f"a message must have at most {longest} bytes, got {sum(lengths)}")
         head, body = map(self._read, lengths)
-        match json.loads(head):
+        try:
+            said = json.loads(head)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a message must be JSON, got {head[:40]!r}") from error
+        match said:
             case [str(name), *values]:
                 return Message(name, values, np.frombuffer(body, "<i4").astype(np.int32, copy=False))
         raise ValueError(f"a message must be a list that begins with a name, got {head!r}")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -20,10 +21,12 @@ class GuardedProtocol(HttpToolsProtocol):
     no longer notice that the client of the call that runs has left.
     """
 
-    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
-        """Takes the limits, and what uvicorn gives to its own protocol."""
+    def __init__(
+        self, limits: Limits, on_refusal: Callable[[int, str | None], object], *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the limits, what is told each refusal's status and code, and what uvicorn gives to its own protocol."""
         super().__init__(*args, **kwargs)
-        self._limits = limits
+        self._limits, self._on_refusal = limits, on_refusal
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -37,7 +40,8 @@ class GuardedProtocol(HttpToolsProtocol):
         own = transport.get_extra_info("socket")
         if own is not None and hasattr(socket, "TCP_USER_TIMEOUT") and own.family in (socket.AF_INET, socket.AF_INET6):
             # The system ends a connection whose client acknowledges nothing for so long, even after the last write.
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._limits.send_s))
+            milliseconds = min(max(int(1000 * self._limits.send_s), 1), 2**31 - 1)  # 0 would be no limit
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,6 +117,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         body = to_json(refusal.content)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self._on_refusal(refusal.status, refusal.code)
         self.transport.write(STATUS_LINE[refusal.status] + head + body)
         self.transport.close()
 

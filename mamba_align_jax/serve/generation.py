@@ -31,13 +31,16 @@ async def run_requests(
     if room is not None and len(requests) > room:  # To try again would not help: all are queued before one can run.
         raise Refusal(400, f"n times the number of prompts must be at most {room}, got {len(requests)}", param="n")
     called = time.perf_counter()
-    began = [False] * len(requests)
+    is_known, began = [False] * len(requests), [False] * len(requests)
     try:
         async with aclosing(_merged([serving.generate(*request) for request in requests])) as updates:
             async for place, update in updates:
+                if not is_known[place]:
+                    is_known[place] = True
+                    metrics.looked_up(update)
                 if update.token_ids and not began[place]:
                     began[place] = True
-                    metrics.began(update, time.perf_counter() - called)
+                    metrics.began(time.perf_counter() - called)
                 metrics.generated(len(update.token_ids))
                 if update.output is not None:
                     metrics.ended(update.output)

@@ -115,9 +115,12 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*_LABELS, *labels), registry=self._registry)
 
-    def began(self, update: RequestUpdate, seconds: float) -> None:
+    def began(self, seconds: float) -> None:
         """Takes note of a request's first tokens, so many seconds after its call."""
         self._first.observe(seconds)
+
+    def looked_up(self, update: RequestUpdate) -> None:
+        """Takes note of what the cache had for a request, by the first update of the request."""
         if update.cache_miss is not None:
             self._misses.labels(*self._values, update.cache_miss).inc()
 

@@ -1,7 +1,9 @@
 """Runs the application on a socket until the process is told to stop."""
 
+import asyncio
 import functools
 import signal
+import socket
 from typing import Any
 
 import uvicorn
@@ -9,6 +11,29 @@ from starlette.applications import Starlette
 
 from mamba_align_jax.serve.connections import GuardedProtocol
 from mamba_align_jax.serve.settings import Limits
+
+_LAST_WORDS_S = 5  # for the answers to calls that were ended
+
+
+class _DrainingServer(uvicorn.Server):
+    """Ends the calls whose time to finish is over, so that each is told why. uvicorn would cancel them without a word."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette, drain_s: float) -> None:
+        """Takes what `make_server` has made, and for how long calls may go on when the server stops."""
+        super().__init__(config)
+        self._service, self._drain_s = app.state.service, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`. It is called when the server is told to stop."""
+        ending = asyncio.create_task(self._end_late_calls())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_late_calls(self) -> None:
+        await asyncio.sleep(self._drain_s)
+        await self._service.serving.shutdown(drain=False)
 
 
 def make_server(
@@ -22,7 +47,8 @@ def make_server(
 ) -> uvicorn.Server:
     """Makes a server that has not started.
 
-    When it is told to stop, it closes its door, lets running calls finish for `limits.drain_s`, and ends the others.
+    When it is told to stop, it closes its door and lets running calls finish for `limits.drain_s`. The others end as 503, or
+    with an error as the last event but one of a stream.
 
     Args:
         app: What `create_app` returned.
@@ -36,15 +62,15 @@ def make_server(
         app,
         host=host,
         port=port,
-        http=functools.partial(GuardedProtocol, limits),  # type: ignore[arg-type]
+        http=functools.partial(GuardedProtocol, limits, app.state.service.metrics.refused),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         access_log=access_log,
         log_config=log_config,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(limits.drain_s)),
+        timeout_graceful_shutdown=round(limits.drain_s) + _LAST_WORDS_S,
     )
-    return uvicorn.Server(config)
+    return _DrainingServer(config, app, limits.drain_s)
 
 
 def run(server: uvicorn.Server) -> None:

@@ -29,7 +29,7 @@ class Limits:
         connections: Number of connections that are open at once.
         receive_s: Seconds in which a call's head must have arrived, and then its body.
         send_s: Seconds for which a client may leave an answer unread.
-        call_s: Seconds from a call's arrival to the end of its answer.
+        call_s: Seconds from when a call's requests are queued to the end of its answer.
         drain_s: Seconds that running calls get to finish when the server is told to stop.
     """
 

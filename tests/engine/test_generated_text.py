@@ -50,6 +50,14 @@ def pieces_of(text, tokens):
     return pieces, text.ended()
 
 
+@given(st.text("ab", max_size=20), st.lists(st.text("abc", min_size=1, max_size=8), min_size=1, max_size=3))
+def test_what_may_become_a_stop_string_is_not_shown(text, stops):
+    """It is the longest end of the text that one of them begins with, but none of them is whole yet."""
+    ends = [n for stop in stops for n in range(1, min(len(stop) - 1, len(text)) + 1) if text.endswith(stop[:n])]
+    found = GeneratedText(BYTES, stop=tuple(stops), text=text)
+    assert found.shown == text[: len(text) - max(ends, default=0)]
+
+
 @settings(max_examples=depth.examples(100, 3000), deadline=None)
 @given(tokens=TOKENS)
 def test_pieces_put_together_are_the_whole_text(tokens):

@@ -5,12 +5,15 @@ import json
 import re
 import shutil
 import sys
+import threading
+import time
 
 import pytest
 from fakes.driver import DATA
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cli import main
+from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.text import load_tokenizer, token_ids
 
@@ -141,3 +144,28 @@ def test_command_line_uses_the_tokenizer(engine, monkeypatch, capsys):
     monkeypatch.setattr(engine, "model_config", dataclasses.replace(engine.model_config, vocab_size=300))
     assert main(["generate", "--prompt", TEXT]) == 2
     assert "must be token ids without a tokenizer" in capsys.readouterr().err
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    """A server answers all others meanwhile."""
+    own, text = load_tokenizer(BYTE_MODEL), "def read(self): " * 40_000
+    alone = tokenizers.Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json"))
+    begin = time.perf_counter()
+    wanted = alone.encode(text).ids
+    blocked_s = time.perf_counter() - begin
+    ended, gaps = threading.Event(), []
+
+    def tick():
+        last = time.perf_counter()
+        while not ended.wait(0.001):
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    found = own.encode(text)
+    ended.set()
+    ticking.join()
+    assert list(found) == wanted
+    assert max(gaps) < blocked_s / 2

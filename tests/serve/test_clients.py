@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 
-import httpx
 import pytest
 from fakes.http import Served, parse_events, wait_until
 from serve.conftest import KEYS, LIMITS
@@ -111,8 +110,16 @@ def test_half_of_a_body_ends_in_time(served):
 )
 def test_what_is_no_http_is_refused(served, sent):
     with connect(served) as connection:
+        before = refused(served, 400, "no_http")
         connection.sendall(sent)
         assert status_and_code(read_to_end(connection)) == (400, "no_http")
+    assert refused(served, 400, "no_http") == before + 1
+
+
+def refused(served, status, code):
+    """How many calls were refused for a reason."""
+    served.client.get("/nowhere")  # a metric without any count is not shown
+    return served.metric("mamba_align:refused_calls_total", status=str(status), code=code)
 
 
 def test_a_head_without_end_is_refused(served):
@@ -333,18 +340,47 @@ def test_a_server_that_stops_lets_calls_finish_for_a_while(engine, drain_s, num_
             next(lines)
             served.server.should_exit = True
             wait_until(lambda: not can_connect(served))
-            rest = []
-            try:
-                rest += lines
-            except httpx.RemoteProtocolError:
-                assert num_tokens is None
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        events = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: {")]
         if num_tokens:
-            assert rest[-2:] == ["data: [DONE]", ""]
-            assert sum(1 for line in rest if line.startswith("data: {")) + 1 <= num_tokens
+            assert len(events) + 1 <= num_tokens
+        else:
+            assert events[-1]["error"]["code"] == "stopping"
         served.thread.join(60)
         assert not served.thread.is_alive()
         served.wait_until_idle()
         assert not served.service.serving.is_running
+
+
+def test_calls_that_have_no_more_time_are_told_that_the_server_stops(engine):
+    answers = []
+    with Served(engine, Settings(warmup="none", limits=Limits(drain_s=0.5))) as served:
+
+        def call(stream):
+            with served.new_client() as client:
+                response = client.post("/v1/completions", json=LONG | dict(max_tokens=490, n=8, stream=stream))
+                answers.append((response.status_code, response.text))
+
+        threads = [threading.Thread(target=call, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: engine.scheduler.running)
+        served.server.should_exit = True
+        for thread in threads:
+            thread.join(60)
+        served.thread.join(60)
+        assert not served.thread.is_alive()
+    texts = dict(answers)
+    assert json.loads(texts[503])["error"]["code"] == "stopping"
+    assert "stopping" in texts.get(200, texts[503])
+
+
+@pytest.mark.parametrize("send_s", [1e-4, 1e7])
+def test_a_limit_of_any_size_lets_clients_in(engine, send_s):
+    """The system takes whole milliseconds of 32 bits, and 0 for no limit."""
+    with Served(engine, Settings(warmup="none", limits=Limits(send_s=send_s))) as served:
+        assert served.client.get("/health").status_code == 200
 
 
 def can_connect(served):

@@ -99,6 +99,12 @@ def test_misses_are_counted_by_their_reason(served):
     assert served.metric("mamba_align:cache_misses_total", reason="not identical") == before + 1
 
 
+def test_the_miss_of_a_request_that_generates_nothing_is_counted(served):
+    before = served.metric("mamba_align:cache_misses_total")
+    served.complete("q" * 300, max_tokens=0, echo=True, logprobs=0)
+    assert served.metric("mamba_align:cache_misses_total") == before + 1
+
+
 def test_running_and_waiting_requests_are_seen(served):
     with served.client.stream(
         "POST", "/v1/completions", json={"prompt": "x", "n": 6, "max_tokens": 400, "ignore_eos": True, "stream": True}

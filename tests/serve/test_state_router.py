@@ -1,5 +1,6 @@
 """The example of a router: a call goes to the replica that has its states, and to another one when that one is gone."""
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -11,11 +12,13 @@ import pytest
 import uvicorn
 from fakes.http import Served, wait_until
 from serve.conftest import LIMITS, SIZES
+from starlette.requests import Request
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.data import BYTE_MODEL
 from mamba_align_jax.engine.chat_template import load_chat_template
 from mamba_align_jax.serve.event_publisher import EventPublisher
+from mamba_align_jax.serve.keys import cache_salt
 from mamba_align_jax.serve.settings import Settings
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas" / "state_router.py"
@@ -50,6 +53,24 @@ class Router:
     def call(self, path="/v1/completions", key="sk-first", **fields):
         fields = {"model": "bytes", "max_tokens": 4, "temperature": 0} | fields
         return self.client.post(path, json=fields, headers={"authorization": f"Bearer {key}"})
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, Settings(model_name="bytes", warmup="none", limits=LIMITS)])
+def test_only_replicas_that_ask_for_keys_tell_them_apart(engine, settings):
+    """Clients send some key to servers that ask for none, because OpenAI's library wants one."""
+    headers = [(name.encode(), value.encode()) for name, value in KEY.items()]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+
+    async def asked(door):
+        found = await door._tokens(request, json.dumps({"prompt": [1, 2, 3]}).encode())
+        await door.close()
+        return found
+
+    with Served(engine, settings) as served:
+        door = Router([(f"http://127.0.0.1:{served.port}", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")]).door
+        tokens, salt = asyncio.run(asked(door))
+    wanted = cache_salt(b"sk-first" if settings.api_keys else None, "").encode()
+    assert (tokens, salt) == ([1, 2, 3], wanted)
 
 
 @pytest.mark.deep
