@@ -113,7 +113,8 @@ def _configuration(path: str | Path, dtype: str | None) -> tuple[ModuleType, Mod
     architecture = ARCHITECTURES[kind]
     # Some configurations do not name their head, and those of fine-tuned copies may name one that the files do not
     # hold.
-    head = config.get("mtp_num_hidden_layers", 1) if has_draft_head(path) else 0
+    head = config.get("mtp_num_hidden_layers") if has_draft_head(path) else 0
+    head = 1 if head is None else head
     ends = end_tokens(config, read_generation_config(path), read_tokenizer_end(path))
     fields = config | {"mtp_num_hidden_layers": head, "eos_token_id": ends}
     if not any(config.get(name) for name in ("dtype", "torch_dtype")):

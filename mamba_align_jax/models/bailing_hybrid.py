@@ -29,14 +29,14 @@ class Config(kimi_linear.Config):
         layers, every = config.get("num_hidden_layers", 0), config.get("layer_group_size", 6)
         kinds = config.get("layer_types") or [LINEAR if (n + 1) % every else FULL for n in range(layers)]
         require(config, rope_interleave=(True,))
-        safe = config.get("kda_safe_gate", True)
+        is_safe = config.get("kda_safe_gate") is not False
         return cls.shared(config | {"layer_types": kinds}, first_dense=2) | {
             # Published files call the recurrent heads' size head_dim. transformers saves it as linear_head_dim, and
             # saves the number of rotated dims as head_dim.
             "linear_head_dim": config.get("linear_head_dim") or config.get("head_dim"),
             "linear_num_heads": config.get("linear_num_heads") or config.get("num_attention_heads"),
             **rotation(config, scaled=False, rope_theta=6e6),
-            "kda_lower_bound": config.get("kda_lower_bound", -5.0) if safe else None,
+            "kda_lower_bound": config.get("kda_lower_bound", -5.0) if is_safe else None,
         }
 
 

@@ -11,6 +11,7 @@ from mamba_align_jax.models.fields import (
     check_choices,
     check_field,
     check_given,
+    check_groups,
     check_multiples,
     check_sizes,
 )
@@ -42,6 +43,11 @@ _CHOICES = (
     ("topk_group", "n_group"),
     ("topk_group", "num_expert_group"),
 )
+# Triples of fields: the number of experts, that of their groups, and how many experts a token has, of `topk_group` groups.
+_GROUPS = (
+    ("n_routed_experts", "n_group", "num_experts_per_tok"),
+    ("num_experts", "num_expert_group", "num_experts_per_token"),
+)
 # Pairs of fields: a size, and the number of what has it.
 _SIZES = tuple(
     (size, number)
@@ -53,8 +59,8 @@ _SIZES = tuple(
 def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any) -> dict[str, Any]:
     """Reads the fields of the rotation by position.
 
-    A field is taken from `rope_scaling` or `rope_parameters`. Older files have it at the top level. If it is in neither
-    place, it has its default.
+    A field is taken from `rope_scaling`, or else from `rope_parameters`. Older files have it at the top level. If it is in
+    no place, it has its default.
 
     Args:
         config: The fields of config.json.
@@ -65,7 +71,7 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
     Raises:
         ValueError: the kind of rotation is not supported, or lacks a field. It is named.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _rope(config)
     # For text, "mrope" is the same as the default.
     kinds = ROPE_TYPES if scaled else ROPE_TYPES[:1]
     require(rope, rope_type=kinds, type=(*kinds, "mrope"))
@@ -99,6 +105,14 @@ def rotation(config: Mapping[str, Any], *, scaled: bool = True, **defaults: Any)
         reach = int(given["factor"] * given["original_max_position_embeddings"])
         fields["max_position_embeddings"] = max(longest, reach)
     return fields | {"rope_scaling": None if kind in ("default", "mrope", "dynamic") else given}
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins `rope_parameters` and `rope_scaling`. Whoever adds the latter to a file means its kind of rotation."""
+    own, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if scaling:
+        own = {name: value for name, value in own.items() if name not in ("rope_type", "type")}
+    return {**own, **scaling}
 
 
 def layer_kinds(config: Mapping[str, Any], recurrent: str, attention: str) -> tuple[str, ...]:
@@ -146,6 +160,7 @@ class ModelConfig:
             check_field(field.name, getattr(self, field.name), field.type, may_be_zero=field.default == 0)
         check_multiples(self, _MULTIPLES)
         check_choices(self, _CHOICES)
+        check_groups(self, _GROUPS)
         check_sizes(self, _SIZES)
 
     @classmethod

@@ -48,7 +48,8 @@ END_TOKENS = int | tuple[int, ...] | None
 def read_config(path: str | Path) -> dict[str, Any]:
     """Reads the fields of the text model from config.json.
 
-    If they are nested in `text_config` or `llm_config`, fields beside it fill in what it lacks. Models by state-spaces
+    If they are nested in `text_config` or `llm_config`, fields beside it fill in what it lacks, and its end tokens are those
+    of both. Models by state-spaces
     have other names of the fields, which are translated.
 
     Args:
@@ -67,7 +68,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = _with_modelopt(read_object(file), Path(path) / "hf_quant_config.json")
     if is_state_spaces(config):
         return from_state_spaces(config)
-    nested = next((name for name in _TEXT_FIELDS if name in config), None)
+    nested = next((name for name in _TEXT_FIELDS if config.get(name) is not None), None)
     if nested is None:
         return config
     text = config[nested]
@@ -75,7 +76,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config.json: {nested} must be an object, got {text!r}, in {str(path)!r}")
     # Null means the same as nothing, so it doesn't hide what stands outside.
     given = {name: value for name, value in text.items() if value is not None or name not in _SHARED_FIELDS}
-    return {name: config[name] for name in _SHARED_FIELDS if name in config} | given
+    ends = end_tokens(config, text)
+    shared = {name: config[name] for name in _SHARED_FIELDS if name in config}
+    return shared | given | ({} if ends is None else {"eos_token_id": ends})
 
 
 def _with_modelopt(config: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -24,10 +24,12 @@ _OTHER_TYPES: Mapping[str, Any] = types.MappingProxyType(
         "full_attention_interval": int,
         "full_attn_idxs": tuple[int, ...],
         "full_attn_layers": tuple[int, ...],
+        "gate_lower_bound": float,
         "head_dim": int,
         "ffn_hidden_size": int,
         "hybrid_override_pattern": str,
         "kda_layers": tuple[int, ...],
+        "kda_safe_gate": bool,
         "layer_group_size": int,
         "layer_types": tuple[str, ...],
         "layers_block_type": tuple[str, ...],
@@ -256,6 +258,29 @@ def check_multiples(config: Any, pairs: Iterable[tuple[str, str]]) -> None:
         by, value = getattr(config, divisor, None), getattr(config, name, None)
         if by and value is not None and value % by:
             raise ValueError(f"config.json: {name} must be a multiple of {divisor} = {by}, got {value}")
+
+
+def check_groups(config: Any, triples: Iterable[tuple[str, str, str]]) -> None:
+    """Checks that experts can be chosen from groups.
+
+    Args:
+        config: An architecture's configuration, with a field `topk_group` if it has groups.
+        triples: Names of fields: the number of experts, that of their groups, and how many experts a token has. Triples of
+            which the configuration lacks a field are left out.
+
+    Raises:
+        ValueError: a group has a single expert, or `topk_group` groups have fewer experts than a token. It is named.
+    """
+    for experts, groups, chosen in triples:
+        number, count = getattr(config, experts, None), getattr(config, groups, None)
+        if not number or count is None or count == 1:
+            continue
+        size = number // count
+        if size < 2:
+            raise ValueError(f"config.json: {groups} must cut {number} experts into groups of two or more, got {count}")
+        most, each = size * config.topk_group, getattr(config, chosen)
+        if each > most:
+            raise ValueError(f"config.json: {chosen} must be at most {most}, those of topk_group groups, got {each}")
 
 
 def check_choices(config: Any, pairs: Iterable[tuple[str, str]]) -> None:

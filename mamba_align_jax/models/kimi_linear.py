@@ -68,6 +68,12 @@ class Config(ModelConfig):
     routed_scaling_factor: float = 2.446
     model_type: str = "kimi_linear"
 
+    def __post_init__(self) -> None:
+        """Checks every field and how they fit together. A ValueError names the field."""
+        super().__post_init__()
+        if self.kda_lower_bound is not None and self.kda_lower_bound >= 0:
+            raise ValueError(f"config.json: the lower bound of log decays must be below 0, got {self.kda_lower_bound}")
+
     # Whether the projections of the decay and of the output gate have the head's size as an inner size.
     low_rank_gates: ClassVar[bool] = True
     # Whether attention's output has a gate.
@@ -77,7 +83,10 @@ class Config(ModelConfig):
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Computes layer kinds and head sizes, for published files and those of transformers."""
         require(config, mla_use_nope=(True,), num_nextn_predict_layers=(0,))
+        require(config, mla_use_output_gate=(False,), attn_res_block_size=(0,))
         layers, linear = config.get("num_hidden_layers", 0), config.get("linear_attn_config") or {}
+        require(linear, use_full_rank_gate=(False,))
+        bound = linear.get("gate_lower_bound")
         kinds = config.get("layer_types")
         if not kinds and "full_attn_layers" in linear:
             # These fields count layers from 1.
@@ -90,7 +99,7 @@ class Config(ModelConfig):
             "linear_head_dim": linear.get("head_dim", config.get("linear_head_dim")),
             "linear_conv_kernel_dim": linear.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim")),
             "rope_theta": None,
-            "kda_lower_bound": None,
+            "kda_lower_bound": config.get("kda_lower_bound") if bound is None else bound,
         }
 
     @classmethod
@@ -118,10 +127,8 @@ class Config(ModelConfig):
                 f"config.json: mlp_layer_types must name {len(kinds)} layers, each {DENSE!r} or {SPARSE!r}, got {feeds}"
             )
         groups = config.get("num_expert_group") or fields.get("num_expert_group") or cls.num_expert_group
-        if number and (number % groups or (groups > 1 and number // groups < 2)):
-            raise ValueError(
-                f"config.json: num_expert_group must cut {number} experts into groups of two or more, got {groups}"
-            )
+        if number and groups > 1:
+            require(config, use_grouped_topk=(True,))
         for name in ("num_experts_per_token", "moe_intermediate_size"):
             if number and not (config.get(name) or fields.get(name)):
                 raise ValueError(f"config.json must have {name!r}")

@@ -68,13 +68,14 @@ class Config(ModelConfig):
         kinds = config.get("layer_types") or [
             FULL if attention is None or n in attention else CONV for n in range(layers)
         ]
-        sparse = config.get("model_type") == "lfm2_moe"
+        sparse, tied = config.get("model_type") == "lfm2_moe", config.get("tie_embedding")
         size = config.get("block_ff_dim") or config.get("intermediate_size")
         if size and not sparse and config.get("block_auto_adjust_ff_dim", True):
             size = int(2 * size / 3)
-            if config.get("block_ffn_dim_multiplier") is not None:
+            multiplier = config.get("block_ffn_dim_multiplier", 1.0)
+            if multiplier is not None:
                 multiple = config.get("block_multiple_of", 256)
-                size = math.ceil(int(config["block_ffn_dim_multiplier"] * size) / multiple) * multiple
+                size = math.ceil(int(multiplier * size) / multiple) * multiple
         return {
             "layer_types": layer_kinds(config | {"layer_types": kinds}, CONV, FULL),
             "intermediate_size": size,
@@ -82,7 +83,7 @@ class Config(ModelConfig):
             "num_dense_layers": config.get("num_dense_layers", 2) if sparse else layers,
             "num_experts": config.get("num_experts", 32) if sparse else 0,
             "num_experts_per_tok": config.get("num_experts_per_tok", 4) if sparse else 0,
-            "tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings")),
+            "tie_word_embeddings": config.get("tie_word_embeddings") if tied is None else tied,
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or hidden // heads,
             "model_type": "lfm2_moe" if sparse else cls.model_type,

@@ -61,7 +61,9 @@ class Config(ModelConfig):
     @classmethod
     def derive(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Reads layer kinds, which are published as a pattern of letters or as names: see `ModelConfig.derive`."""
-        require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), n_shared_experts=(1,))
+        require(config, mlp_hidden_act=("relu2",), mamba_hidden_act=("silu",), n_shared_experts=(1,), sliding_window=())
+        if config.get("n_routed_experts") and config.get("num_experts_per_tok") is None:
+            raise ValueError("config.json must have 'num_experts_per_tok'")
         given = (
             config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern", "")
         )

@@ -77,6 +77,8 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantisation:
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config.json: quantization_config must have config_groups, got {groups!r}")
+    if given.get("transform_config"):
+        raise _refusal("compressed-tensors", "transform_config: weights that are transformed while the model runs")
     blocks = []
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None

@@ -3,6 +3,7 @@
 Source: mamba_ssm's `MambaConfig`, and the defaults of its `Mamba`, `Mamba2` and `MixerModel`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ def from_state_spaces(config: Mapping[str, Any]) -> dict[str, Any]:
     options = config.get("ssm_cfg") or {}
     check_field("ssm_cfg", options, dict)
     require(options, layer=tuple(_OPTIONS), rmsnorm=(True,), norm_before_gate=(False,), D_has_hdim=(False,), d_ssm=())
+    require(options, dt_limit=([0.0, math.inf],), activation=("silu", "swish"))
     kind, names = _OPTIONS[options.get("layer") or "Mamba1"]
     for name in ("d_model", "n_layer", "vocab_size"):
         check_field(name, config.get(name), int)

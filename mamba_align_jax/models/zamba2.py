@@ -60,6 +60,8 @@ class Config(ModelConfig):
         require(config, hidden_act=("gelu",), use_long_context=(False,), use_conv_bias=(True,))
         names = {"linear_attention": MAMBA, "m": MAMBA, "g": HYBRID}
         given = config.get("layers_block_type") or config.get("layer_types") or ()
+        if not given:
+            raise ValueError("config.json must have 'layers_block_type'")
         kinds = [names.get(kind, kind) for kind in given]
         hidden, mamba_heads = config.get("hidden_size", 1), config.get("n_mamba_heads") or cls.n_mamba_heads
         # Every layer has a Mamba-2 mixer.

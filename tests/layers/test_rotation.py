@@ -63,6 +63,13 @@ def test_longest_sequence_is_that_for_which_the_rotation_is_right():
     assert config(rope_scaling=SCALINGS["dynamic"]).rope_scaling is None
 
 
+def test_a_stretched_rotation_that_was_added_to_a_file_keeps_its_other_fields():
+    own = {"rope_type": "default", "rope_theta": 1e7}
+    found = config(rope_parameters=own, rope_scaling=SCALINGS["yarn"])
+    assert found.rope_theta == 1e7
+    assert found.rope_scaling["rope_type"] == "yarn"
+
+
 def test_plain_rotation_turns_pairs_by_powers_of_theta():
     rotation = make_rotation(8, 100.0)
     np.testing.assert_allclose(rotation.frequencies, 100.0 ** (-np.arange(4) / 4), rtol=1e-6)

@@ -146,7 +146,7 @@ def test_size_that_is_no_positive_integer_is_refused(directory, capsys, name, va
         ({"eos_token_id": "2"}, "eos_token_id must be an integer from 0 to 2147483647 or a list of integers"),
         ({"eos_token_id": [2, None]}, "eos_token_id must be an integer from 0 to 2147483647 or a list of integers"),
         ({"eos_token_id": -1}, "eos_token_id must be an integer from 0 to 2147483647 or a list of integers"),
-        ({"text_config": None}, "text_config must be an object, got None"),
+        ({"text_config": "a"}, "text_config must be an object, got 'a'"),
         ({"text_config": [1]}, "text_config must be an object, got [1]"),
         ({"dtype": ["float32"]}, "dtype must be"),
         ({"quantization_config": "fp8"}, "quantization_config must be an object, got 'fp8'"),
@@ -178,6 +178,10 @@ def test_field_of_a_wrong_type_is_refused(directory, capsys, change, message):
         (weights.nemotron_h, {"moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1 for n_routed"),
         (weights.nemotron_h, {"moe_intermediate_size": None}, "moe_intermediate_size must be at least 1 for n_routed"),
         (weights.nemotron_h, {"n_group": 0}, "n_group must be an integer from 1 to 16777216, got 0"),
+        (weights.nemotron_h, {"n_routed_experts": 8, "n_group": 8}, "n_group must cut 8 experts into groups of two or more"),
+        (weights.nemotron_h, {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 4},
+         "num_experts_per_tok must be at most 2, those of topk_group groups, got 4"),
+        (weights.nemotron_h, {"sliding_window": 4096}, "sliding_window must be one of (), got 4096"),
     ],
 )  # fmt: skip
 def test_fields_that_do_not_fit_together_are_refused(tmp_path, capsys, make, change, message):

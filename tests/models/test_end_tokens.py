@@ -182,3 +182,17 @@ def test_null_in_a_nested_configuration_does_not_hide_end_tokens_outside(tmp_pat
     text = {name: value for name, value in directory.config.items() if name != "eos_token_id"} | inner
     directory.write_json("config.json", {"model_type": "qwen3_5", "text_config": text, "eos_token_id": [7, 9]})
     assert load_model(tmp_path).config.eos_token_id == (7, 9)
+
+
+def test_end_tokens_inside_and_outside_of_a_nested_configuration_count(tmp_path):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    text = directory.config | {"eos_token_id": 5}
+    directory.write_json("config.json", {"model_type": "qwen3_5", "text_config": text, "eos_token_id": [7, 9]})
+    assert load_model(tmp_path).config.eos_token_id == (7, 9, 5)
+
+
+def test_null_is_no_nested_configuration(tmp_path):
+    directory = ModelDirectory(DATA / "qwen3_5_text", tmp_path)
+    before = load_model(tmp_path).config
+    directory.write_config(text_config=None)
+    assert load_model(tmp_path).config == before

@@ -89,12 +89,40 @@ def test_fields_of_configurations():
     assert rotated.rope_theta == 7.0
 
 
+def bounded(bound, **options):
+    return {"linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": bound} | options}
+
+
+def test_the_bound_of_decays_is_read():
+    assert kimi_linear.Config.from_dict(KIMI | bounded(-5.0)).kda_lower_bound == -5.0
+    assert kimi_linear.Config.from_dict(KIMI | {"kda_lower_bound": -4.0}).kda_lower_bound == -4.0
+    one_group = {"num_expert_group": 1, "topk_group": 1, "use_grouped_topk": False}
+    assert kimi_linear.Config.from_dict(KIMI | bounded(None) | one_group).kda_lower_bound is None
+    # Null means the same as nothing.
+    assert bailing_hybrid.Config.from_dict(LING | {"kda_safe_gate": None}).kda_lower_bound == -3.0
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (KIMI | {"mla_use_nope": False}, "mla_use_nope must be one of (True,), got False"),
         (KIMI | {"moe_router_activation_func": "softmax"}, "moe_router_activation_func must be one of ('sigmoid',)"),
-        (KIMI | {"num_expert_group": 4}, "num_expert_group must cut 6 experts into groups of two or more, got 4"),
+        (KIMI | {"num_expert_group": 4}, "num_experts must be a multiple of num_expert_group = 4, got 6"),
+        (KIMI | {"num_expert_group": 6}, "num_expert_group must cut 6 experts into groups of two or more, got 6"),
+        (
+            KIMI | {"num_expert_group": 2, "use_grouped_topk": False},
+            "use_grouped_topk must be one of (True,), got False",
+        ),
+        (
+            KIMI | {"num_expert_group": 3, "topk_group": 1, "num_experts_per_token": 3},
+            "num_experts_per_token must be at most 2",
+        ),
+        (KIMI | bounded(0.5), "the lower bound of log decays must be below 0, got 0.5"),
+        (KIMI | bounded("-5"), "gate_lower_bound must be a finite number, got"),
+        (KIMI | {"mla_use_output_gate": True}, "mla_use_output_gate must be one of (False,), got True"),
+        (KIMI | bounded(None, use_full_rank_gate=True), "use_full_rank_gate must be one of (False,), got True"),
+        (LING | {"kda_lower_bound": 5.0}, "the lower bound of log decays must be below 0, got 5.0"),
+        (LING | {"kda_safe_gate": "false"}, "kda_safe_gate must be true or false, got"),
         (KIMI | {"num_experts_per_token": None}, "config.json must have 'num_experts_per_token'"),
         (KIMI | {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": []}}, "layer_types must name 2 layers"),
         (KIMI | {"linear_attn_config": {}}, "config.json must have 'linear_num_heads'"),

@@ -191,6 +191,7 @@ def test_names_of_transformers_load(tmp_path):
         (weights.zamba2, {"hidden_act": "silu"}, "hidden_act must be one of ('gelu',), got 'silu'"),
         (weights.zamba2, {"use_long_context": True}, "use_long_context must be one of (False,), got True"),
         (weights.zamba2, {"layers_block_type": ["mamba"] * 3}, "layer_types must name 4 layers"),
+        (weights.zamba2, {"layers_block_type": None}, "config.json must have 'layers_block_type'"),
         (weights.zamba2, {"num_attention_heads": 7}, "2 * hidden_size must be a multiple of num_attention_heads = 7"),
         (weights.jamba, {"sliding_window": 128}, "sliding_window must be one of (), got 128"),
         (weights.nemotron_h, {"hybrid_override_pattern": "MX"}, "layers_block_type must name layers of"),

@@ -1,5 +1,6 @@
 """Directories as their authors publish them load as the models that transformers makes of them."""
 
+import json
 import re
 
 import jax
@@ -10,7 +11,7 @@ from fakes.driver import DATA
 from fakes.model_directory import ModelDirectory
 from flax import nnx
 
-from mamba_align_jax.models import ARCHITECTURES, load_model
+from mamba_align_jax.models import ARCHITECTURES, lfm2, load_model
 
 
 def parameters(model):
@@ -59,6 +60,8 @@ def test_models_by_state_spaces_load(name, tmp_path):
         ({"d_intermediate": 8}, "d_intermediate must be one of (0,), got 8"),
         ({"ssm_cfg": {"layer": "Mamba3"}}, "layer must be one of ('Mamba1', 'Mamba2'), got 'Mamba3'"),
         ({"ssm_cfg": [1]}, "ssm_cfg must be an object, got [1]"),
+        ({"ssm_cfg": {"dt_limit": [0.01, 0.1]}}, "dt_limit must be one of ([0.0, inf],), got [0.01, 0.1]"),
+        ({"ssm_cfg": {"activation": "gelu"}}, "activation must be one of ('silu', 'swish'), got 'gelu'"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": 48}}, "must be a multiple of headdim = 48"),
         ({"ssm_cfg": {"layer": "Mamba2", "headdim": "16"}}, "head_dim must be an integer"),
         ({"ssm_cfg": {"layer": "Mamba2", "expand": None}}, "expand must be a finite number"),
@@ -109,6 +112,16 @@ def test_text_part_of_nemotron_for_images_and_sound_loads(tmp_path, outer, inner
     renamed = {f"language_model.{name}": value for name, value in directory.tensors.items()}
     directory.write_tensors(renamed | TOWERS)
     assert same(tmp_path, DATA / "nemotron_h")
+
+
+def test_sizes_of_lfm2_are_rounded_up_unless_a_multiplier_of_null_says_not_to():
+    fields = json.loads((DATA / "lfm2" / "config.json").read_text()) | {"intermediate_size": 100}
+    sizes = [
+        lfm2.Config.from_dict(fields | {"block_ffn_dim_multiplier": factor}).intermediate_size for factor in (1.0, None)
+    ]
+    del fields["block_ffn_dim_multiplier"]
+    assert [*sizes, lfm2.Config.from_dict(fields).intermediate_size] == [72, 66, 72]
+    assert not lfm2.Config.from_dict(fields | {"tie_embedding": None, "tie_word_embeddings": False}).tie_word_embeddings
 
 
 # The defaults of transformers 5.23.0, which published files may leave out.

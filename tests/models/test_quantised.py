@@ -251,6 +251,7 @@ def test_fp8_without_fitting_scales_is_refused(tmp_path, quantization, change, m
         (compressed("channel", "int-quantized", type="int"), "compressed-tensors"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": None}}, "compressed-tensors"),
+        (compressed("channel") | {"transform_config": {"config_groups": {}}}, r"compressed-tensors \(transform_config"),
         ({"quant_method": "torchao"}, "torchao"),
         ({"quant_method": 8}, "8"),
         ({}, "none"),

@@ -136,6 +136,9 @@ def test_draft_head_is_loaded_if_there_is_one(tmp_path, write):
     assert all(np.array_equal(saved[name], value) for name, value in head.items())
     assert same(load_model(tmp_path / "saved"), model)
     assert same(load_model(write({"mtp_num_hidden_layers": None}, head)), model)
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text()) | {"mtp_num_hidden_layers": None}
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(fields))
+    assert same(load_model(tmp_path / "saved"), model)
     assert load_model(write({"mtp_num_hidden_layers": 0}, head)).mtp is None
     without = load_model(write(named))
     assert without.mtp is None
