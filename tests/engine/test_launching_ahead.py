@@ -256,7 +256,8 @@ def test_a_fold_that_fails_ends_no_later_request(rng, launches_ahead, monkeypatc
 
     monkeypatch.setattr(runner, "run_fold", failing)
     prompts = [rng.integers(0, 61, 9).tolist() for _ in range(2)]
-    for prompt in prompts:  # the last tokens of each end on a boundary
+    # Each request ends on a boundary, so that it leaves a fold.
+    for prompt in prompts:
         engine.add_request(prompt, params)
         (output,) = finished(engine)
         assert launches_ahead is False or output.error is None
