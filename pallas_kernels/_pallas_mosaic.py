@@ -151,7 +151,7 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int
             axes last; an array as a `FragmentedArray`; and a number as it is. It returns a tuple with an array for each of
             `results`, made by `fragments_of_spread`, or None if there are none.
         operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`, of
-            which each thread has its part; and numbers.
+            which each thread has its part; arrays [4] with a number for each warp; and numbers.
         results: The length and the dtype of each array that is returned, in the layout `spread`.
 
     Returns:
@@ -162,7 +162,9 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int
     def kind(x: Any) -> Any:
         if isinstance(x, tuple):
             return plgpu.RefType(x[1])
-        return plgpu.Layout.WG_SPLAT if is_number(x) else spread(x.shape[0])
+        if is_number(x):
+            return plgpu.Layout.WG_SPLAT
+        return _by_warp().reduce(1) if x.shape == (4,) else spread(x.shape[0])
 
     numbers = [is_number(x) for x in operands]
 
@@ -223,11 +225,6 @@ def only_if(condition: Any) -> Iterator[None]:
     with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
-
-
-def inline_of_warps(body: Callable[..., None], value: jax.Array, ref: Any) -> None:
-    """Runs code of single threads on `ref`, an array in the GPU's memory, and on an array with a number for each warp."""
-    plgpu.inline_mgpu(arg_types=(_by_warp().reduce(1), plgpu.RefType(())))(body)(value, ref)
 
 
 def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any], *, has_effects: bool = True) -> Any:

@@ -43,6 +43,30 @@ def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
     pm.assembly(f"st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
 
 
+def address_in_rows(ref: Any, row: Any, length: int, column: Any) -> Any:
+    """Returns the address of an element of rows that follow each other, also beyond the 2^31st element."""
+    long = lambda x: arith.extsi(pm.long(), x)
+    start = arith.muli(long(row), arith.constant(pm.long(), length))
+    return pm.address(ref, arith.addi(start, long(column)))
+
+
+def load_if(condition: Any, place: Any, bits: int) -> Any:
+    """Loads 16 or 32 bits of the GPU's memory as a word where a condition is met, and returns 0 elsewhere."""
+    text = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u{bits} $0, [$1];}}"
+    return pm.assembly(text, "=&r,l,r", pm.integer(), [place, as_integer(condition)])
+
+
+def store_if(condition: Any, place: Any, word: Any, bits: int) -> None:
+    """Stores a word, or its lower 16 bits, to the GPU's memory where a condition is met."""
+    text = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.u{bits} [$0], $1;}}"
+    pm.assembly(text, "l,r,r", None, [place, word, as_integer(condition)])
+
+
+def as_integer(condition: Any) -> Any:
+    """Returns 1 where a condition is met, and else 0."""
+    return arith.select(condition, pm.constant(1), pm.constant(0))
+
+
 def load(ref: Any, place: Any, count: int) -> Any:
     """Loads 2 or 8 neighbours from memory with one axis, as a vector. Their place is a multiple of their number."""
     kind = ir.MemRefType(ref.type).element_type
@@ -68,6 +92,11 @@ def numbers(words: Sequence[Any], kind: Any) -> Any:
 def word(pair: Any) -> Any:
     """Returns two numbers of 16 bits as a word."""
     return vector.extract(vector.bitcast(vector_type(1, pm.integer()), pair), [], [0])
+
+
+def pair(word: Any, kind: Any) -> Any:
+    """Returns a word as a vector of two numbers of 16 bits."""
+    return vector.bitcast(vector_type(2, kind), from_parts([word]))
 
 
 def rounded_pair(values: Sequence[Any], dtype: Any) -> Any:
@@ -147,6 +176,11 @@ def over(x: Any, count: int) -> Any:
 def is_less(x: Any, limit: int) -> Any:
     """Returns whether an integer is less than a constant."""
     return arith.cmpi(arith.CmpIPredicate.slt, x, pm.constant(limit))
+
+
+def differs(x: Any, number: int) -> Any:
+    """Returns whether an integer is not a constant."""
+    return arith.cmpi(arith.CmpIPredicate.ne, x, pm.constant(number))
 
 
 def either(condition: Any, x: Any, y: Any) -> Any:

@@ -1,7 +1,8 @@
 """Products, norms and mixtures of experts of a step that follow each other, and are launched together.
 
 A step of few tokens spends much of its time on starting launches. From the end of one mixer to the beginning of the
-next, everything is one of them: see `pallas_kernels.product_chain`. A mixer's own gated norm may be part of it.
+next, everything is one of them: see `pallas_kernels.product_chain`. A mixer's own gated norm and convolution may be part
+of it.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 
 from pallas_kernels import Implementation, product_chain
-from pallas_kernels.product_chain import Experts, GatedNorm, Norm, Product
+from pallas_kernels.product_chain import Convolution, Experts, GatedNorm, Norm, Product
 
 
 class Chain:
@@ -35,7 +36,7 @@ class Chain:
         """Begins with `x`: [tokens, channels], or shares of outputs, [shares, tokens, channels], that a norm will add up."""
         self._x, self.implementation, self.exchange, self.axis = x, implementation, exchange, axis
         self._residual: jax.Array | None = None
-        self._steps: tuple[GatedNorm | Product | Norm | Experts, ...] = ()
+        self._steps: tuple[GatedNorm | Product | Norm | Experts | Convolution, ...] = ()
         self._total: jax.Array | None = None
 
     def gated_norm(self, norm: GatedNorm) -> "Chain":
@@ -60,6 +61,11 @@ class Chain:
             self._residual = residual
         self._steps += (replace(norm, over_devices=self.axis is not None),)
         self.axis = None
+        return self
+
+    def convolution(self, convolution: Convolution) -> "Chain":
+        """Adds a convolution, which is the last step and follows a product: see `Convolution`."""
+        self._steps += (convolution,)
         return self
 
     def launch(self, parts: tuple[int, ...] | None = None) -> Any:

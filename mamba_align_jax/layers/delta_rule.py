@@ -6,6 +6,8 @@ The equations and their sources are in the docstrings of `pallas_kernels.gated_d
 
 import jax
 
+from mamba_align_jax.layers.chain import Chain, Inputs
+from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.metadata.layer_step import LayerStep
 from mamba_align_jax.metadata.rows import LayerRows
 from pallas_kernels import (
@@ -19,6 +21,33 @@ from pallas_kernels import (
 )
 from pallas_kernels.blocks import state_dims
 from pallas_kernels.gated_delta_rule.deferred import gated_delta_rule_deferred
+from pallas_kernels.product_chain import Convolution
+
+
+def project(
+    in_proj: Linear, x: Inputs, conv_weight: jax.Array, at: LayerStep, conv: jax.Array, layout: WindowLayout
+) -> tuple[tuple[jax.Array, ...], jax.Array, bool]:
+    """Projects a layer's inputs. The first part is convolved too if that can be part of the launch.
+
+    Args:
+        in_proj: The projection, whose first part are queries, keys and values.
+        x: Its inputs.
+        conv_weight: See `convolved_delta_rule`, as for the next three.
+        at: The step's rows.
+        conv: Pool of windows. `conv` is donated.
+        layout: Layout of `conv`.
+
+    Returns:
+        The parts, the pool, and whether the first part has been convolved, and its windows kept.
+    """
+    rows = at.single_token_rows
+    if rows is not None and isinstance(x, Chain):
+        where = rows.query_start_loc, rows.conv_read, rows.window_row, rows.write[:, 0]
+        found = in_proj.convolved(x, Convolution(conv, at.layer, conv_weight, *where, layout=layout))
+        if found is not None:
+            *parts, conv = found
+            return tuple(parts), conv, True
+    return in_proj.with_wide_first(x, is_wide=not at.has_decode_rows), conv, False
 
 
 def convolved_delta_rule(
@@ -32,6 +61,7 @@ def convolved_delta_rule(
     conv: jax.Array,
     recurrent: jax.Array,
     *ring: jax.Array,
+    is_convolved: bool = False,
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     window_layout: WindowLayout = "SD",
@@ -40,8 +70,8 @@ def convolved_delta_rule(
     """Runs the convolution and the delta rule of a step's packed tokens, in one pass over each kind of rows.
 
     Args:
-        qkv: Projected queries, keys and values side by side, before the convolution. In a step without decode and verify
-            rows, other channels may follow, which are ignored. [tokens, channels]
+        qkv: Projected queries, keys and values side by side, before the convolution or after it. In a step without decode
+            and verify rows, other channels may follow, which are ignored. [tokens, channels]
         a: Raw decay projection. [tokens, value_heads], or [tokens, value_heads, key_dim] for a decay per key channel.
         b: Raw beta projection. [tokens, value_heads]
         conv_weight: Taps of the convolution. [width, channels]
@@ -52,6 +82,7 @@ def convolved_delta_rule(
         recurrent: Pool of states [layers, blocks, *state]. `recurrent` is donated.
         *ring: Keys, corrections and log decays of the slots, under policy "deferred": see `StatePool.rings`. They are
             donated.
+        is_convolved: Whether `qkv` has been convolved, and its windows kept. See `project`.
         lower_bound: Smallest log decay of the bounded gate. None selects the softplus gate.
         allow_neg_eigval: Whether beta lies in (0, 2) instead of (0, 1).
         window_layout: Layout of `conv`: "SD" [window, channels] or "DS" [channels, window].
@@ -73,7 +104,8 @@ def convolved_delta_rule(
         return op(qkv, conv, layer, conv_weight, None, *where, **options, **of_windows)
 
     def decode(rows: LayerRows, qkv, a, b, conv, recurrent, *ring):
-        qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv, **rows.boundaries)
+        if not is_convolved:
+            qkv, conv = convolve(causal_conv1d_update, rows, qkv, conv, **rows.boundaries)
         if rows.fold is not None:
             at_row = rows.fold.slot, rows.fold.base, rows.num_computed_tokens, rows.recurrent_read, rows.fold.block
             options = dict(max_query_tokens=rows.write.shape[-1], implementation=at.implementation)

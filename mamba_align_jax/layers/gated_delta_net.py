@@ -11,7 +11,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
-from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.delta_rule import convolved_delta_rule, project
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
@@ -93,18 +93,22 @@ class GatedDeltaNet(nnx.Module):
     @old_mixer_call
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
-        qkv, z, b, a = self.in_proj_qkvzba.with_wide_first(x, is_wide=not at.has_decode_rows)
+        conv, *others = pools
+        taps, layout = self.conv1d.weight[...], self.window_layout
+        (qkv, z, b, a), conv, is_convolved = project(self.in_proj_qkvzba, x, taps, at, conv, layout)
         out, *pools_ = convolved_delta_rule(
             qkv,
             a,
             b,
-            self.conv1d.weight[...],
+            taps,
             self.A_log[...],
             self.dt_bias[...],
             at,
-            *pools,
+            conv,
+            *others,
+            is_convolved=is_convolved,
             allow_neg_eigval=self.allow_neg_eigval,
-            window_layout=self.window_layout,
+            window_layout=layout,
             state_layout=self.state_layout,
         )
         return self.out_proj.sums(self.norm.of_heads(x, out, z)), *pools_

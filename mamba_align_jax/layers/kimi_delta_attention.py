@@ -11,7 +11,7 @@ from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
-from mamba_align_jax.layers.delta_rule import convolved_delta_rule
+from mamba_align_jax.layers.delta_rule import convolved_delta_rule, project
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import ConvTaps, Linear
 from mamba_align_jax.layers.norm import GatedRMSNorm
@@ -104,18 +104,22 @@ class KimiDeltaAttention(nnx.Module):
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:-1], self.heads, self.head_dim)
 
-        qkv, b, f, g = self.in_proj_qkvbfg.with_wide_first(x, is_wide=not at.has_decode_rows)
+        conv, *others = pools
+        taps, layout = self.conv1d.weight[...], self.window_layout
+        (qkv, b, f, g), conv, is_convolved = project(self.in_proj_qkvbfg, x, taps, at, conv, layout)
         out, *pools_ = convolved_delta_rule(
             qkv,
             heads(f if self.f_b_proj is None else self.f_b_proj(f)),
             b,
-            self.conv1d.weight[...],
+            taps,
             self.A_log[...],
             heads(self.dt_bias[...]),
             at,
-            *pools,
+            conv,
+            *others,
+            is_convolved=is_convolved,
             lower_bound=self.lower_bound,
-            window_layout=self.window_layout,
+            window_layout=layout,
             state_layout=self.state_layout,
         )
         z = g if self.g_b_proj is None else self.g_b_proj(g)

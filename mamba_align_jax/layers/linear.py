@@ -12,6 +12,7 @@ import pallas_kernels as ops
 from mamba_align_jax.layers.chain import Chain, Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs, Partial
 from pallas_kernels.linear.config import MAX_TOKENS
+from pallas_kernels.product_chain import Convolution
 from pallas_kernels.rows import cut_columns
 
 
@@ -99,6 +100,14 @@ class Linear(nnx.Module):
             return self(x)
         (whole,) = self._product(self._rows(x))
         return whole, *cut_columns(whole, self.parts)[1:]
+
+    def convolved(self, x: Inputs, convolution: Convolution) -> tuple[jax.Array, ...] | None:
+        """Continues and launches the chain `x` with the product and a convolution of its first part.
+
+        Returns the parts and the updated pool of windows; or None if `x` is an array, or if the product cannot be a step.
+        """
+        chain = self._continued(x)
+        return None if chain is None else chain.convolution(convolution).launch(self.parts)
 
     def gated(self, x: Inputs) -> Inputs:
         """Computes silu(gate) * up of [tokens, in], where gate and up are the two parts. It continues a chain."""

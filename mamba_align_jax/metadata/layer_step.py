@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
-from mamba_align_jax.metadata.rows import RowSplit, split_rows
+from mamba_align_jax.metadata.rows import LayerRows, RowSplit, split_rows
 from pallas_kernels import Chunks, Implementation
 
 
@@ -77,6 +77,13 @@ class LayerStep:
     def has_decode_rows(self) -> bool:
         """Whether the step may have decode and verify rows. Static."""
         return self.rows.decode.num_rows > 0
+
+    @property
+    def single_token_rows(self) -> LayerRows | None:
+        """The rows, if none of them may have more than one token or keeps a boundary's window, and else None. Static."""
+        rows = self.rows.decode.of_group(self.group)
+        keeps = rows.fold is not None and rows.fold.boundary_block is not None
+        return None if self.rows.prefill.num_rows > 0 or rows.write.shape[-1] > 1 or keeps else rows
 
     @property
     def token_pages(self) -> TokenPages:

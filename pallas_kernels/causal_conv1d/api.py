@@ -19,9 +19,15 @@ Pool = Float[Array, "layers blocks window channels"]
 PoolDS = Float[Array, "layers blocks channels window"]
 
 
-def _check(
-    name: str, x: jax.Array, pool: jax.Array, weight: jax.Array, activation: Activation, layout: WindowLayout
+def check(
+    name: str,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    pool: jax.Array,
+    weight: jax.Array,
+    activation: Activation,
+    layout: WindowLayout,
 ) -> None:
+    """Checks what all convolutions have. `x` are the inputs, [tokens, channels]."""
     check_layout(name, layout, WindowLayout)
     width, wanted = weight.shape
     is_pool = pool.ndim == 4 and pool.shape[3 if layout == "SD" else 2] == wanted
@@ -106,7 +112,7 @@ def causal_conv1d_update(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     name = "causal_conv1d_update"
-    _check(name, x, pool, weight, activation, layout)
+    check(name, x, pool, weight, activation, layout)
     check_together(name, boundary_row=boundary_row, boundary_block=boundary_block)
     sizes = sizes_of(name, parts, x.shape[1])
     has_rows, has_tokens = read_block.shape[0] > 0, x.shape[0] > 0
@@ -185,7 +191,7 @@ def causal_conv1d_prefill(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     name, channels = "causal_conv1d_prefill", weight.shape[1]
-    _check(name, x, pool, weight, activation, layout)
+    check(name, x, pool, weight, activation, layout)
     check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
     require(x.shape[1] >= channels, f"{name}: x must have at least weight's {channels} channels, got {x.shape[1]}")
     sizes = sizes_of(name, parts, channels)

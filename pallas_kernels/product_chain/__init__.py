@@ -1,6 +1,7 @@
 """Products, norms and mixtures of experts of few tokens that follow each other, in one launch."""
 
 from pallas_kernels.product_chain._schedule import MOST_TOKENS as MOST_TOKENS
+from pallas_kernels.product_chain._steps import Convolution as Convolution
 from pallas_kernels.product_chain._steps import Experts as Experts
 from pallas_kernels.product_chain._steps import GateActivation as GateActivation
 from pallas_kernels.product_chain._steps import GatedNorm as GatedNorm

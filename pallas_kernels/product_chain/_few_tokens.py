@@ -3,8 +3,9 @@
 One of a program's three warpgroups fetches blocks of weights, those of the products to come too, while the others wait for
 what other programs compute. These two multiply by its blocks together, on tensor cores. Each warp has a part of the inputs
 of all tokens in registers, and the warps' sums are added in shared memory: see `_fragments`. If a norm follows a product,
-each of 128 programs adds up its channels of the residual stream, and sends them to all others: see `_residual_stream`. All
-programs must run at the same time, because they wait for each other.
+each of 128 programs adds up its channels of the residual stream, and sends them to all others: see `_residual_stream`. At
+the end the threads that have results may convolve them: see `_convolution`. All programs must run at the same time, because
+they wait for each other.
 """
 
 import functools
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
 from pallas_kernels.all_reduce import Mailboxes
+from pallas_kernels.product_chain import _convolution as convolutions
 from pallas_kernels.product_chain import _fragments as fragments
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain import _residual_stream as residual_stream
@@ -33,7 +35,15 @@ from pallas_kernels.product_chain._schedule import (
     group_elements,
     schedule_of_tokens,
 )
-from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, gated_norm_of, norms_of, weights_of
+from pallas_kernels.product_chain._steps import (
+    Convolution,
+    GatedNorm,
+    Norm,
+    Step,
+    gated_norm_of,
+    norms_of,
+    weights_of,
+)
 
 _FETCHING = fragments.WARPGROUPS  # the warpgroup that fetches
 
@@ -75,12 +85,13 @@ def product_chain(
     residual: jax.Array | None,
     mailboxes: Mailboxes | None,
     turn: jax.Array | None,
+    convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
 ) -> tuple[Any, jax.Array | None, jax.Array | None]:
     """See api.py. There are up to 16 tokens. The first step is a product or a gated norm, and the last one is a product.
 
-    It returns the results, the residual stream, and the next turn.
+    A convolution is none of `steps`. It returns the results, the residual stream, and the next turn.
     """
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs, tokens = weights[0].dtype, device.cores(), x.shape[0]
@@ -97,6 +108,7 @@ def product_chain(
         assert turn is not None
         over_devices = mailboxes.addresses.reshape(-1), turn.reshape(1), mailboxes.memory
     given |= dict(over_devices=over_devices)
+    given |= dict(convolution=None if convolution is None else convolutions.arrays_of(convolution))
     arrays, tree = jax.tree.flatten(given)
     last, array = plan.phases[-1], jax.ShapeDtypeStruct
     whole = array((last.shares * tokens * last.outputs,), jnp.float32)
@@ -112,6 +124,8 @@ def product_chain(
         memory = dict(zip(names, refs[count:], strict=True))
         out = SimpleNamespace(**jax.tree.unflatten(out_tree, refs[len(arrays) : count]))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=out, **memory)
+        if convolution is not None:
+            refs.convolution = convolutions.Convolved(*refs.convolution, convolution.activation)
         _run(
             refs, plan, gated, norms, parts, dtype, programs, tokens, None if mailboxes is None else mailboxes.capacity
         )
@@ -142,7 +156,8 @@ def product_chain(
     turn = None if found["turn"] is None else found["turn"].reshape(())
     if parts is None:
         return found["results"][0].reshape(last.shares, tokens, last.outputs), total, turn
-    return tuple(part.reshape(tokens, -1) for part in found["results"]), total, turn
+    results = tuple(part.reshape(tokens, -1) for part in found["results"])
+    return results if convolution is None else (*results, jax.freeze(given["convolution"][0])), total, turn
 
 
 def _run(
@@ -262,19 +277,25 @@ def _run(
         """Runs all phases."""
         pm.set_max_registers(232, action="increase")
         total = None
+        rows = None if refs.convolution is None else convolutions.load_rows(refs.convolution, tokens)
         for number in range(len(phases)):
             x, total = inputs_of(number, total)
-            body = functools.partial(multiply_block, number, x)
+            body = functools.partial(multiply_block, number, x, rows if number + 1 == len(phases) else None)
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, None)
             if number + 1 < len(phases):
                 messages.tell_once(counter(number))
         if capacity is not None:
             pm.when(program == 0)(lambda: next_turn(devices_of(len(norms)), refs.out.turn))
 
-    def multiply_block(number: int, x: jax.Array, place: Any, _: None) -> None:
-        """Multiplies by a block of weights, or by two of which one is the gate of the other."""
+    def multiply_block(number: int, x: jax.Array, rows: jax.Array | None, place: Any, _: None) -> None:
+        """Multiplies by a block of weights, or by two of which one is the gate of the other.
+
+        `rows` are those of the windows of a convolution, or None if the results are not convolved.
+        """
         phase, (share, first, step, _) = phases[number], work[number]
         each = phase.pieces // phase.group
+        row = (first + place * step) * TOKENS_ROWS
+        held = () if rows is None else (rows, convolutions.load_by_thread(refs.convolution, rows, row, tokens))
         sums: list[jax.Array] = []
         for group in range(groups[number]):
             slot = jax.lax.rem(begin[number] + place * groups[number] + group, slots)
@@ -283,15 +304,26 @@ def _run(
             found = fragments.multiply(weights, x, group % each * phase.group, phase.group, tokens)
             pm.arrive(refs.free.at[slot])
             sums = [*sums, found] if group % each == 0 else [*sums[:-1], sums[-1] + found]
-        row = (first + place * step) * TOKENS_ROWS
         factors = None if phase.norm is None else refs.factors.at[phase.norm]
         fragments.finish(
-            sums, refs.partials, turns[number] + place, tokens, factors, *emitting(number, share, row, phase.outputs)
+            sums,
+            refs.partials,
+            turns[number] + place,
+            tokens,
+            factors,
+            *emitting(number, share, row, phase.outputs, held),
         )
 
-    def emitting(number: int, share: Any, row: Any, outputs: int) -> tuple[list[Any], Any]:
-        """Returns where results of a phase go, and how threads store them: see `fragments.finish`."""
+    def emitting(number: int, share: Any, row: Any, outputs: int, held: tuple[jax.Array, ...]) -> tuple[list[Any], Any]:
+        """Returns where results of a phase go, and how threads store them: see `fragments.finish`.
+
+        `held` is what threads have loaded for the convolution, if there is one.
+        """
         size = tokens * outputs
+        if held:
+            step = refs.convolution
+            emit = functools.partial(convolutions.emit_convolved, step, parts, dtype)
+            return [*((ref, ()) for ref in refs.out.results), row, *held, (step.pool, ())], emit
         if number + 1 == len(phases):
             if parts is None:
                 return [(refs.out.results[0], ()), share, row], functools.partial(

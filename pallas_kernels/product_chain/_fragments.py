@@ -249,7 +249,7 @@ def emit_sums(
     start: int, outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], sent: Any, share: Any, row: Any
 ) -> None:
     """Sends two float32 numbers of a share, in `finish`. Each share has `size` of them."""
-    place = code.total(_place_of(token, pair, row, outputs), code.scaled(share, size), pm.constant(start))
+    place = code.total(place_of_pair(token, pair, row, outputs), code.scaled(share, size), pm.constant(start))
     messages.store(pm.address(sent, place), values)
 
 
@@ -257,7 +257,7 @@ def emit_rounded(
     start: int, outputs: int, dtype: Any, token: Any, pair: Any, values: Sequence[Any], sent: Any, row: Any
 ) -> None:
     """Sends two numbers in a word, in `finish`."""
-    place = _place_of(token, pair, row, outputs)
+    place = place_of_pair(token, pair, row, outputs)
     messages.store(code.word_address(sent, start, place), [code.word(code.rounded_pair(values, dtype))])
 
 
@@ -265,7 +265,7 @@ def emit_result_sums(
     outputs: int, size: int, token: Any, pair: Any, values: Sequence[Any], out: Any, share: Any, row: Any
 ) -> None:
     """Stores two sums that the chain computes, in `finish`."""
-    place = code.total(_place_of(token, pair, row, outputs), code.scaled(share, size))
+    place = code.total(place_of_pair(token, pair, row, outputs), code.scaled(share, size))
     vector.store(code.from_parts(values), out, [code.index(place)], alignment=8)
 
 
@@ -276,11 +276,11 @@ def emit_parts(parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: 
     for part, ref in zip(parts, refs, strict=True):
         inside = arith.subi(row, pm.constant(first))
         with pm.only_if(arith.cmpi(arith.CmpIPredicate.ult, inside, pm.constant(part))):
-            vector.store(rounded, ref, [code.index(_place_of(token, pair, inside, part))], alignment=4)
+            vector.store(rounded, ref, [code.index(place_of_pair(token, pair, inside, part))], alignment=4)
         first += part
 
 
-def _place_of(token: Any, pair: Any, row: Any, length: int) -> Any:
+def place_of_pair(token: Any, pair: Any, row: Any, length: int) -> Any:
     """Returns the place of a token's pair of a block that begins at `row`, in [tokens, length]."""
     return code.total(code.scaled(token, length), row, code.scaled(pair, 2))
 

@@ -118,30 +118,35 @@ def store(place: Any, numbers: Sequence[Any]) -> None:
     pm.assembly(text, ",".join(["l"] + ["r"] * len(sent)), None, [place, *sent])
 
 
-def _lane_and_warp() -> tuple[Any, Any]:
+def lane_and_warp() -> tuple[Any, Any]:
     """Returns a thread's place in its warp, and the warp's in its warpgroup."""
     thread = pm.thread_index()
     return arith.andi(thread, pm.constant(_WARP - 1)), arith.shrui(thread, pm.constant(5))
+
+
+def number_of_warp(numbers: Any) -> Any:
+    """Returns the number of this thread's warp, of an array with one for each warp, in `pm.inline`."""
+    return vector.extract(numbers.registers.flat[0], [], [0])
 
 
 def send(ref: Any, numbers: jax.Array) -> None:
     """Stores four float32 numbers, one from each warp, where other programs can `receive` them."""
 
     def body(_: Any, numbers: Any, ref: Any) -> None:
-        lane, warp = _lane_and_warp()
-        number = vector.extract(numbers.registers.flat[0], [], [0])
+        lane, warp = lane_and_warp()
+        number = number_of_warp(numbers)
         text = (
             "{.reg .pred first, zero; .reg .f32 number; setp.eq.s32 first, $2, 0; setp.eq.f32 zero, $1, 0f00000000;"
             " selp.f32 number, 0f80000000, $1, zero; @first st.relaxed.gpu.f32 [$0], number;}"
         )
         pm.assembly(text, "l,f,r", None, [pm.address(ref, warp), number, lane])
 
-    pm.inline_of_warps(body, numbers, ref)
+    pm.inline(body, numbers, (ref, ()))
 
 
 def tell(counter: Any) -> None:
     """Adds the four warps to a counter, int32 [1], when each gets here. What they have sent may arrive later."""
-    pm.inline(lambda _, counter: _count_if_zero(counter, _lane_and_warp()[0]), (counter, ()))
+    pm.inline(lambda _, counter: _count_if_zero(counter, lane_and_warp()[0]), (counter, ()))
 
 
 def tell_once(counter: Any) -> None:
@@ -163,7 +168,7 @@ def listen(counter: Any, enough: int) -> None:
     """
 
     def body(_: Any, counter: Any) -> None:
-        _lane, warp = _lane_and_warp()
+        _lane, warp = lane_and_warp()
         text = (
             "{.reg .pred early, idle; .reg .s32 count; setp.ne.s32 idle, $2, 0; @idle bra DONE;"
             " AGAIN: ld.relaxed.gpu.s32 count, [$0]; setp.lt.s32 early, count, $1; @early bra AGAIN; DONE:}"

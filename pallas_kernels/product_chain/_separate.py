@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from pallas_kernels._math import silu
 from pallas_kernels.all_reduce import Mailboxes, all_reduce_rms_norm
+from pallas_kernels.causal_conv1d import causal_conv1d_update
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import linear, linear_sums
 from pallas_kernels.mixture_of_experts import routed_experts_sums
-from pallas_kernels.product_chain._steps import Experts, GatedNorm, Norm, Step
+from pallas_kernels.product_chain._steps import Convolution, Experts, GatedNorm, Norm, Step
 from pallas_kernels.rms_norm import add_rms_norm
 
 
@@ -21,6 +22,7 @@ def product_chain(
     residual: jax.Array | None,
     mailboxes: Mailboxes | None,
     turn: jax.Array | None,
+    convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
     implementation: Implementation | None,
@@ -49,7 +51,10 @@ def product_chain(
         weight, is_last = step.weight, number + 1 == len(steps)
         value = value.astype(weight.dtype)
         if is_last and parts is not None:
-            return linear(value, weight, parts=parts, implementation=implementation), residual, turn
+            results = linear(value, weight, parts=parts, implementation=implementation)
+            if convolution is not None:
+                results = convolved(results, convolution, implementation)
+            return results, residual, turn
         if step.is_gated:
             value = linear(value, weight, is_gated=True, implementation=implementation)[0]
         elif is_last or isinstance(steps[number + 1], Norm):
@@ -57,6 +62,17 @@ def product_chain(
         else:
             value = linear(value, weight, implementation=implementation)[0]
     return value, residual, turn
+
+
+def convolved(
+    results: tuple[jax.Array, ...], step: Convolution, implementation: Implementation | None
+) -> tuple[jax.Array, ...]:
+    """Convolves the first of a product's results. Returns all results, and the pool of windows."""
+    first, *others = results
+    where = step.query_start_loc, step.read_block, step.window_row, step.write_block
+    options: dict[str, Any] = dict(activation=step.activation, layout=step.layout, implementation=implementation)
+    first, pool = causal_conv1d_update(first, step.pool, step.layer, step.weight, None, *where, **options)
+    return first, *others, pool
 
 
 def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:

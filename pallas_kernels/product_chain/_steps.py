@@ -1,10 +1,12 @@
-"""The steps of a chain: gated norms, products with weights, norms of the residual stream, and mixtures of experts."""
+"""The steps of a chain: gated norms, products with weights, norms, mixtures of experts, and a convolution at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import jax
+
+from pallas_kernels.blocks import WindowLayout
 
 # What a gated norm does to its gate.
 GateActivation: TypeAlias = Literal["silu", "sigmoid"]
@@ -115,6 +117,45 @@ class Experts:
         return self.top_k + self.shared
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Convolution:
+    """Convolves the first results of a product causally, and keeps their windows, of rows with one token at most.
+
+    It is `causal_conv1d_update` without a bias. The other results of the product stay as they are. Results of tokens after
+    the last row are unspecified.
+
+    Attributes:
+        pool: Windows of all layers and blocks. It is updated in place if the enclosing jit donates it, and copied otherwise.
+            [layers, blocks, window, channels], or as `layout` says
+        layer: The layer whose blocks are read and written. int32 []
+        weight: The taps. [width, channels]
+        query_start_loc: Index of each row's token; the last entry is the end of the last row. A row without a token has the
+            index of the next one. int32 [rows + 1]
+        read_block: The block that holds each row's window; NULL_BLOCK reads as zeros. int32 [rows]
+        window_row: The first window row that each row reads. int32 [rows]
+        write_block: The block that receives each row's new window; NULL_BLOCK skips the write. It may be the row's own read
+            block. int32 [rows]
+        activation: "silu" or None.
+        layout: The layout of the windows: see `causal_conv1d_update`.
+    """
+
+    pool: jax.Array
+    layer: jax.Array
+    weight: jax.Array
+    query_start_loc: jax.Array
+    read_block: jax.Array
+    window_row: jax.Array
+    write_block: jax.Array
+    activation: Literal["silu"] | None = field(default="silu", metadata=dict(static=True))
+    layout: WindowLayout = field(default="SD", metadata=dict(static=True))
+
+    @property
+    def channels(self) -> int:
+        """The number of results that are convolved."""
+        return self.weight.shape[1]
+
+
 def weights_of(steps: "Sequence[Step]") -> list[jax.Array]:
     """Returns the weights of a chain's products, in the order in which they are multiplied."""
     weights: list[jax.Array] = []
@@ -136,4 +177,5 @@ def gated_norm_of(steps: "Sequence[Step]") -> GatedNorm | None:
     return steps[0] if isinstance(steps[0], GatedNorm) else None
 
 
+# A step that one launch may run anywhere. A convolution can only be the last one.
 Step: TypeAlias = GatedNorm | Product | Norm | Experts

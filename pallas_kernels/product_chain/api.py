@@ -11,9 +11,10 @@ from pallas_kernels import device
 from pallas_kernels._check import checked, require
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.all_reduce import Mailboxes
+from pallas_kernels.causal_conv1d.api import check as check_convolution
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.product_chain import _few_tokens, _schedule, _separate, mosaic_gpu
-from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
+from pallas_kernels.product_chain import _convolution, _few_tokens, _schedule, _separate, mosaic_gpu
+from pallas_kernels.product_chain._steps import Convolution, Experts, GateActivation, GatedNorm, Norm, Product, Step
 
 
 @checked
@@ -32,9 +33,12 @@ def product_chain(
     all steps in one launch, and reads the weights of the steps to come while programs wait for each other.
 
     One launch takes up to `MOST_TOKENS` tokens. With more than one, the first step must be a product or a gated norm, and
-    the last one a product, and there may be no experts. Other chains, and those of fewer than `FEWEST_STEPS` steps, run
-    each step by an op of its own: `linear`, `linear_sums`, `add_rms_norm` and `routed_experts_sums`. A gated norm is XLA's
-    then, and does not count as a step.
+    the last one a product or a convolution, and there may be no experts. A convolution of more than `MOST_TOKENS` rows, or
+    one whose windows have the layout "DS" or another dtype than the results, is an op of its own after the launch.
+
+    Other chains, and those of fewer than `FEWEST_STEPS` steps, run each step by an op of its own: `linear`, `linear_sums`,
+    `add_rms_norm`, `routed_experts_sums` and `causal_conv1d_update`. A gated norm is XLA's then. Neither a gated norm nor a
+    convolution counts as a step.
 
     Numerics: products are summed in float32. Gated norms, gated products, the residual stream and normed values are rounded
     to their dtype, also within the launch, so results differ from those of separate ops by the order of sums only, which
@@ -43,18 +47,20 @@ def product_chain(
 
     Args:
         x: What the first step takes. Only a norm takes shares, whose total is meant.
-        steps: `GatedNorm`, `Product`, `Norm` and `Experts` objects. A gated norm is the first step, and a product follows
-            it, unless it is also the last step. A norm follows a product or experts, or is the first step. A norm follows
-            experts, unless they are the last step.
+        steps: `GatedNorm`, `Product`, `Norm`, `Experts` and `Convolution` objects. A gated norm is the first step, and a
+            product follows it, unless it is also the last step. A norm follows a product or experts, or is the first step.
+            A norm follows experts, unless they are the last step. A convolution is the last step, and follows a product.
         residual: The residual stream, which norms add to. It is needed if there is a norm.
         parts: If the last step is a product that is not gated, the sizes of the arrays into which its results are cut. They
-            have the dtype of the weights. None returns its sums.
+            have the dtype of the weights. None returns its sums. With a convolution they are those of the product before,
+            of which the first part is convolved.
         implementation: "mosaic_gpu" names the one launch; "xla" and "triton" name implementations of the separate ops. None
             selects one launch if the GPU has it for these arguments, and else separate ops.
 
     Returns:
         The results of the last step, and the residual stream after the last norm, or `residual` if there is no norm. Results
-        are a tuple with an array [tokens, size] for each of `parts`; or sums [shares, tokens, outputs] whose total they
+        are a tuple with an array [tokens, size] for each of `parts`, which ends with the updated pool of windows if there
+        is a convolution; or sums [shares, tokens, outputs] whose total they
         are, as of `linear_sums` or `routed_experts_sums`; or an array [tokens, outputs] of a gated product; or values
         [tokens, channels] of a norm or of a gated one.
 
@@ -109,17 +115,36 @@ def _launch(
 ) -> tuple[Any, jax.Array | None, Any]:
     """Returns the results, the residual stream, and the next turn."""
     capacity = None if mailboxes is None else mailboxes.capacity
+    steps, convolution = _without_convolution(steps)
     reason = _schedule.unsupported(x, steps, residual, parts, device.cores(), capacity)
     reason = reason or unavailable(implementation, None, False)
     if implementation is None and _schedule.is_short(steps):
         reason = "so few steps save less time than the launch costs"
-    return _run(x, steps, residual, mailboxes, turn, parts, implementation, reason)
+    later = None
+    if convolution is not None and reason is None:
+        unable = _convolution.unsupported(convolution, steps[-1].weight.dtype)
+        if unable is not None and implementation is None:
+            convolution, later = None, convolution
+        else:
+            reason = unable
+    results, residual, turn = _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation, reason)
+    if later is not None:
+        results = _separate.convolved(results, later, implementation)
+    return results, residual, turn
+
+
+def _without_convolution(steps: tuple[Any, ...]) -> tuple[tuple[Step, ...], Convolution | None]:
+    """Returns the steps before a convolution, and the convolution, if there is one."""
+    return (steps[:-1], steps[-1]) if isinstance(steps[-1], Convolution) else (steps, None)
 
 
 def _check(
-    op: str, x: jax.Array, steps: Sequence[Step], residual: jax.Array | None, parts: tuple[int, ...] | None
+    op: str, x: jax.Array, steps: tuple[Any, ...], residual: jax.Array | None, parts: tuple[int, ...] | None
 ) -> None:
     require(len(steps) > 0, f"{op}: steps must not be empty")
+    steps, convolution = _without_convolution(steps)
+    if convolution is not None:
+        _check_convolution(f"{op}: step {len(steps)}", x, steps, convolution, parts)
     channels, can_norm = x.shape[-1], True
     for number, step in enumerate(steps):
         name = f"{op}: step {number}"
@@ -154,7 +179,7 @@ def _check(
             is_followed = len(steps) == 1 or isinstance(steps[1], Product)
             require(is_followed, f"{name}: a product must follow a gated norm, got {_names(steps)}")
         else:
-            wanted = "a GatedNorm, a Product, a Norm or Experts"
+            wanted = "a GatedNorm, a Product, a Norm, Experts or, at the end, a Convolution"
             raise ValueError(f"{name}: must be {wanted}, got {type(step).__name__}")
     if parts is not None:
         last = steps[-1]
@@ -183,6 +208,23 @@ def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
     require(is_known, f"{name}: activation must be one of {list(activations)}, got {step.activation!r}")
 
 
+def _check_convolution(
+    name: str, x: jax.Array, steps: tuple[Step, ...], step: Convolution, parts: tuple[int, ...] | None
+) -> None:
+    before = steps[-1] if steps else None
+    is_right = isinstance(before, Product) and not before.is_gated
+    require(is_right, f"{name}: a convolution must follow a product that is not gated, got {_names(steps)}")
+    assert isinstance(before, Product)
+    convolved = None if parts is None else parts[0]
+    require(convolved == step.channels, f"{name}: parts must begin with {step.channels} channels, got {parts}")
+    inputs = jax.ShapeDtypeStruct((x.shape[-2], step.channels), before.weight.dtype)
+    check_convolution(name, inputs, step.pool, step.weight, step.activation, step.layout)
+    rows = len(step.query_start_loc) - 1
+    for field in ("read_block", "window_row", "write_block"):
+        shape = getattr(step, field).shape
+        require(shape == (rows,), f"{name}: {field} must be [{rows}], got {list(shape)}")
+
+
 def _check_experts(name: str, step: Experts, channels: int) -> None:
     router, up, down = step.router.shape, step.up.shape, step.down.shape
     require(
@@ -197,14 +239,14 @@ def _check_experts(name: str, step: Experts, channels: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "implementation", "reason"))
-def _run(x, steps, residual, mailboxes, turn, parts, implementation, reason):
+def _run(x, steps, residual, mailboxes, turn, convolution, parts, implementation, reason):
     capacity = None if mailboxes is None else mailboxes.capacity
     one_launch = mosaic_gpu if _schedule.is_of_one_token(x, capacity) else _few_tokens
     separate = functools.partial(_separate.product_chain, parts=parts, implementation=implementation)
     return dispatch(
         "product_chain" if mailboxes is None else "all_reduce_product_chain",
         implementation,
-        (x, steps, residual, mailboxes, turn),
+        (x, steps, residual, mailboxes, turn, convolution),
         xla=separate,
         triton=separate,
         mosaic_gpu=functools.partial(one_launch.product_chain, parts=parts),

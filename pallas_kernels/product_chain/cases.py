@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.product_chain._steps import Experts, GateActivation, GatedNorm, Norm, Product, Step
+import jax.numpy as jnp
+
+from pallas_kernels.product_chain._steps import Convolution, Experts, GateActivation, GatedNorm, Norm, Product, Step
 
 EPSILON, OFFSET, SCALE = 1e-6, 1.0, 0.5  # of all norms
 
@@ -37,13 +39,28 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class Taps:
+    """The width of a convolution of the first part of the results: see `Convolution`."""
+
+    width: int
+
+    def arguments(self, make: Callable[..., Any], channels: int, dtype: str, tokens: int) -> Convolution:
+        """Returns the step for windows of layer 1 of 2, each in a block of its own: see `Case.arguments`."""
+        pool = make((2, 1 + 2 * tokens, self.width - 1, channels), dtype, 1.0)
+        weight = make((self.width, channels), dtype, self.width**-0.5)
+        starts = jnp.arange(tokens + 1, dtype=jnp.int32)
+        read, write = 1 + starts[:-1], 1 + tokens + starts[:-1]
+        return Convolution(pool, jnp.int32(1), weight, starts, read, jnp.zeros_like(read), write)
+
+
+@dataclass(frozen=True)
 class Case:
     """A chain of any number of tokens.
 
     Attributes:
         name: The case's name.
         steps: What each step is: "norm", or a product's outputs, or "gated" and the outputs of each half, or a `Mixture`, or
-            a gated norm's activation and the channels of its heads.
+            a gated norm's activation and the channels of its heads, or the `Taps` of a convolution at the end.
         inputs: Number of inputs.
         parts: Sizes of the results; None returns sums or normed values.
         shares: Shares of the inputs; None if they are one array.
@@ -51,13 +68,13 @@ class Case:
     """
 
     name: str
-    steps: "tuple[str | int | tuple[str, int] | Mixture, ...]"
+    steps: "tuple[str | int | tuple[str, int] | Mixture | Taps, ...]"
     inputs: int
     parts: tuple[int, ...] | None = None
     shares: int | None = None
     dtype: str = "bfloat16"
 
-    def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step, ...], Any]:
+    def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step | Convolution, ...], Any]:
         """Returns the inputs, the steps and the residual stream.
 
         Args:
@@ -70,6 +87,10 @@ class Case:
             if step == "norm":
                 steps.append(Norm(make((channels,), "float32", 0.1), EPSILON, OFFSET, SCALE))
                 residual = tokens, channels
+                continue
+            if isinstance(step, Taps):
+                assert self.parts is not None
+                steps.append(step.arguments(make, self.parts[0], self.dtype, tokens))
                 continue
             if isinstance(step, Mixture):
                 steps.append(step.arguments(make, channels, self.dtype, tokens))
@@ -101,6 +122,8 @@ CASES = (
     Case("experts to the head", (2048, "norm", _EXPERTS, "norm"), 4096),
     # The same as the first one, with the gated norm of the mixer that it begins at.
     Case("from a delta net", (("silu", 128), 2560, *_MLP, 12352), 4096, (8192, 4096, 32, 32)),
+    # The same with the convolution of the mixer that it ends at.
+    Case("to a convolution", (("silu", 128), 2560, *_MLP, 12352, Taps(4)), 4096, (8192, 4096, 32, 32)),
     Case("wide", (4096, "norm", ("gated", 14336), 4096, "norm", 6144), 4096, (4096, 1024, 1024)),
     Case("small sums", (256, "norm", 512), 512, dtype="float16"),
     Case("product after product", (512, 768, "norm"), 256),

@@ -3,8 +3,9 @@
 One of a program's two warpgroups fetches blocks of weights, those of the products to come too, while the other one waits for
 what other programs compute. That one multiplies by its blocks: each of its warps has a row of a block and sums it without
 the others. Where a token's experts are to be chosen, the one that fetches chooses them, each program for itself. If a chain
-begins with a gated norm, each program computes it for itself while its first weights are on their way. All programs must run
-at the same time, because they wait for each other.
+begins with a gated norm, each program computes it for itself while its first weights are on their way. At the end the warps
+that have results may convolve them: see `_convolution`. All programs must run at the same time, because they wait for each
+other.
 """
 
 import functools
@@ -18,10 +19,19 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import device
+from pallas_kernels.product_chain import _convolution as convolutions
 from pallas_kernels.product_chain import _messages as messages
 from pallas_kernels.product_chain._choice import choose
 from pallas_kernels.product_chain._schedule import LANES, ROWS, WIDTH, Phase, Schedule, schedule, slot_elements
-from pallas_kernels.product_chain._steps import GatedNorm, Norm, Step, gated_norm_of, norms_of, weights_of
+from pallas_kernels.product_chain._steps import (
+    Convolution,
+    GatedNorm,
+    Norm,
+    Step,
+    gated_norm_of,
+    norms_of,
+    weights_of,
+)
 
 _WARPGROUPS = 2
 # What is kept of a token's choice of experts, and the barrier that tells that it is there.
@@ -34,10 +44,11 @@ def product_chain(
     residual: jax.Array | None,
     mailboxes: None,
     turn: None,
+    convolution: Convolution | None,
     *,
     parts: tuple[int, ...] | None,
 ) -> tuple[Any, jax.Array | None, None]:
-    """See api.py. There is one token, and one device."""
+    """See api.py. There is one token, and one device. A convolution is none of `steps`."""
     weights, norms, gated = weights_of(steps), norms_of(steps), gated_norm_of(steps)
     dtype, programs = weights[0].dtype, device.cores()
     plan = schedule(steps, parts, dtype.itemsize)
@@ -51,6 +62,7 @@ def product_chain(
     # What programs send each other begins as +0: see _messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
+    given |= dict(convolution=None if convolution is None else convolutions.arrays_of(convolution))
     arrays, tree = jax.tree.flatten(given)
     out = _outputs(plan, parts, norms, residual, dtype)
 
@@ -59,6 +71,8 @@ def product_chain(
         names = "blocks", "vector", "full", "free", "done", *(_CHOICE if plan.has_experts else ())
         memory = dict(zip(names, refs[count:], strict=True))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
+        if convolution is not None:
+            refs.convolution = convolutions.Convolved(*refs.convolution, convolution.activation)
         _run(refs, plan, gated, norms, parts, dtype, programs)
 
     results = pm.kernel(
@@ -85,7 +99,8 @@ def product_chain(
         return results[0][None], total, turn
     if parts is None:
         return results[0].reshape(-1, 1, plan.phases[-1].outputs), total, turn
-    return tuple(part[None] for part in results), total, turn
+    results = tuple(part[None] for part in results)
+    return results if convolution is None else (*results, jax.freeze(given["convolution"][0])), total, turn
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
@@ -257,10 +272,13 @@ def _run(
     def multiply() -> None:
         """Runs all phases."""
         total, x = None, []
+        rows = None if refs.convolution is None else convolutions.rows_of_one(refs.convolution)
         for number, phase in enumerate(phases):
             if phase.kind != "up":
                 x, total = inputs_of(number, total)
-            body = functools.partial(add_up if phase.kind == "down" else multiply_rows, number)
+            is_convolved = rows is not None and number + 1 == len(phases)
+            multiply_block = functools.partial(multiply_rows, rows=rows if is_convolved else None)
+            body = functools.partial(add_up if phase.kind == "down" else multiply_block, number)
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, x)
             if plan.is_sent(number):
                 messages.tell(refs.counters.at[pm.slice_of(number, 1)])
@@ -270,9 +288,15 @@ def _run(
             def _():
                 refs.out[-1][...] = normed(len(phases), len(norms) - 1, total)[0]
 
-    def multiply_rows(number: int, place: Any, x: list[jax.Array]) -> list[jax.Array]:
-        """Multiplies by a block of rows, one for each warp, or by two of which one is the gate of the other."""
+    def multiply_rows(number: int, place: Any, x: list[jax.Array], rows: Any) -> list[jax.Array]:
+        """Multiplies by a block of rows, one for each warp, or by two of which one is the gate of the other.
+
+        `rows` are those of the windows of a convolution, or None if the results are not convolved.
+        """
         phase, (share, first, step, _) = phases[number], work[number]
+        row, held = (first + place * step) * phase.rows, None
+        if rows is not None:
+            held = convolutions.load_by_warp(refs.convolution, rows[0], row), rows[1]
         sums = []
         for term in range(phase.terms):
             slot = jax.lax.rem(begin[number] + place * phase.terms + term, slots)
@@ -281,7 +305,7 @@ def _run(
             sums.append(jnp.sum(block * pm.along_columns(x[0], ROWS), axis=1))
             pm.arrive(refs.free.at[slot])
         value = sums[0] / (1.0 + jnp.exp(-sums[0])) * sums[1] if phase.terms == 2 else sums[0]
-        store(number, share, (first + place * step) * phase.rows, value)
+        store(number, share, row, value, held)
         return x
 
     def add_up(number: int, place: Any, x: list[jax.Array]) -> list[jax.Array]:
@@ -304,8 +328,11 @@ def _run(
             store(number, share, (first + place) * phase.rows + part * ROWS, value)
         return x
 
-    def store(number: int, share: Any, row: Any, value: jax.Array) -> None:
-        """Stores results of a block: for the next phase, or as results of the chain."""
+    def store(number: int, share: Any, row: Any, value: jax.Array, held: Any = None) -> None:
+        """Stores results of a block: for the next phase, or as results of the chain.
+
+        `held` is what a convolution needs: what warps have loaded, and the window row that is written.
+        """
         phase = phases[number]
         if plan.is_sent(number):
             messages.send(sent(number, share, row, ROWS), value)
@@ -317,6 +344,9 @@ def _run(
         for part, ref in zip(parts, refs.out[len(norms) > 0 :], strict=True):
 
             def put(ref=ref, start=start):
+                if start == 0 and held is not None:
+                    convolutions.store_by_warp(refs.convolution, ref, value, *held, row)
+                    return
                 pm.store_directly(ref.at[pm.slice_of(row - start, ROWS)], value.astype(dtype))
 
             pm.when((row >= start) & (row < start + part))(put)

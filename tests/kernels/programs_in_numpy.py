@@ -18,7 +18,15 @@ import numpy as np
 from kernels.threads_in_numpy import THREADS, Ref, Threads, fake, install, value
 
 from pallas_kernels.all_reduce.mailboxes import SIDES, WORD_BYTES
-from pallas_kernels.product_chain import _few_tokens, _fragments, _messages, _over_devices, _residual_stream
+from pallas_kernels.product_chain import (
+    Convolution,
+    _convolution,
+    _few_tokens,
+    _fragments,
+    _messages,
+    _over_devices,
+    _residual_stream,
+)
 from pallas_kernels.product_chain._schedule import TOKENS_ROWS, WIDTH, schedule_of_tokens
 from pallas_kernels.product_chain._steps import gated_norm_of, norms_of, weights_of
 
@@ -26,6 +34,9 @@ PATIENCE = 60  # seconds after which programs that wait for each other have fail
 
 CAPACITY = 2**15  # numbers that a side of a mailbox holds
 DEVICE = 2**40  # bytes between the first addresses of two devices' memory
+
+
+_MODULES = _convolution, _few_tokens, _fragments, _residual_stream, _over_devices  # that run in NumPy
 
 
 class Programs(Threads):
@@ -116,7 +127,10 @@ def _fake(programs):
 
 
 def run(monkeypatch, x, steps, residual, parts, number_of_programs):
-    """Returns what the last step computes, a list of parts or [shares, tokens, outputs], and the residual stream."""
+    """Returns what the last step computes, and the residual stream.
+
+    The first is a list of parts, which a convolution ends with the pool of windows, or an array [shares, tokens, outputs].
+    """
     programs = _in_numpy(monkeypatch, devices=1)
     device = _Device(x, steps, residual, parts)
     _run(programs, [device], number_of_programs)
@@ -142,7 +156,7 @@ def _in_numpy(monkeypatch, devices):
     """Lets the launch run in NumPy."""
     programs = Programs(devices)
     pm, operations = _fake(programs)
-    install(monkeypatch, programs, pm, operations, (_few_tokens, _fragments, _residual_stream, _over_devices))
+    install(monkeypatch, programs, pm, operations, _MODULES)
     for name in ("listen", "tell_once"):
         monkeypatch.setattr(_messages, name, lambda *_: None)
     monkeypatch.setattr(_messages, "ask", lambda places, pack, _: [pack] * len(places))
@@ -158,6 +172,9 @@ class _Device:
 
     def __init__(self, x, steps, residual, parts, over_devices=None):
         self.tokens, self.parts, self.has_stream = x.shape[0], parts, residual is not None
+        *before, last = steps
+        convolution = last if isinstance(last, Convolution) else None
+        steps = steps if convolution is None else before
         weights = [np.asarray(weight) for weight in weights_of(steps)]
         self.dtype = weights[0].dtype
         self.norms, self.gated = norms_of(steps), gated_norm_of(steps)
@@ -182,6 +199,7 @@ class _Device:
             sent=Ref(np.zeros(_few_tokens.places(plan, self.tokens)[-1].end, np.float32)),
             counters=Ref(np.zeros(2 * len(plan.phases), np.int32)),
             over_devices=over_devices,
+            convolution=convolution and _of_convolution(convolution),
             out=self.out,
         )
 
@@ -205,9 +223,18 @@ class _Device:
     def results(self):
         """What the last step has computed, and the residual stream."""
         found = [ref.array.reshape(self.tokens, -1) for ref in self.out.results]
+        if self.refs["convolution"] is not None:
+            found.append(self.refs["convolution"].pool.array)
         if not self.parts:
             found = self.out.results[0].array.reshape(self.last.shares, self.tokens, self.last.outputs)
         return found, self.out.stream.array.reshape(self.tokens, -1) if self.has_stream else None
+
+
+def _of_convolution(step):
+    """The memory of a convolution."""
+    rows = step.query_start_loc, step.read_block, step.window_row, step.write_block
+    arrays = step.pool, [step.layer], step.weight, *rows
+    return _convolution.Convolved(*(Ref(np.array(array)) for array in arrays), step.activation)
 
 
 def _run(programs, devices, number_of_programs):

@@ -110,7 +110,7 @@ def _arithmetic():
             slt=np.less, sge=np.greater_equal, ne=np.not_equal, ult=lambda x, y: unsigned(x) < unsigned(y)
         ),
         extf=lambda kind, x: value(np.asarray(x).astype(getattr(kind, "kind", kind))),
-        truncf=lambda kind, x: value(np.asarray(x).astype(kind.kind)),
+        truncf=lambda kind, x: value(np.asarray(x).astype(kind.kind if isinstance(kind, VectorType) else kind)),
     )  # fmt: skip
 
 
@@ -215,7 +215,22 @@ def _words(threads):
     def either(condition, x, y):
         return x.unless(condition, y) if isinstance(x, Address) else value(np.where(condition, x, y))
 
+    def load_if(condition, place, bits):
+        (ref, index), here = place, np.broadcast_to(condition, THREADS) & threads.mask()
+        found, halves = np.zeros((THREADS, 2), ref.dtype), np.arange(bits // 16)
+        found[np.flatnonzero(here)[:, None], halves] = ref.array.reshape(-1)[index[here, None] + halves]
+        return value(found.view(np.int32)[:, 0])
+
+    def store_if(condition, place, word, bits):
+        (ref, index), here = place, np.broadcast_to(condition, THREADS) & threads.mask()
+        halves = np.arange(bits // 16)
+        numbers = np.ascontiguousarray(word[here, None]).view(ref.dtype)
+        ref.array.reshape(-1)[index[here, None] + halves] = numbers[:, halves]
+
     return dict(
+        load_if=load_if,
+        store_if=store_if,
+        address_in_rows=lambda ref, row, length, column: (ref, np.int64(row) * length + np.int64(column)),
         load_words=load,
         store_words=store,
         either=either,

@@ -23,7 +23,7 @@ from mamba_align_jax.layers.norm import GatedRMSNorm, RMSNorm
 from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import step_inputs
 from mamba_align_jax.sharding import AXIS
-from pallas_kernels.product_chain import MOST_TOKENS, Experts, GatedNorm, Norm, Product
+from pallas_kernels.product_chain import MOST_TOKENS, Convolution, Experts, GatedNorm, Norm, Product
 
 HIDDEN = 32
 MIXERS = {
@@ -167,7 +167,10 @@ def first_token(mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches, mixer, bias):
-    """Also where a product with a bias leaves the norm alone. Compilers may fuse the steps of both ways differently."""
+    """And it ends the chain that it gets with its convolution. A product with a bias leaves the gated norm alone.
+
+    Compilers may fuse the steps of both ways differently.
+    """
     rngs = nnx.Rngs(0)
     mixer, norms = MIXERS[mixer](rngs), [RMSNorm(HIDDEN, 1e-6) for _ in range(2)]
     norm, name = (mixer.norm, "out_proj") if isinstance(mixer, GatedDeltaNet) else (mixer.o_norm, "o_proj")
@@ -191,7 +194,7 @@ def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches,
         rounding = np.finfo(np.float32).eps * np.abs(each).max()
         np.testing.assert_allclose(found, each, rtol=0, atol=4 * rounding)
     assert np.abs(wanted[1] - x - sums[0]).max() > 1e-3
-    assert launches == [[Norm, Product], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
+    assert launches == [[Norm, Product, Convolution], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
 
 
 def test_gated_norms_refuse_other_activations():

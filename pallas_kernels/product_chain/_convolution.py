@@ -1,0 +1,230 @@
+"""The convolution at the end of a chain, on Hopper GPUs.
+
+Whoever has a token's result convolves it: of a single token a warp, and of several tokens a thread, which has two results.
+It loads their windows while their weights are on their way, so it need not wait for them afterwards. Nobody else reads or
+writes these channels of the token's blocks in the launch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, memref, vector
+from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.product_chain import _fragments as fragments
+from pallas_kernels.product_chain import _messages as messages
+from pallas_kernels.product_chain._schedule import MOST_TOKENS
+from pallas_kernels.product_chain._steps import Convolution
+
+_NONE = -1  # stands for a window that is not there
+
+
+class Convolved(NamedTuple):
+    """A convolution, as programs see it: references to the arrays of `Convolution`, and its activation."""
+
+    pool: Any
+    layer: Any
+    weight: Any
+    query_start_loc: Any
+    read_block: Any
+    window_row: Any
+    write_block: Any
+    activation: str | None
+
+    @property
+    def width(self) -> int:
+        """The number of inputs that a result sees."""
+        return self.weight.shape[0]
+
+    @property
+    def channels(self) -> int:
+        """The number of results that are convolved."""
+        return self.weight.shape[1]
+
+
+def unsupported(step: Convolution, dtype: Any) -> str | None:
+    """Returns why a launch cannot end with a convolution, or None. `dtype` is that of the product's results."""
+    if step.layout != "SD":
+        return f"the windows of a convolution must have the layout SD, got {step.layout}"
+    dtypes = {jnp.dtype(array.dtype) for array in (step.pool, step.weight)}
+    if dtypes != {jnp.dtype(dtype)}:
+        return f"windows and taps must have the dtype {dtype}, got {sorted(map(str, dtypes))}"
+    rows = step.read_block.shape[0]
+    return None if 0 < rows <= MOST_TOKENS else f"a convolution must have 1 to {MOST_TOKENS} rows, got {rows}"
+
+
+def arrays_of(step: Convolution) -> tuple[Any, ...]:
+    """Returns the first fields of `Convolved`, as a kernel's arguments. The pool is a reference, to be frozen."""
+    layer = jnp.int32(step.layer).reshape(1)
+    rows = step.query_start_loc, step.read_block, step.window_row, step.write_block
+    return jax.new_ref(step.pool), layer, step.weight, *rows
+
+
+# Of a single token
+
+
+def rows_of_one(step: Convolved) -> tuple[jax.Array, jax.Array]:
+    """Returns the first window row that the token reads, and the first that it writes: see `load_rows`."""
+    (_, blocks, window, _), rows = step.pool.shape, step.read_block.shape[0]
+    before = sum((step.query_start_loc[n + 1] <= 0).astype(jnp.int32) for n in range(rows))  # rows before the token's
+    row = jnp.minimum(before, rows - 1)
+
+    def place(block: jax.Array, inside: Any) -> jax.Array:
+        is_there = (before < rows) & (block != NULL_BLOCK)
+        return jnp.where(is_there, (step.layer[0] * blocks + block) * window + inside, _NONE)
+
+    return place(step.read_block[row], step.window_row[row]), place(step.write_block[row], 0)
+
+
+def load_by_warp(step: Convolved, row: jax.Array, first: jax.Array) -> jax.Array:
+    """Loads what each warp needs to convolve a result: the window, the oldest input first, and the taps.
+
+    Args:
+        step: The convolution.
+        row: The first window row, of `rows_of_one`.
+        first: The channel of the first warp. Nothing is loaded for channels that are not convolved.
+    """
+
+    def body(_: Any, pool: Any, weight: Any, row: Any, first: Any) -> Any:
+        _lane, warp = messages.lane_and_warp()
+        is_convolved = code.is_less(first, step.channels)
+        return (code.array(_load(step, pool, weight, row, code.total(first, warp), is_convolved, 16)),)
+
+    results = [(128 * (2 * step.width - 1), jnp.int32)]
+    return pm.inline(body, (step.pool, ()), (step.weight, ()), row, first, results=results)[0]
+
+
+def store_by_warp(
+    step: Convolved, out: Any, value: jax.Array, held: jax.Array, row: jax.Array, first: jax.Array
+) -> None:
+    """Convolves a result of each warp, float32 [4], and stores it and its window.
+
+    Args:
+        step: The convolution.
+        out: The results that are convolved. [channels]
+        value: The results.
+        held: What `load_by_warp` has loaded.
+        row: The first window row that is written, of `rows_of_one`.
+        first: The channel of the first warp.
+    """
+
+    def body(_: Any, value: Any, held: Any, out: Any, pool: Any, row: Any, first: Any) -> None:
+        lane, warp = messages.lane_and_warp()
+        channel, number = code.total(first, warp), messages.number_of_warp(value)
+        inputs, (convolved, _) = _convolve(step, code.elements(held), [number, number])
+        is_first = code.is_less(lane, 1)
+        with pm.only_if(is_first):
+            memref.store(arith.truncf(pm.type_of(step.pool.dtype), convolved), out, [code.index(channel)])
+        _store(step, pool, row, channel, inputs, is_first, 16)
+
+    pm.inline(body, value, held, (out, ()), (step.pool, ()), row, first)
+
+
+# Of several tokens
+
+
+def load_rows(step: Convolved, tokens: int) -> jax.Array:
+    """Loads where each thread's windows are: the first window row that it reads, and the first that it writes.
+
+    Window rows are counted over all layers and blocks. A thread without a row, or without a block, gets `_NONE`.
+    """
+    (_, blocks, window, _), rows = step.pool.shape, step.read_block.shape[0]
+
+    def body(_: Any, layer: Any, starts: Any, read: Any, window_row: Any, write: Any) -> Any:
+        token = arith.shrui(pm.thread_of_program(), pm.constant(2))
+        ends = [memref.load(starts, [code.index(pm.constant(n + 1))]) for n in range(rows)]
+        is_before = [arith.cmpi(arith.CmpIPredicate.sge, token, end) for end in ends]
+        before = code.total(*(code.as_integer(each) for each in is_before))  # rows before the token's
+        at = [code.index(arith.minsi(before, pm.constant(rows - 1)))]
+        first = code.scaled(memref.load(layer, [code.index(pm.constant(0))]), blocks)
+        exists = arith.andi(code.is_less(token, tokens), code.is_less(before, rows))
+        found = []
+        for ref, inside in ((read, memref.load(window_row, at)), (write, pm.constant(0))):
+            block = memref.load(ref, at)
+            row = code.total(code.scaled(code.total(first, block), window), inside)
+            is_there = arith.andi(exists, code.differs(block, NULL_BLOCK))
+            found.append(arith.select(is_there, row, pm.constant(_NONE)))
+        return (code.array(found),)
+
+    refs = step.layer, step.query_start_loc, step.read_block, step.window_row, step.write_block
+    return pm.inline(body, *((ref, ()) for ref in refs), results=[(2 * 128, jnp.int32)])[0]
+
+
+def load_by_thread(step: Convolved, rows: jax.Array, first: Any, tokens: int) -> jax.Array:
+    """Loads what each thread needs to convolve two results, which share words: the window, and the taps.
+
+    Args:
+        step: The convolution.
+        rows: See `load_rows`.
+        first: The first of the block's channels. Nothing is loaded for channels that are not convolved.
+        tokens: The number of tokens.
+    """
+
+    def body(_: Any, pool: Any, weight: Any, rows: Any, first: Any) -> Any:
+        number = pm.thread_of_program()
+        channel = code.total(first, code.scaled(arith.andi(number, pm.constant(3)), 2))
+        row, _write = code.elements(rows)
+        is_convolved = code.is_less(first, step.channels)
+        is_convolved = arith.andi(is_convolved, code.is_less(number, tokens * fragments.PAIRS))
+        return (code.array(_load(step, pool, weight, row, channel, is_convolved, 32)),)
+
+    results = [(128 * (2 * step.width - 1), jnp.int32)]
+    return pm.inline(body, (step.pool, ()), (step.weight, ()), rows, first, results=results)[0]
+
+
+def emit_convolved(
+    step: Convolved, parts: Sequence[int], dtype: Any, token: Any, pair: Any, values: Sequence[Any], *operands: Any
+) -> None:
+    """Stores two results of the chain like `emit_parts`, in `finish`. Those of the first part are convolved before."""
+    *refs, row, rows, held, pool = operands
+    with pm.only_if(code.is_less(row, step.channels)):
+        inputs, convolved = _convolve(step, code.elements(held), values)
+        place = code.index(fragments.place_of_pair(token, pair, row, step.channels))
+        vector.store(code.rounded_pair(convolved, dtype), refs[0], [place], alignment=4)
+        _read, write = code.elements(rows)
+        _store(step, pool, write, code.total(row, code.scaled(pair, 2)), inputs, code.is_less(row, step.channels), 32)
+    row = arith.subi(row, pm.constant(step.channels))
+    fragments.emit_parts(parts[1:], dtype, token, pair, values, *refs[1:], row)
+
+
+# Of one or two channels, in words of which one channel has the lower half. The functions are for `pm.inline`.
+
+
+def _load(step: Convolved, pool: Any, weight: Any, row: Any, channel: Any, is_convolved: Any, bits: int) -> list[Any]:
+    """Loads the words of a window and of the taps. A window that is not there has zeros."""
+
+    def words(ref: Any, row: Any, count: int, condition: Any) -> list[Any]:
+        rows = [code.total(row, pm.constant(n)) for n in range(count)]
+        return [code.load_if(condition, code.address_in_rows(ref, n, step.channels, channel), bits) for n in rows]
+
+    is_there = arith.andi(is_convolved, code.differs(row, _NONE))
+    return words(pool, row, step.width - 1, is_there) + words(weight, pm.constant(0), step.width, is_convolved)
+
+
+def _convolve(step: Convolved, held: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Convolves the two channels of a word, whose current inputs are float32 `values`. `held` is what `_load` returns.
+
+    Returns the words of all inputs, and the outputs in float32.
+    """
+    kind = pm.type_of(step.pool.dtype)
+    inputs, taps = (
+        [*held[: step.width - 1], code.word(code.rounded_pair(values, step.pool.dtype))],
+        held[step.width - 1 :],
+    )
+    wide = lambda word: code.wide(code.pair(word, kind))
+    total = code.added([arith.mulf(wide(tap), wide(each)) for tap, each in zip(taps, inputs, strict=True)])
+    return inputs, [code.silu(each) if step.activation == "silu" else each for each in code.parts(total)]
+
+
+def _store(
+    step: Convolved, pool: Any, row: Any, channel: Any, inputs: Sequence[Any], condition: Any, bits: int
+) -> None:
+    """Stores the window that the last inputs are, if it is to be kept and the condition is met."""
+    is_kept = arith.andi(condition, code.differs(row, _NONE))
+    for number, word in enumerate(inputs[1:]):
+        place = code.address_in_rows(pool, code.total(row, pm.constant(number)), step.channels, channel)
+        code.store_if(is_kept, place, word, bits)
