@@ -74,6 +74,11 @@ class Case:
     shares: int | None = None
     dtype: str = "bfloat16"
 
+    @property
+    def is_convolved(self) -> bool:
+        """Whether there is a convolution at the end."""
+        return isinstance(self.steps[-1], Taps)
+
     def arguments(self, make: Callable[..., Any], tokens: int = 1) -> tuple[Any, tuple[Step | Convolution, ...], Any]:
         """Returns the inputs, the steps and the residual stream.
 

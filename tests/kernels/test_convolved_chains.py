@@ -33,7 +33,7 @@ CHAINS = [
     Case("five taps", (512, 256, "norm", 1152, Taps(5)), 256, (1088, 64), dtype="float16"),
     Case("three taps", (("silu", 128), 512, "norm", 40, Taps(3)), 1024, (8, 32)),
 ]
-LARGE = [case for case in CASES if case.name == "to a convolution"]
+LARGE = [case for case in CASES if case.is_convolved]
 
 
 def drawn(rng, case, tokens, window=None):

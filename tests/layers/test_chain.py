@@ -1,5 +1,6 @@
 """Chains: the residual stream of few tokens computes the same with them, and launches together what can be."""
 
+import dataclasses
 import functools
 
 import jax
@@ -151,17 +152,18 @@ def test_a_product_with_a_bias_ends_a_chain(rng, launches):
     assert launches == [[Norm]]
 
 
-def first_token(mixer):
-    """Returns the step of a request's first token, and the mixer's pools."""
+def first_token(mixer, num_decode_rows=1, **options):
+    """Returns the step of a request's first token, as a decode row or as a prompt, and the mixer's pools."""
     states = mixer.states("float32", "float32")
-    group = ma.GroupSpec(mixer.kind, 1, states)
-    spec = ma.AlignConfig((group,), block_size=8, max_num_seqs=1, max_model_len=8)
+    group = ma.GroupSpec(mixer.kind, 1, states, mixer.ring("float32") if options.get("policy") == "deferred" else None)
+    spec = ma.AlignConfig((group,), block_size=8, max_num_seqs=1, max_model_len=8, **options)
     batch = ma.StepBatch.from_host(spec, 1, [0], [0, 1], [0])
-    tables = ma.BlockTables(blocks=jnp.ones((1, 1, 1), jnp.int32))
+    tables = ma.BlockTables(blocks=jnp.ones((1, 1, 1 + 3 * spec.num_speculative_tokens), jnp.int32))
     _, indices = ma.begin_step(spec, ma.AlignState.create(spec), batch, tables)
     pages = dict(page_tables=jnp.ones((1, 1), jnp.int32), page_size=8, num_pages=2)
-    step = step_inputs(batch, indices, num_decode_rows=1, num_tokens=1, **pages)
-    return step.layer(0), [jnp.zeros((1, 2, *state.block_shape(1)), state.dtype) for state in states]
+    step = step_inputs(batch, indices, num_decode_rows=num_decode_rows, num_tokens=1, **pages)
+    rows = 1 + spec.num_speculative_tokens
+    return step.layer(0), [jnp.zeros((1, 2, *state.block_shape(rows)), state.dtype) for state in states]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -195,6 +197,27 @@ def test_a_mixer_that_gets_a_chain_begins_one_with_its_gated_norm(rng, launches,
         np.testing.assert_allclose(found, each, rtol=0, atol=4 * rounding)
     assert np.abs(wanted[1] - x - sums[0]).max() > 1e-3
     assert launches == [[Norm, Product, Convolution], [GatedNorm] if bias else [GatedNorm, Product, Norm]]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("options", [dict(num_decode_rows=0), dict(num_speculative_tokens=1)])
+def test_only_rows_of_one_token_are_convolved_in_a_chain(launches, mixer, options):
+    """A verify row has several tokens, and a prompt too."""
+    mixer = MIXERS[mixer](nnx.Rngs(0))
+    at, pools = first_token(mixer, **options)
+    normed, _ = Residual(jnp.ones((1, HIDDEN))).add(jnp.ones((1, 1, HIDDEN))).chained(RMSNorm(HIDDEN, 1e-6))
+    mixer(normed, at, *pools)
+    assert launches == [[Norm, Product]]
+
+
+def test_rows_that_keep_windows_of_boundaries_are_not_convolved_in_a_chain():
+    at, _ = first_token(MIXERS["gated delta net"](nnx.Rngs(0)), policy="deferred", fold_length=8)
+    assert at.single_token_rows is not None
+    fold = dataclasses.replace(
+        at.rows.decode.fold, boundary_row=jnp.zeros(1, jnp.int32), boundary_block=jnp.ones((1, 1), jnp.int32)
+    )
+    rows = dataclasses.replace(at.rows, decode=dataclasses.replace(at.rows.decode, fold=fold))
+    assert dataclasses.replace(at, rows=rows).single_token_rows is None
 
 
 def test_gated_norms_refuse_other_activations():
