@@ -57,11 +57,17 @@ def unsupported(step: Convolution, dtype: Any) -> str | None:
     return None if 0 < rows <= MOST_TOKENS else f"a convolution must have 1 to {MOST_TOKENS} rows, got {rows}"
 
 
-def arrays_of(step: Convolution) -> tuple[Any, ...]:
-    """Returns the first fields of `Convolved`, as a kernel's arguments. The pool is a reference, to be frozen."""
-    layer = jnp.int32(step.layer).reshape(1)
-    rows = step.query_start_loc, step.read_block, step.window_row, step.write_block
-    return jax.new_ref(step.pool), layer, step.weight, *rows
+def arrays_of(step: Convolution | None) -> dict[str, Any] | None:
+    """Returns the fields of `Convolved` that are arrays, as a kernel's arguments. The pool is a reference, to be frozen."""
+    if step is None:
+        return None
+    given = {name: getattr(step, name) for name in Convolved._fields if name != "activation"}
+    return given | dict(pool=jax.new_ref(step.pool), layer=jnp.int32(step.layer).reshape(1))
+
+
+def seen_by_programs(step: Convolution | None, refs: dict[str, Any] | None) -> Convolved | None:
+    """Returns a convolution, given the references to what `arrays_of` has returned."""
+    return None if step is None or refs is None else Convolved(**refs, activation=step.activation)
 
 
 # Of a single token

@@ -108,7 +108,8 @@ def product_chain(
         assert turn is not None
         over_devices = mailboxes.addresses.reshape(-1), turn.reshape(1), mailboxes.memory
     given |= dict(over_devices=over_devices)
-    given |= dict(convolution=None if convolution is None else convolutions.arrays_of(convolution))
+    convolved = convolutions.arrays_of(convolution)
+    given |= dict(convolution=convolved)
     arrays, tree = jax.tree.flatten(given)
     last, array = plan.phases[-1], jax.ShapeDtypeStruct
     whole = array((last.shares * tokens * last.outputs,), jnp.float32)
@@ -124,8 +125,7 @@ def product_chain(
         memory = dict(zip(names, refs[count:], strict=True))
         out = SimpleNamespace(**jax.tree.unflatten(out_tree, refs[len(arrays) : count]))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=out, **memory)
-        if convolution is not None:
-            refs.convolution = convolutions.Convolved(*refs.convolution, convolution.activation)
+        refs.convolution = convolutions.seen_by_programs(convolution, refs.convolution)
         _run(
             refs, plan, gated, norms, parts, dtype, programs, tokens, None if mailboxes is None else mailboxes.capacity
         )
@@ -157,7 +157,7 @@ def product_chain(
     if parts is None:
         return found["results"][0].reshape(last.shares, tokens, last.outputs), total, turn
     results = tuple(part.reshape(tokens, -1) for part in found["results"])
-    return results if convolution is None else (*results, jax.freeze(given["convolution"][0])), total, turn
+    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, turn
 
 
 def _run(
@@ -321,6 +321,7 @@ def _run(
         """
         size = tokens * outputs
         if held:
+            assert parts is not None
             step = refs.convolution
             emit = functools.partial(convolutions.emit_convolved, step, parts, dtype)
             return [*((ref, ()) for ref in refs.out.results), row, *held, (step.pool, ())], emit

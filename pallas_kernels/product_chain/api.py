@@ -14,7 +14,16 @@ from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.causal_conv1d.api import check as check_convolution
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.product_chain import _convolution, _few_tokens, _schedule, _separate, mosaic_gpu
-from pallas_kernels.product_chain._steps import Convolution, Experts, GateActivation, GatedNorm, Norm, Product, Step
+from pallas_kernels.product_chain._steps import (
+    Convolution,
+    Experts,
+    GateActivation,
+    GatedNorm,
+    Norm,
+    Product,
+    Step,
+    weights_of,
+)
 
 
 @checked
@@ -122,7 +131,7 @@ def _launch(
         reason = "so few steps save less time than the launch costs"
     later = None
     if convolution is not None and reason is None:
-        unable = _convolution.unsupported(convolution, steps[-1].weight.dtype)
+        unable = _convolution.unsupported(convolution, weights_of(steps)[-1].dtype)
         if unable is not None and implementation is None:
             convolution, later = None, convolution
         else:

@@ -62,7 +62,8 @@ def product_chain(
     # What programs send each other begins as +0: see _messages.py. An array must not be empty.
     given |= dict(sent=jax.new_ref(jnp.zeros((max(plan.starts[-1], 1),), jnp.float32)))
     given |= dict(counters=jax.new_ref(jnp.zeros((len(plan.phases),), jnp.int32)))
-    given |= dict(convolution=None if convolution is None else convolutions.arrays_of(convolution))
+    convolved = convolutions.arrays_of(convolution)
+    given |= dict(convolution=convolved)
     arrays, tree = jax.tree.flatten(given)
     out = _outputs(plan, parts, norms, residual, dtype)
 
@@ -71,8 +72,7 @@ def product_chain(
         names = "blocks", "vector", "full", "free", "done", *(_CHOICE if plan.has_experts else ())
         memory = dict(zip(names, refs[count:], strict=True))
         refs = SimpleNamespace(**jax.tree.unflatten(tree, refs[: len(arrays)]), out=refs[len(arrays) : count], **memory)
-        if convolution is not None:
-            refs.convolution = convolutions.Convolved(*refs.convolution, convolution.activation)
+        refs.convolution = convolutions.seen_by_programs(convolution, refs.convolution)
         _run(refs, plan, gated, norms, parts, dtype, programs)
 
     results = pm.kernel(
@@ -100,7 +100,7 @@ def product_chain(
     if parts is None:
         return results[0].reshape(-1, 1, plan.phases[-1].outputs), total, turn
     results = tuple(part[None] for part in results)
-    return results if convolution is None else (*results, jax.freeze(given["convolution"][0])), total, turn
+    return results if convolved is None else (*results, jax.freeze(convolved["pool"])), total, turn
 
 
 def _memory_of_choice(plan: Schedule) -> tuple[Any, ...]:
@@ -276,9 +276,8 @@ def _run(
         for number, phase in enumerate(phases):
             if phase.kind != "up":
                 x, total = inputs_of(number, total)
-            is_convolved = rows is not None and number + 1 == len(phases)
-            multiply_block = functools.partial(multiply_rows, rows=rows if is_convolved else None)
-            body = functools.partial(add_up if phase.kind == "down" else multiply_block, number)
+            body = functools.partial(multiply_rows, number, rows if number + 1 == len(phases) else None)
+            body = functools.partial(add_up, number) if phase.kind == "down" else body
             jax.lax.fori_loop(jnp.int32(0), work[number].count, body, x)
             if plan.is_sent(number):
                 messages.tell(refs.counters.at[pm.slice_of(number, 1)])
@@ -288,7 +287,7 @@ def _run(
             def _():
                 refs.out[-1][...] = normed(len(phases), len(norms) - 1, total)[0]
 
-    def multiply_rows(number: int, place: Any, x: list[jax.Array], rows: Any) -> list[jax.Array]:
+    def multiply_rows(number: int, rows: Any, place: Any, x: list[jax.Array]) -> list[jax.Array]:
         """Multiplies by a block of rows, one for each warp, or by two of which one is the gate of the other.
 
         `rows` are those of the windows of a convolution, or None if the results are not convolved.
@@ -328,7 +327,9 @@ def _run(
             store(number, share, (first + place) * phase.rows + part * ROWS, value)
         return x
 
-    def store(number: int, share: Any, row: Any, value: jax.Array, held: Any = None) -> None:
+    def store(
+        number: int, share: Any, row: Any, value: jax.Array, held: tuple[jax.Array, jax.Array] | None = None
+    ) -> None:
         """Stores results of a block: for the next phase, or as results of the chain.
 
         `held` is what a convolution needs: what warps have loaded, and the window row that is written.
