@@ -7,6 +7,7 @@ The file has more than 400 lines, so that all that may change with JAX is in one
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -447,6 +448,33 @@ def along_columns(vector: jax.Array, rows: int) -> jax.Array:
 def along_rows(vector: jax.Array, count: int) -> jax.Array:
     """Returns a tile all of whose `count` columns are `vector`."""
     return lax.broadcast_in_dim(vector, (*vector.shape, count), [0])
+
+
+def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
+    """Multiplies the rows of a float32 tile by factors. A warp does nothing if all factors of its rows are 1."""
+    layout = plgpu.Layout.WGMMA
+
+    def scaled(_: Any, tile: Any, factors: Any) -> Any:
+        one = arith.constant(ir.F32Type.get(), 1.0)
+        is_other = lambda factor: arith.cmpf(arith.CmpFPredicate.UNE, vector.extract(factor, [], [0]), one)
+        others = functools.reduce(arith.ori, [is_other(factor) for factor in factors.registers.flat])
+        vote = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        some = assembly(vote, "=r,r", integer(), [arith.extui(integer(), others)])
+        before = [*tile.registers.flat]
+        branch = scf.IfOp(
+            arith.cmpi(arith.CmpIPredicate.ne, some, constant(0)), [x.type for x in before], has_else=True
+        )
+        with ir.InsertionPoint(branch.then_block):
+            product = tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)
+            scf.yield_([*product.registers.flat])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(before)
+        held = np.empty(tile.registers.shape, object)
+        held.flat = branch.results
+        return fragments.FragmentedArray(_registers=held, _layout=tile.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout)
+    return plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)(scaled)(tile, factors)
 
 
 def multiply(shape: tuple[int, int], steps: Sequence[Any]) -> jax.Array:

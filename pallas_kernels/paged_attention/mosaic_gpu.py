@@ -178,7 +178,7 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
             new_top = jnp.maximum(top, scores.max(axis=1) * factor)
             decay = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores * factor - pm.along_rows(new_top, block))
-            sums = sums * pm.along_rows(decay, dim)
+            sums = pm.scale_rows(sums, decay)  # which seldom changes them: the further back, the rarer is a new top
             narrow = weights.astype(refs.q.dtype)
             sums, narrow, new_top, weights, decay = pm.computed((sums, narrow, new_top, weights, decay))
             pm.arrive(refs.turn)

@@ -1,0 +1,56 @@
+"""In which form states are carried on Hopper GPUs: by programs of 64 value dims, or of 128.
+
+Programs of 64 value dims take less time for a row, and there are twice as many of them. They carry the states where they
+leave cores idle, or where all rows' work, spread over the cores, takes no longer than the longest row. A launch for several
+rows has the code of both forms, and each program finds out from the rows' lengths which one is meant. Both have the same
+bits.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_rows import TILE
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
+
+CORES = 132  # of a Hopper GPU. With another number launches are slower, and their results are the same.
+_MOST_ROWS = 16  # whose lengths a program reads. So many padded rows seldom hold a long one alone.
+
+
+def forms(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:
+    """Returns the modules that a launch for so many rows and heads may need. Only the first of two takes one tile."""
+    parts = value_dim // TILE
+    if rows * value_heads * parts <= CORES or parts % heads_mosaic.PARTS:
+        return (states_mosaic,)
+    return (states_mosaic, heads_mosaic) if rows <= _MOST_ROWS else (heads_mosaic,)
+
+
+def takes_first(query_start_loc: Any, rows: int, programs: int) -> jax.Array:
+    """Returns whether the first of two forms is meant, in a kernel.
+
+    Args:
+        query_start_loc: Index of each row's first token, in the GPU's memory.
+        rows: The number of rows.
+        programs: The number of programs that carry a row's states in the first form.
+    """
+    starts = [query_start_loc[row] for row in range(rows + 1)]
+    longest = functools.reduce(jnp.maximum, [stop - start for start, stop in zip(starts, starts[1:], strict=False)])
+    return (starts[-1] - starts[0]) * programs <= CORES * longest
+
+
+def views(chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[list[Any]]:
+    """Describes the shared memory of each form, as views of the same place."""
+    return [form.memory(key_dim, pieces, dtype, per_channel=per_channel) for form in chosen]
+
+
+def cut(memory: Any, described: list[list[Any]]) -> list[list[Any]]:
+    """Cuts the views of several forms' memory, which follow each other, into each one's."""
+    found, rest = [], list(memory)
+    for each in described:
+        found.append(rest[: len(each)])
+        rest = rest[len(each) :]
+    return found

@@ -1,0 +1,57 @@
+"""The launch that carries states with a decay per key channel, on Hopper GPUs. Its products come from a launch before."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_rows import TILE
+from pallas_kernels.blocks import StateLayout
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, takes_first, views
+from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
+
+
+def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel.
+
+    Args:
+        inputs: What `states.states` reads, by name.
+        pool: The states.
+        layout: The layout of the states in the pool.
+    """
+    v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
+    rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
+    names, chosen = [*inputs, "pool", "out"], forms(rows, value_heads, value_dim)
+    parts_of = lambda form: value_dim // TILE // (heads_mosaic.PARTS if form is heads_mosaic else 1)
+    parts = parts_of(chosen[0])
+    described = views(chosen, key_dim, pieces, v.dtype, per_channel=True)
+
+    def body(*arrays):
+        *arrays, memory, barriers_of_forms = arrays
+        refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
+        row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
+        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, value_heads * parts)
+        for form, memory_of, barriers in zip(chosen, cut(memory, described), barriers_of_forms, strict=True):
+            is_meant = True if len(chosen) == 1 else is_first if form is chosen[0] else ~is_first
+            named = SimpleNamespace(**vars(refs), **barriers)
+            run = functools.partial(form.carry_states, named, memory_of, (row, head, part), layout=layout)
+            pm.when((part < parts_of(form)) & is_meant)(run)
+
+    updated = jax.new_ref(pool)
+    out = pm.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        grid=(rows, value_heads, parts),
+        grid_names=("row", "head", "part"),
+        num_threads=WARPGROUPS,
+        thread_name=pm.WARPGROUP,
+        scratch_types=[
+            pm.union(*itertools.chain(*described)),
+            [form.barriers(key_dim, pieces, per_channel=True) for form in chosen],
+        ],
+        kernel_name="gated_delta_rule_prefill_states",
+    )(*inputs.values(), updated)
+    return out, jax.freeze(updated)
