@@ -7,23 +7,29 @@ bits.
 """
 
 import functools
+import itertools
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import TILE
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
 
 CORES = 132  # of a Hopper GPU. With another number launches are slower, and their results are the same.
-_MOST_ROWS = 16  # whose lengths a program reads. So many padded rows seldom hold a long one alone.
+# Of a launch with both forms. In the second form half the programs of the first one find nothing to do, and still take time.
+_MOST_ROWS = 8
+
+
+def parts_of(form: ModuleType, value_dim: int) -> int:
+    """Returns how many programs each head of a row has."""
+    return value_dim // TILE // (heads_mosaic.PARTS if form is heads_mosaic else 1)
 
 
 def forms(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:
-    """Returns the modules that a launch for so many rows and heads may need. Only the first of two takes one tile."""
-    parts = value_dim // TILE
+    """Returns the modules that a launch for so many rows and heads has: one, or those of both forms."""
+    parts = parts_of(states_mosaic, value_dim)
     if rows * value_heads * parts <= CORES or parts % heads_mosaic.PARTS:
         return (states_mosaic,)
     return (states_mosaic, heads_mosaic) if rows <= _MOST_ROWS else (heads_mosaic,)
@@ -38,11 +44,13 @@ def takes_first(query_start_loc: Any, rows: int, programs: int) -> jax.Array:
         programs: The number of programs that carry a row's states in the first form.
     """
     starts = [query_start_loc[row] for row in range(rows + 1)]
-    longest = functools.reduce(jnp.maximum, [stop - start for start, stop in zip(starts, starts[1:], strict=False)])
+    longest = functools.reduce(jnp.maximum, [stop - start for start, stop in itertools.pairwise(starts)])
     return (starts[-1] - starts[0]) * programs <= CORES * longest
 
 
-def views(chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[list[Any]]:
+def views(
+    chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, *, per_channel: bool
+) -> list[list[Any]]:
     """Describes the shared memory of each form, as views of the same place."""
     return [form.memory(key_dim, pieces, dtype, per_channel=per_channel) for form in chosen]
 

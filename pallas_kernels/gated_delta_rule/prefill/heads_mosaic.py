@@ -1,4 +1,4 @@
-"""The third prefill kernel on Hopper GPUs, where there are many rows. A program has 128 value dims of one head of one row.
+"""The third prefill kernel on Hopper GPUs, for much work in many rows. A program has 128 value dims of one head of one row.
 
 It computes the bits that states_mosaic.py computes, with other work for each of the three warpgroups: one fetches what the
 chunks to come need, and the two others have 64 value dims each. They carry their part of the state and make its outputs.

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import jax
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, takes_first, views
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, parts_of, takes_first, views
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
 
@@ -25,8 +23,7 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
     names, chosen = [*inputs, "pool", "out"], forms(rows, value_heads, value_dim)
-    parts_of = lambda form: value_dim // TILE // (heads_mosaic.PARTS if form is heads_mosaic else 1)
-    parts = parts_of(chosen[0])
+    parts = parts_of(chosen[0], value_dim)
     described = views(chosen, key_dim, pieces, v.dtype, per_channel=True)
 
     def body(*arrays):
@@ -38,7 +35,7 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
             is_meant = True if len(chosen) == 1 else is_first if form is chosen[0] else ~is_first
             named = SimpleNamespace(**vars(refs), **barriers)
             run = functools.partial(form.carry_states, named, memory_of, (row, head, part), layout=layout)
-            pm.when((part < parts_of(form)) & is_meant)(run)
+            pm.when((part < parts_of(form, value_dim)) & is_meant)(run)
 
     updated = jax.new_ref(pool)
     out = pm.kernel(

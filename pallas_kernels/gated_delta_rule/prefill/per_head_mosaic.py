@@ -10,6 +10,8 @@ the products of its first chunks, one chunk each. They wait for each other too, 
 programs of one key head, which are four in most models.
 """
 
+import functools
+import itertools
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -17,17 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import TILE
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import CORES, cut, forms, parts_of, takes_first, views
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
-
-_CORES = 132  # of a Hopper GPU. With another number the launch is slower, and its results are the same.
 
 
 class Plan(NamedTuple):
-    """How programs share the work. No result depends on it.
+    """How programs share the work if states are carried in one form. No result depends on it.
 
     Attributes:
         carrying: The module of the programs that carry states.
@@ -44,15 +44,14 @@ class Plan(NamedTuple):
     helpers: int
 
 
-def plan(rows: int, value_heads: int, value_dim: int) -> Plan:
+def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     """Returns the plan for so many rows and heads of so many value dims."""
-    parts = value_dim // TILE
+    parts = parts_of(form, value_dim)
     carriers = rows * value_heads * parts
-    if carriers > _CORES and parts % heads_mosaic.PARTS == 0:
-        carriers, parts = carriers // heads_mosaic.PARTS, parts // heads_mosaic.PARTS
-        return Plan(heads_mosaic, parts, carriers, makers=_CORES, helpers=0)
-    makers = max(_CORES - carriers, _CORES // 2 + 2)  # those of few rows fill the GPU together with the carriers
-    return Plan(states_mosaic, parts, carriers, makers, helpers=value_heads * parts)
+    if form is heads_mosaic:
+        return Plan(form, parts, carriers, makers=CORES, helpers=0)
+    makers = max(CORES - carriers, CORES // 2 + 2)  # those of few rows fill the GPU together with the carriers
+    return Plan(form, parts, carriers, makers, helpers=value_heads * parts)
 
 
 def prefill(
@@ -71,30 +70,39 @@ def prefill(
     k, v, rows = inputs["k"], inputs["v"], inputs["read_block"].shape[0]
     (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
     number = chunks.seq_idx.shape[0]
-    carrying, parts, carriers, makers, helpers = plan(rows, value_heads, value_dim)
+    plans = [plan(form, rows, value_heads, value_dim) for form in forms(rows, value_heads, value_dim)]
+    first_plan, last_plan = plans[0], plans[-1]
     given = inputs | dict(g=g, beta=beta)
     outputs = dict(out=jax.ShapeDtypeStruct(v.shape, v.dtype)) | products_mosaic.outputs(value_heads, number, pieces)
-    names, products_memory = [*given, "pool", *outputs], products_mosaic.memory(WARPGROUPS, k.dtype)
+    chosen = tuple(each.carrying for each in plans)
+    described = [
+        products_mosaic.memory(WARPGROUPS, k.dtype),
+        *views(chosen, key_dim, pieces, v.dtype, per_channel=False),
+    ]
+    names = [*given, "pool", *outputs]
 
     def body(*arrays):
-        *arrays, memory, products_barriers, states_barriers, made = arrays
-        of_products, of_states = memory[: len(products_memory)], memory[len(products_memory) :]
+        *arrays, memory, products_barriers, carrying_barriers, made = arrays
+        of_products, *of_forms = cut(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
         counters = pm.counters(number * key_heads)
         program, warpgroup = pm.axis_index("program"), pm.axis_index(pm.WARPGROUP)
+        is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.carriers // rows)
+        of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
+        makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
         is_maker, index, div, rem = program < makers, program - makers, jax.lax.div, jax.lax.rem
         # An item is a chunk and key head. A helper has one, and of every `step` others, in order, each warpgroup of a maker
         # has one.
-        items, step = number * key_heads, jnp.int32(WARPGROUPS * makers)
-        each = jnp.int32(helpers // key_heads)
-        if helpers:
+        items, step = number * key_heads, WARPGROUPS * makers
+        helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
+        first, has_one = helpers + warpgroup * makers + program, False
+        if first_plan.helpers:
+            each = jnp.int32(first_plan.helpers // key_heads)
             of_helper = rem(index, each) * key_heads + div(index, each)
-            first = jnp.where(is_maker, helpers + warpgroup * makers + program, of_helper)
+            first = jnp.where(is_maker, first, of_helper)
             has_one = (index < helpers) & (first < items) & (warpgroup == WARPGROUPS - 1)
-            count = jnp.where(is_maker, div(items - first + step - 1, step), has_one.astype(jnp.int32))
-        else:
-            first = warpgroup * makers + program
-            count = jnp.where(is_maker, div(items - first + step - 1, step), 0)
+        of_others = has_one.astype(jnp.int32) if first_plan.helpers else 0
+        count = jnp.where(is_maker, div(items - first + step - 1, step), of_others)
 
         def one(n, here):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
@@ -110,35 +118,40 @@ def prefill(
 
         jax.lax.fori_loop(0, count, one, warpgroup)
 
-        @pm.when(program >= makers)
-        def _():
-            part, rest = rem(index, jnp.int32(parts)), div(index, jnp.int32(parts))
+        def carry(own, memory, barriers):
+            part, rest = rem(index, jnp.int32(own.parts)), div(index, jnp.int32(own.parts))
             head, row = rem(rest, jnp.int32(value_heads)), div(rest, jnp.int32(value_heads))
             wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])
-            named = SimpleNamespace(**vars(refs), **states_barriers)
+            named = SimpleNamespace(**vars(refs), **barriers)
 
             def begin():
                 """Waits until no warpgroup makes products, which are in the same shared memory."""
-                if helpers:
+                if own.helpers:
                     pm.commit()
                     pm.arrive(made)
                     pm.wait(made)
 
             place = row, head, part
-            carrying.carry_states(named, of_states, place, layout=layout, wait_for_products=wait, begin=begin)
+            own.carrying.carry_states(named, memory, place, layout=layout, wait_for_products=wait, begin=begin)
+
+        for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
+            is_meant = True if len(plans) == 1 else is_first if own is first_plan else ~is_first
+            pm.when((program >= makers) & (index < own.carriers) & is_meant)(
+                functools.partial(carry, own, memory, barriers)
+            )
 
     updated = jax.new_ref(pool)
     out, *_ = pm.kernel(
         body,
         out_type=tuple(outputs.values()),
-        grid=(makers + carriers,),
+        grid=(max(each.makers + each.carriers for each in plans),),
         grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name=pm.WARPGROUP,
         scratch_types=[
-            pm.union(*products_memory, *carrying.memory(key_dim, pieces, v.dtype, per_channel=False)),
+            pm.union(*itertools.chain(*described)),
             products_mosaic.barriers(WARPGROUPS, key_dim),
-            carrying.barriers(key_dim, pieces, per_channel=False),
+            [form.barriers(key_dim, pieces, per_channel=False) for form in chosen],
             pm.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=pm.fast_math(),

@@ -7,7 +7,6 @@ are then in registers already, and none waits for shared memory.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import SHAPE, TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
 from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head
 
 WARPGROUPS = 3  # of a program
@@ -216,41 +214,3 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
 def _stages(per_channel: bool) -> int:
     """Returns for how many chunks keys and values are in shared memory: as many as fit."""
     return 2 if per_channel else 3
-
-
-def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel for a decay per key channel.
-
-    Args:
-        inputs: What `states.states` reads, by name.
-        pool: The states.
-        layout: The layout of the states in the pool.
-    """
-    v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
-    rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
-    names, parts = [*inputs, "pool", "out"], value_dim // TILE
-    carry, memory_of, barriers_of = carry_states, memory, barriers
-    if rows * value_heads * parts > 132 and parts % heads_mosaic.PARTS == 0:
-        carry, memory_of, barriers_of = heads_mosaic.carry_states, heads_mosaic.memory, heads_mosaic.barriers
-        parts //= heads_mosaic.PARTS
-
-    def body(*arrays):
-        *arrays, memory, barriers = arrays
-        refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)), **barriers)
-        carry(refs, memory, [pm.axis_index(axis) for axis in ("row", "head", "part")], layout=layout)
-
-    updated = jax.new_ref(pool)
-    out = pm.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        grid=(rows, value_heads, parts),
-        grid_names=("row", "head", "part"),
-        num_threads=WARPGROUPS,
-        thread_name=pm.WARPGROUP,
-        scratch_types=[
-            pm.union(*memory_of(key_dim, pieces, v.dtype, per_channel=True)),
-            barriers_of(key_dim, pieces, per_channel=True),
-        ],
-        kernel_name="gated_delta_rule_prefill_states",
-    )(*inputs.values(), updated)
-    return out, jax.freeze(updated)

@@ -1,0 +1,58 @@
+"""The delta rule's prefill carries states in one of two forms on Hopper GPUs, which have the same bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.test_gated_delta_rule import Dims
+from kernels.test_gated_delta_rule_prefill import make_prefill, prefill
+
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import forms, takes_first
+
+HEADS, DIM = 32, 128
+PROGRAMS = HEADS * DIM // 64  # that carry a row's states in the first form
+# Lengths of several rows, and whether they are carried in the first form. The first row is compared with itself alone.
+LENGTHS = [
+    ([200, 0, 0, 0], True),
+    ([200, 3, 0, 5], True),
+    ([200, 130, 0, 0], True),
+    ([200, 200, 200, 0], False),
+    ([70, 200, 130, 140], False),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "value_dim", "wanted"),
+    [
+        (1, 128, [states_mosaic]),
+        (2, 128, [states_mosaic]),
+        (4, 128, [states_mosaic, heads_mosaic]),
+        (4, 64, [states_mosaic]),
+        (24, 128, [heads_mosaic]),
+    ],
+)
+def test_a_launch_has_the_forms_that_its_rows_may_need(rows, value_dim, wanted):
+    assert list(forms(rows, HEADS, value_dim)) == wanted
+
+
+@pytest.mark.parametrize(("lengths", "wanted"), LENGTHS)
+def test_the_first_form_carries_few_rows_and_long_ones(lengths, wanted):
+    assert takes_first(jnp.asarray(np.cumsum([7, *lengths]), jnp.int32), len(lengths), PROGRAMS) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize("lengths", [lengths for lengths, _ in LENGTHS])
+def test_both_forms_have_the_same_bits(rng, lengths, kda):
+    key_heads = HEADS if kda else HEADS // 2
+    inputs, before = make_prefill(rng, lengths, Dims(key_heads, HEADS, DIM, DIM), jnp.bfloat16, kda=kda)
+    first = [x[: lengths[0]] for x in inputs]
+    how = dict(implementation="mosaic_gpu", padded=False)
+    checkpoints = np.array([[[64, 128]], [[8, 9]]])
+    alone, wanted = prefill(first, before, lengths[:1], [0], [3], [6], checkpoints, **how)
+    others = [0] * (len(lengths) - 1)
+    checkpoints = np.pad(checkpoints, ((0, 0), (0, len(others)), (0, 0)))
+    out, pool = prefill(inputs, before, lengths, [0, *others], [3, *others], [6, *others], checkpoints, **how)
+    np.testing.assert_array_equal(np.asarray(out[: lengths[0]]), np.asarray(alone))
+    np.testing.assert_array_equal(np.asarray(pool), np.asarray(wanted))
+    assert np.isfinite(np.asarray(out, np.float32)).all()
