@@ -8,7 +8,9 @@ experts begin with "moe". Requests take their most likely token, and draw it in 
 floor, see `model_floor.py`.
 
 A row of a decode or verify case also says how long the host takes to start a step's program, `start_us`, and how long it
-waits for the step before, `wait_us`. If it hardly waits, the host is slower than the devices.
+waits for the step before, `wait_us`. If it hardly waits, the host is slower than the devices. Steps over several devices
+take longer in the first tenths of a second after the prompts were read. So others come before those that are timed, and the
+prompts are shorter by as many tokens as these generate. The median of the first ones is `first_step_us`.
 """
 
 import argparse
@@ -49,6 +51,7 @@ CONFIGURATION: dict[str, Any] = dict(
 # How Qwen's models are meant to be sampled.
 DRAWS: dict[str, Any] = dict(temperature=0.7, top_k=20, top_p=0.8)
 STEPS = 32  # of which the median is taken
+WARM_UP = 160  # steps before these, the first ones included
 LONGEST = 15  # kernels that a row lists
 
 
@@ -69,10 +72,10 @@ def ring_of(engine: Engine, case: Case, tokens_per_row: float) -> Ring | None:
     return Ring(spec.fold_length, case.rows * tokens_per_row, spec.ring_bytes_per_slot / (2 * spec.fold_length))
 
 
-def prompts(config: Config, case: Case, seed: int = 0) -> list[list[int]]:
-    """Random prompts that share nothing."""
+def prompts(config: Config, case: Case, seed: int = 0, fewer: int = 0) -> list[list[int]]:
+    """Random prompts that share nothing, with `fewer` tokens than the case's context."""
     rng = np.random.default_rng([seed, case.rows, case.context])
-    return rng.integers(0, config.vocab_size, (case.rows, case.context)).tolist()
+    return rng.integers(0, config.vocab_size, (case.rows, case.context - fewer)).tolist()
 
 
 def _check(outputs: Sequence[Any]) -> None:
@@ -150,19 +153,21 @@ def time_steps(engine: Engine, steps: int) -> Row:
     return row | {"start_us": median(starts), "wait_us": median(waits)}
 
 
-def measure_decode(engine: Engine, config: Config, case: Case, steps: int) -> Row:
+def measure_decode(engine: Engine, config: Config, case: Case, steps: int, warm_up: int) -> Row:
     """The median time of the engine's own steps while every row decodes, and the kernels of a step."""
     # The first rows decode while the last ones' prompts are read.
     reading = case.rows * -(-case.context // engine.config.max_num_batched_tokens)
-    length = (1 + case.drafts) * (reading + steps + 64)
+    length = (1 + case.drafts) * (reading + warm_up + steps + 64)
     params = SamplingParams(max_tokens=length, ignore_eos=True, **DRAWS if case.draws else {})
-    ids = [engine.add_request(prompt, params) for prompt in prompts(config, case)]
+    generated = int(warm_up * (1 + case.drafts / 2))
+    ids = [engine.add_request(prompt, params) for prompt in prompts(config, case, fewer=generated)]
     while engine.scheduler.waiting or any(not request.token_times for request in engine.scheduler.running):
         _check(engine.step())
-    for _ in range(4):
+    first = time_steps(engine, min(warm_up, steps))
+    for _ in range(warm_up - steps):
         engine.step()
     before = engine.stats
-    row = time_steps(engine, steps)
+    row = time_steps(engine, steps) | {"first_step_us": first["step_us"], "warm_up": warm_up}
     after = engine.stats
 
     # No step is in flight when the profiler begins, so that it sees whole steps only.
@@ -246,6 +251,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--num-state-blocks", type=int, default=CONFIGURATION["num_state_blocks"])
     parser.add_argument("--num-kv-pages", type=int, default=CONFIGURATION["num_kv_pages"])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are timed, at least one")
     parser.add_argument("--budget", type=float, default=math.inf, help="start no case after so many seconds")
     parser.add_argument("--json", help="append a row per case to this JSON Lines file")
     parser.add_argument("--commit", default="unknown")
@@ -275,7 +281,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             print(f"{engine.sizes}; {time.perf_counter() - begin:.0f} s", flush=True)
         engine.reset_prefix_cache()
         measure = functools.partial(measure_prompt, repetitions=4) if case.kind == "prompt" else functools.partial(
-            measure_decode, steps=options.steps
+            measure_decode, steps=options.steps, warm_up=options.warm_up
         )  # fmt: skip
         row: Row = {"case": prefix + case.name + suffix, "devices": options.devices, "model": options.model}
         row |= measure(engine, config, case)

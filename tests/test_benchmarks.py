@@ -716,7 +716,8 @@ def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
         model_floor.Case("verify", 3, 64, drafts=3),
     )
     monkeypatch.setattr(model, "CASES", cases)
-    sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", "--steps=16", *POOLS]
+    sizes = ["--max-model-len=600", "--max-num-seqs=4", "--max-num-batched-tokens=128", *POOLS]
+    sizes += ["--steps=16", "--warm-up=20"]
     decode, drawn, verify = model.main([f"--model={name}", *sizes])
     prefix = "moe " if name == "tiny-moe" else ""
     names = [f"{prefix}{case}" for case in ("decode 2x64", "decode 2x64 drawn", "verify K3 3x64")]
@@ -730,6 +731,7 @@ def test_rows_of_decode_and_verify_steps_are_complete(name, monkeypatch):
         # The host starts a step and waits for the one before within a step.
         assert min(row["start_us"], row["wait_us"]) > 0
         assert row["start_us"] + row["wait_us"] < row["step_us_max"]
+        assert row["first_step_us"] > 0
 
 
 @pytest.mark.deep
