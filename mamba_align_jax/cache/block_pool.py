@@ -86,10 +86,13 @@ class BlockPool:
     def published(self) -> list[tuple[bytes, int]]:
         """Every key that can be found, with its block: first the cached ones, in the order in which they will be evicted.
 
-        Held blocks follow. Of these, the key that became findable last comes first, so that a prefix's last page does.
+        Those whose blocks are held follow, and those with spares, which replace an evicted block. Of these, the key that
+        became findable last comes first, so that a prefix's last page does.
         """
-        held = [(key, block) for key, block in self._block_of.items() if block in self._holders]
-        return [(self._key_of[block], block) for block in self._cached] + held[::-1]
+        stays = lambda key, block: block in self._holders or key in self._spares
+        held = [(key, block) for key, block in self._block_of.items() if stays(key, block)]
+        cached = [(self._key_of[block], block) for block in self._cached]
+        return [pair for pair in cached if not stays(*pair)] + held[::-1]
 
     def fits(self, count: int, hits: Sequence[int] = ()) -> bool:
         """True if the pool can hold the blocks `hits` and allocate `count` further blocks.

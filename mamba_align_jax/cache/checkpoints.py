@@ -49,11 +49,11 @@ class Checkpoints:
 
 
 def requested_offsets(wanted: Collection[int], prompt: int, block_size: int) -> tuple[int, ...]:
-    """Rounds offsets down to boundaries, and drops 0, duplicates and offsets that the prompt does not reach."""
+    """Rounds offsets down to boundaries, and drops 0, duplicates and offsets after the prompt."""
     prompt = values.integer("requested_offsets: prompt", prompt, 0)
     block_size = values.integer("requested_offsets: block_size", block_size, 1)
     wanted = values.integers("requested_offsets: wanted", wanted, ordered=False)
-    return tuple(sorted({last_boundary(offset, block_size) for offset in wanted if offset < prompt} - {0}))
+    return tuple(sorted({last_boundary(offset, block_size) for offset in wanted if offset <= prompt} - {0}))
 
 
 def request_checkpoints(

@@ -8,6 +8,8 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.cache.hybrid import HybridCache
 from mamba_align_jax.engine.config import EngineConfig, SamplingParams
 
+NUM_SEEDS = 2**31  # which fit the device's int32
+
 
 def check_request(
     prompt: Any,
@@ -77,13 +79,13 @@ def params_for(num_prompts: int, params: Any) -> Sequence[Any]:
 
 
 def seeded(params: Any, n: int) -> list[Any]:
-    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on.
+    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on. After the largest one is 0.
 
     Raises:
-        ValueError: `n` is not at least 1, or a seed is too large.
+        ValueError: `n` is not at least 1.
     """
     if values.integer("n", n, 1) == 1:
         return [params]
     params = SamplingParams() if params is None else params
     values.require(isinstance(params, SamplingParams), "params", "SamplingParams or None", params)
-    return [replace(params, seed=params.seed + number) for number in range(n)]
+    return [replace(params, seed=(params.seed + number) % NUM_SEEDS) for number in range(n)]

@@ -171,7 +171,11 @@ class EngineCore:
         if self._is_torn:
             self._recover()
         try:
-            return change(*args, **kwargs)
+            result = change(*args, **kwargs)
+            self._is_torn = True  # until the listener has heard all that it was told
+            self._reports.flush()
+            self._is_torn = False
+            return result
         except BaseException:
             if self._is_torn:
                 self._recover()
@@ -208,8 +212,6 @@ class EngineCore:
     def _reset_prefix_cache(self) -> None:
         self._is_torn = True
         self.cache.reset_prefix_cache()
-        self._reports.flush()
-        self._is_torn = False
 
     def _advance(self) -> None:
         """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
@@ -218,7 +220,6 @@ class EngineCore:
         self._is_torn = True
         try:
             self._step()
-            self._reports.flush()
         except Exception as error:
             self._fail(error, self._failed_requests())
         self._is_torn = False

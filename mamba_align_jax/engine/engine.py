@@ -200,11 +200,11 @@ class Engine(PortableCore):
     def on_cache_event(self, listener: Listener | None) -> None:
         """Tells a function from now on, in order, which pages and states the prefix cache stores and which it loses.
 
-        The function is called with a tuple of `CacheEvent`s after each step that changes the cache, by the thread that
-        steps, and must not call the engine. The events begin with `CacheCleared`: this call empties the cache, and queues
-        running requests again. After a failure or an interrupt the events may begin again with `CacheCleared` and all
-        that is cached. So what one gets by applying all events is what is cached. If the function raises, that is
-        logged, and it is told nothing more.
+        The function is called with a tuple of `CacheEvent`s after each step or other call that changes the cache, by the
+        thread that makes it, and must not call the engine. The events begin with `CacheCleared`: this call empties the
+        cache, and queues running requests again. After a failure or an interrupt the events may begin again with
+        `CacheCleared` and all that is cached. So what one gets by applying all events is what is cached. If the function
+        raises, that is logged, and it is told nothing more.
 
         Args:
             listener: Replaces the function of an earlier call; None ends the reports.

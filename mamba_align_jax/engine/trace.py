@@ -147,7 +147,7 @@ def read_trace(path: str | Path) -> Iterator[TracedStep]:
         OSError: There is no such file.
         ValueError: A line isn't a step. The error names the line.
     """
-    with Path(path).open() as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 step = json.loads(line)
@@ -155,7 +155,7 @@ def read_trace(path: str | Path) -> Iterator[TracedStep]:
                     row["columns"] = tuple((column, block) for column, block in row["columns"])
                 step["rows"] = tuple(TracedRow(**row) for row in step["rows"])
                 yield TracedStep(**step)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ValueError(f"{path}: line {number} is not a step of a trace: {error}") from error
 
 

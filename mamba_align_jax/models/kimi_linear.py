@@ -20,7 +20,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require
-from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, taps, tensor
+from mamba_align_jax.models.sources import Source, experts, joined, mapped, named, parts, taps, tensor
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -223,11 +223,13 @@ def transformers_sources(place: str, config: Config) -> list[Source]:
     place = place if place.startswith("lm_head") else f"model.{place}"
     mixer = place.rpartition(".self_attn.")[0] + ".self_attn"
     if ".experts." in place:
-        return experts(place, config.num_experts, shared="shared_experts")
+        size = config.moe_intermediate_size * config.num_shared_experts
+        return experts(place, config.num_experts, shared="shared_experts", shared_size=size)
     if place.endswith(".in_proj_qkvbfg.weight"):
         rank = "_a" if config.low_rank_gates else ""
         names = ("q", "k", "v", "b", f"f{rank}", f"g{rank}")
-        return [joined([tensor(f"{mixer}.{name}_proj.weight") for name in names], axis=0)]
+        own_sizes = lambda sizes: (*(sizes[0] // 3,) * 3, *sizes[1:])  # queries, keys and values are one part
+        return [parts([f"{mixer}.{name}_proj.weight" for name in names], own_sizes)]
     if place.endswith(".conv1d.weight"):
         return [joined([taps(f"{mixer}.{part}_conv1d.weight") for part in "qkv"])]
     if place.endswith(".A_log"):  # Its shape is [heads] or [1, 1, heads, 1].

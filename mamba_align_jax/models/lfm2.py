@@ -24,7 +24,7 @@ from mamba_align_jax.layers.short_conv import ShortConv
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, rotation
-from mamba_align_jax.models.sources import Source, experts, joined, named, taps, tensor
+from mamba_align_jax.models.sources import Source, experts, named, parts, taps, tensor
 from pallas_kernels import Implementation
 
 CONV, FULL = "conv", "full_attention"
@@ -172,11 +172,10 @@ def sources(place: str, config: Config) -> list[Source]:
         return [named(place)]
     place = f"model.{'embedding_norm.weight' if place == 'norm.weight' else place}"
     if ".experts." in place:
-        names = experts(place, config.num_experts, up=("w1", "w3"), down=("w2",))
-        return names
+        return experts(place, config.num_experts, up=("w1", "w3"), down=("w2",))
     *path, module, leaf = place.split(".")
     if module == "gate_up_proj":
-        return [joined([tensor(".".join([*path, part, leaf])) for part in ("w1", "w3")], axis=0)]
+        return [parts([".".join([*path, part, leaf]) for part in ("w1", "w3")])]
     if place.endswith("conv.conv.weight"):
         return [taps(place)]
     if leaf == "e_score_correction_bias":

@@ -1,6 +1,7 @@
 """OLMo-Hybrid: gated delta nets whose inputs are normed, and full attention whose outputs are normed instead."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from mamba_align_jax.layers.residual import Residual
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.sources import Source, joined, named, taps, tensor
+from mamba_align_jax.models.sources import Source, joined, named, parts, taps
 
 LINEAR, FULL = "linear_attention", "full_attention"
 # Epsilon of the delta nets' output norm. It does not depend on rms_norm_eps.
@@ -138,6 +139,13 @@ _RENAMED = {"norm": "o_norm", "out_proj": "o_proj"}
 _RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
 
+def _own_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the sizes of q, k, v, g, b and a from those of `GatedDeltaNet`'s parts: q, k and v are one; g has v's size."""
+    keys_and_values, values, *heads = sizes
+    keys = (keys_and_values - values) // 2
+    return keys, keys, values, values, *heads
+
+
 def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     del config
@@ -148,7 +156,7 @@ def sources(place: str, config: Config) -> list[Source]:
     if leaf == "conv1d.weight":
         return [joined([taps(f"{mixer}.linear_attn.{part}_conv1d.weight") for part in "qkv"]), named(place)]
     if leaf == "in_proj_qkvzba.weight":
-        return [joined([tensor(f"{mixer}.linear_attn.{part}_proj.weight") for part in "qkvgba"], axis=0)]
+        return [parts([f"{mixer}.linear_attn.{part}_proj.weight" for part in "qkvgba"], _own_sizes)]
     *path, module, last = place.split(".")
     if leaf:
         return [named(".".join([*path, _RENAMED.get(module, module), last]))]

@@ -1,7 +1,7 @@
 """Qwen3.5, text only: gated delta nets and some layers of gated attention, with MLPs or experts, and a draft head."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flax import nnx
@@ -172,7 +172,9 @@ def sources(place: str, config: Config) -> list[Source]:
     """Lists the ways to make the parameter at `place` from tensors: see `read_weights`."""
     name = place if place.startswith(("lm_head", "mtp")) else f"model.{place}"
     if ".experts." in place:
-        return experts(name, config.num_experts, shared="shared_expert")
+        size = config.shared_expert_intermediate_size
+        return experts(name, config.num_experts, shared="shared_expert", shared_size=size)
     if place.endswith(".mlp.gate.weight"):  # The gate of the shared expert is its last output.
-        return [joined([tensor(name), tensor(name.replace(".gate.", ".shared_expert_gate."))], axis=0)]
+        both = joined([tensor(name), tensor(name.replace(".gate.", ".shared_expert_gate."))], axis=0)
+        return [replace(both, split=lambda array, _: [array[:-1], array[-1:]])]
     return [named(name)]

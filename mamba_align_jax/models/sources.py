@@ -14,7 +14,8 @@ class Source:
 
     Attributes:
         names: Names of the tensors. Several parameters may be made from the same tensor.
-        make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time.
+        make: Makes the parameter from an iterator over the tensors in this order. It reads one at a time. They have the
+            parameter's dtype. If their shapes do not fit together, it raises a ValueError.
         split: Makes the tensors from the parameter and the sizes of its parts along the first axis, if no other parameter is
             made from them; else None.
     """
@@ -44,7 +45,7 @@ def product(name: str) -> Source:
 
 def taps(name: str) -> Source:
     """Takes a convolution's taps, which files hold as [channels, 1, width], to [width, channels]."""
-    return Source((name,), lambda parts: next(parts)[:, 0].T, lambda array, _: [array.T[:, None]])
+    return Source((name,), lambda parts: np.squeeze(next(parts), axis=1).T, lambda array, _: [array.T[:, None]])
 
 
 def joined(sources: Sequence[Source], axis: int = -1) -> Source:
@@ -53,10 +54,27 @@ def joined(sources: Sequence[Source], axis: int = -1) -> Source:
     return Source(names, lambda parts: np.concatenate([source.make(parts) for source in sources], axis=axis))
 
 
-def parts(names: Sequence[str]) -> Source:
-    """Concatenates tensors along the first axis: the parts of a `Linear`."""
+def parts(names: Sequence[str], own_sizes: Callable[[Sequence[int]], Sequence[int]] = lambda sizes: sizes) -> Source:
+    """Concatenates tensors along the first axis: the parts of a `Linear`.
+
+    Args:
+        names: Names of the tensors.
+        own_sizes: Makes the tensors' sizes from those of the `Linear`'s parts, if some of these are several tensors.
+    """
     both = joined([tensor(name) for name in names], axis=0)
-    return Source(both.names, both.make, lambda array, sizes: np.split(array, np.cumsum(sizes)[:-1]))
+    return Source(both.names, both.make, lambda array, sizes: np.split(array, np.cumsum(own_sizes(sizes))[:-1]))
+
+
+def equal_parts(names: Sequence[str]) -> Source:
+    """Concatenates tensors of one shape along the first axis."""
+
+    def make(parts: Iterator[np.ndarray]) -> np.ndarray:
+        first, *others = (next(parts) for _ in names)
+        if any(other.shape != first.shape for other in others):
+            raise ValueError(f"{names} must have one shape")
+        return np.concatenate([first, *others])
+
+    return Source(tuple(names), make)
 
 
 def stacked(sources: Sequence[Source]) -> Source:
@@ -68,7 +86,10 @@ def stacked(sources: Sequence[Source]) -> Source:
         out = np.empty((len(sources), *first.shape), first.dtype)
         out[0] = first
         for place, source in enumerate(sources[1:], 1):
-            out[place] = source.make(parts)
+            other = source.make(parts)
+            if other.shape != first.shape:  # NumPy would repeat some shapes
+                raise ValueError(f"{source.names} must have the shape of {sources[0].names}")
+            out[place] = other
         return out
 
     return Source(names, make)
@@ -89,13 +110,14 @@ def named(place: str) -> Source:
     return taps(place) if place.endswith("conv1d.weight") else tensor(place)
 
 
-def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool) -> Source:
+def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool, shared_size: int) -> Source:
     """Appends a shared expert to the experts that `routed` makes, cut into experts of their size.
 
     Args:
         routed: Makes `up` or `down` of the experts that are not shared.
         names: The tensors of the shared expert's products: those that `up` joins, or that of `down`.
         is_up: Whether it is `up`.
+        shared_size: Intermediate channels of the shared expert.
     """
 
     def make(parts: Iterator[np.ndarray]) -> np.ndarray:
@@ -104,6 +126,8 @@ def _with_shared(routed: Source, names: tuple[str, ...], is_up: bool) -> Source:
         joined = []
         for _ in names:
             tensor = next(parts) if is_up else next(parts).T  # [channels, hidden]
+            if len(tensor) != shared_size:
+                raise ValueError(f"{names} must have {shared_size} channels")
             pieces = np.zeros((shared_experts(len(tensor), size), size, tensor.shape[1]), own.dtype)
             pieces.reshape(-1, tensor.shape[1])[: len(tensor)] = tensor
             joined.append(pieces)
@@ -119,6 +143,7 @@ def experts(
     up: Sequence[str] = ("gate_proj", "up_proj"),
     down: Sequence[str] = ("down_proj",),
     shared: str | None = None,
+    shared_size: int = 0,
 ) -> list[Source]:
     """Lists the ways to make `up` or `down` of `layers.moe.Experts`: from tensors per expert, or from one tensor.
 
@@ -129,12 +154,13 @@ def experts(
         down: Names of an expert's products that `down` joins.
         shared: Name of a shared expert beside "experts", which is appended: see `layers.moe.shared_experts`. None if there
             is none.
+        shared_size: Intermediate channels of the shared expert, if there is one.
     """
     prefix, leaf = place.rsplit(".", 1)
     names = up if leaf == "up" else down
     fused = tensor(f"{prefix}.{'gate_up' if leaf == 'up' else leaf}_proj")
-    each = [joined([tensor(f"{prefix}.{expert}.{name}.weight") for name in names], axis=0) for expert in range(number)]
+    each = [equal_parts([f"{prefix}.{expert}.{name}.weight" for name in names]) for expert in range(number)]
     if shared is None:
         return [stacked(each), fused]
     beside = tuple(f"{prefix.removesuffix('experts')}{shared}.{name}.weight" for name in names)
-    return [_with_shared(way, beside, leaf == "up") for way in (stacked(each), fused)]
+    return [_with_shared(way, beside, leaf == "up", shared_size) for way in (stacked(each), fused)]

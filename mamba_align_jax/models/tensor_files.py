@@ -13,7 +13,7 @@ import numpy as np
 
 from mamba_align_jax.models.fields import read_object
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A header is JSON, which a longer one would make slow to read. safetensors itself has this limit.
 _MAX_HEADER_BYTES = 100_000_000
 FP8: Mapping[str, Any] = MappingProxyType({"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2})
@@ -106,29 +106,31 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: a file is missing or is not what it should be. It is named.
     """
-    if not (path / _INDEX).is_file():
+    if not (path / INDEX).is_file():
+        if (path / INDEX).is_symlink():
+            raise ValueError(f"{INDEX} must be a file, got a link to nothing, in {str(path)!r}")
         return _single(path)
-    places = read_object(path / _INDEX).get("weight_map")
+    places = read_object(path / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise ValueError(
-            f"{_INDEX}: weight_map must be an object that names the file of each tensor, got "
+            f"{INDEX}: weight_map must be an object that names the file of each tensor, got "
             f"{type(places).__name__}, in {str(path)!r}"
         )
     headers = {}
     for place in sorted(set(places.values())):
-        if Path(place).name != place:
-            raise ValueError(f"{_INDEX}: weight_map must name files of the same directory, got {place!r}")
+        if Path(place).name != place or place in ("", ".."):
+            raise ValueError(f"{INDEX}: weight_map must name files of the same directory, got {place!r}")
         headers[place] = _header(path / place)
     for name, place in places.items():
         if name not in headers[place]:
-            raise ValueError(f"{_INDEX}: weight_map must name the file that holds {name!r}, got {place!r}")
+            raise ValueError(f"{INDEX}: weight_map must name the file that holds {name!r}, got {place!r}")
     return {name: headers[place][name] for name, place in places.items()}
 
 
 def _single(path: Path) -> dict[str, StoredTensor]:
     if (path / _SINGLE).is_file():
         return _header(path / _SINGLE)
-    directory = f"model directory must hold {_SINGLE} or {_INDEX}, got {str(path)!r}"
+    directory = f"model directory must hold {_SINGLE} or {INDEX}, got {str(path)!r}"
     if any(path.glob("pytorch_model*.bin")):
         raise ValueError(
             f"{directory} with pytorch_model.bin, which is a pickle and may run code; convert it where torch is: "

@@ -23,7 +23,7 @@ from mamba_align_jax.models.config import ModelConfig
 from mamba_align_jax.models.config_files import read_config as read_config
 from mamba_align_jax.models.quantised import dequantised, read_quantisation
 from mamba_align_jax.models.sources import Source
-from mamba_align_jax.models.tensor_files import Tensor, stored_tensors
+from mamba_align_jax.models.tensor_files import INDEX, Tensor, stored_tensors
 
 _LOG = logging.getLogger(__name__)
 # Prefixes of tensors of towers for images and sound and of what joins them to the text model.
@@ -105,17 +105,22 @@ def _check_shapes(source: Source, tensors: Mapping[str, Tensor], variable: Any, 
             raise ValueError(f"tensor {name!r} must have shape {list(part.shape)}, got {list(tensors[name].shape)}")
 
 
+def _values(tensor: Tensor, dtype: Any) -> np.ndarray:
+    """Reads a tensor's values in the dtype of a parameter, in which some may be infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return tensor.read().astype(dtype, copy=False)
+
+
 def _read(source: Source, tensors: Mapping[str, Tensor], variable: Any, check_values: bool) -> jax.Array:
     try:
-        array = source.make(tensors[name].read() for name in source.names)
+        array = source.make(_values(tensors[name], variable.dtype) for name in source.names)
     except (ValueError, IndexError):
         # The tensors' shapes do not fit together, unless one of them can't be read, which it says itself.
         for name in source.names:
             tensors[name].read()
         array = None
     if array is not None and array.shape == variable.shape:
-        with np.errstate(over="ignore", invalid="ignore"):
-            loaded = jnp.asarray(array, variable.dtype)
+        loaded = jnp.asarray(array, variable.dtype)
         if check_values and not bool(jnp.isfinite(loaded).all()):
             raise _not_finite(source, tensors, variable)
         return loaded
@@ -129,11 +134,9 @@ def _read(source: Source, tensors: Mapping[str, Tensor], variable: Any, check_va
 def _not_finite(source: Source, tensors: Mapping[str, Tensor], variable: Any) -> ValueError:
     """Finds the tensor because of which a parameter is not finite."""
     for name in source.names:
-        values = tensors[name].read()
-        with np.errstate(over="ignore", invalid="ignore"):
-            wrong = ~np.isfinite(values.astype(variable.dtype).astype(np.float32))
+        wrong = ~np.isfinite(_values(tensors[name], variable.dtype).astype(np.float32))
         if wrong.any():
-            value = float(values[wrong][0])
+            value = float(tensors[name].read()[wrong][0])
             return ValueError(
                 f"tensor {name!r} must hold finite values of dtype {variable.dtype}, got {int(wrong.sum())} others, for "
                 f"instance {value:g}; check_values=False loads them"
@@ -279,9 +282,12 @@ def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) ->
         path: The directory. It is created if it does not exist.
 
     Raises:
-        ValueError: a parameter of the model is not made from tensors of its own.
+        ValueError: a parameter of the model is not made from tensors of its own, or is split over devices; or the directory
+            has an index of weights in other files, which would be loaded instead. Nothing is written.
     """
     path = Path(path)
+    if (path / INDEX).exists():
+        raise ValueError(f"save_weights: path must be a directory without {INDEX}, got {str(path)!r}")
     sizes, tensors = _sizes(model), {}
     for place, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name = ".".join(map(str, place))
@@ -291,6 +297,8 @@ def save_weights(model: CausalLM, architecture: ModuleType, path: str | Path) ->
                 f"save_weights: every parameter must have tensors of its own, but {name!r} of "
                 f"{model.config.model_type!r} has none"
             )
+        if not variable[...].is_fully_replicated:
+            raise ValueError(f"save_weights: model must not be split over devices, but {name!r} is")
         array = np.asarray(jax.device_get(variable[...]))
         arrays = source.split(array, sizes.get(place[:-1], array.shape[:1]))
         tensors |= {tensor: np.ascontiguousarray(part) for tensor, part in zip(source.names, arrays, strict=True)}

@@ -22,7 +22,7 @@ from mamba_align_jax.layers.shared_block import AdaptedAttention, AdaptedMLP, Sh
 from mamba_align_jax.metadata.step_inputs import StepInputs
 from mamba_align_jax.models.causal_lm import Carry, CausalLM
 from mamba_align_jax.models.config import ModelConfig, layer_kinds, require, rotation
-from mamba_align_jax.models.sources import Source, joined, named, tensor
+from mamba_align_jax.models.sources import Source, equal_parts, named, tensor
 
 MAMBA, HYBRID = "mamba", "hybrid"
 # Epsilon of Mamba-2's output norm. It does not depend on rms_norm_eps.
@@ -234,5 +234,5 @@ def sources(place: str, config: Config) -> list[Source]:
     if part == "feed_forward":
         return [tensor(adapter("feed_forward.gate_up_proj", 0 if module == "down" else 1))]
     if module == "down":
-        return [joined([tensor(adapter(f"self_attn.linear_{x}", 0)) for x in "qkv"], axis=0)]
+        return [equal_parts([adapter(f"self_attn.linear_{x}", 0) for x in "qkv"])]
     return [tensor(adapter(f"self_attn.linear_{module[0]}", 1))]

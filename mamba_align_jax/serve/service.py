@@ -5,13 +5,13 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.admission import NUM_SEEDS, seeded
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
@@ -28,8 +28,6 @@ from mamba_align_jax.serve.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
 from mamba_align_jax.serve.settings import Settings
 
-# Seeds fit the device's int32.
-_NUM_SEEDS = 2**31
 # Chats that may wait to be rendered, and grammars to be checked.
 _MAX_WAITING = 64
 # As vLLM writes the logarithm of 0.
@@ -233,8 +231,7 @@ class Service:
 
     def choices_of(self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int) -> list[Asked]:
         """Returns the requests for n choices to each prompt: the seed is the next number for each choice."""
-        seeded = [replace(params, seed=(params.seed + number) % _NUM_SEEDS) for number in range(n)]
-        return [(prompt, one) for prompt in prompts for one in seeded]
+        return [(prompt, one) for prompt in prompts for one in seeded(params, n)]
 
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool
@@ -287,4 +284,4 @@ class Service:
 def take_seed(found: Mapping[str, Any]) -> int:
     """Returns a call's seed, which may be any whole number; without one, a number that nobody can guess."""
     seed = found.get("seed")
-    return (secrets.randbelow(_NUM_SEEDS) if seed is None else seed) % _NUM_SEEDS
+    return (secrets.randbelow(NUM_SEEDS) if seed is None else seed) % NUM_SEEDS

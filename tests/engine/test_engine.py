@@ -211,7 +211,7 @@ def test_requested_boundaries_stay_cached_and_misses_have_a_reason(rng, model, r
     engine = make(model, checkpoint_interval=64)
     (prompt,) = prompts(rng, 90, [1])
     answer = lambda tokens, **params: engine.generate(tokens, dataclasses.replace(GREEDY, **params))[0]
-    first = answer(prompt, checkpoint_at=[50, 16, 20, 91, 3])
+    first = answer(prompt, checkpoint_at=[50, 16, 20, 92, 3])
     assert (first.checkpoint_at, first.num_cached_tokens, first.cache_miss) == ((16, 48), 0, "not identical")
     # At 16 and 48 the caller wants a state, at 64 the engine, at 80 the prompt ends; decoding has passed 96.
     outputs = [answer([*prompt[:end], 1, 2]) for end in (17, 31, 50, 66, 85)]

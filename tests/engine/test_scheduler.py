@@ -275,9 +275,15 @@ def test_requested_boundaries_stay_cached():
     scheduler = make(budget=13)
     this = request(0, range(45), checkpoint_at=[0, 5, 12, 9, 31, 45, 46, 1000])
     serve(scheduler, [this])
-    assert this.checkpoint_at == (8, 24)
+    assert this.checkpoint_at == (8, 24, 40)
     assert kept(scheduler, this.tokens) == [8, 24, 40, 48]
-    assert this.output("length").checkpoint_at == (8, 24)
+    assert this.output("length").checkpoint_at == (8, 24, 40)
+    # A state at the prompt's own end stays cached too, though decoding passes further boundaries.
+    scheduler = make()
+    this = request(0, range(16), checkpoint_at=[16])
+    serve(scheduler, [this])
+    assert this.checkpoint_at == (16,)
+    assert 16 in kept(scheduler, this.tokens)
     scheduler = make(mode="none")
     this = request(0, range(45), checkpoint_at=[9])
     serve(scheduler, [this])

@@ -135,6 +135,10 @@ def test_wrong_lines_are_named(tmp_path):
         file.write_text(f"{good}{bad}\n{good}")
         with pytest.raises(ValueError, match=r"trace.jsonl: line 2 is not a step of a trace: "):
             list(read_trace(file))
+    for bad in (b"\xff\xfe", b"[" * 200_000):
+        file.write_bytes(good.encode() + bad)
+        with pytest.raises(ValueError, match=r"trace.jsonl: line 2 is not a step of a trace: "):
+            list(read_trace(file))
 
 
 def test_command_prints_a_line_per_row(tmp_path, capsys):

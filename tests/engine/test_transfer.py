@@ -540,6 +540,23 @@ def test_a_saved_cache_is_restored_whole_and_in_order(tmp_path):
     assert small.generate(PROMPT, GREEDY)[0].token_ids == continued(PROMPT, 6)
 
 
+def test_a_saved_prefix_whose_pages_have_spares_loses_its_last_page_first(tmp_path):
+    """Two requests compute the same pages. The first one ends, and its pages would be evicted, were there no spares."""
+    engine, prompt = make(num_kv_pages=60, max_num_batched_tokens=64), PROMPT[:17]
+    engine.add_request(prompt, dataclasses.replace(GREEDY, max_tokens=1))
+    engine.add_request([*prompt, 5, 6, 7], dataclasses.replace(GREEDY, max_tokens=30))
+    for _ in range(12):
+        engine.step()
+    assert engine.has_unfinished
+    engine.save_cache(tmp_path)
+    for num_kv_pages in range(4, 9):
+        small = make(num_kv_pages=num_kv_pages, max_model_len=12)
+        small.load_cache(tmp_path)
+        longest = small.cached_prefix([*prompt, 5, 6, 7])
+        assert longest.num_paged_tokens == min(4 * (num_kv_pages - 1), 20), "of pages that are kept, none is lost"
+        assert longest.num_tokens == longest.num_paged_tokens // 8 * 8 > 0, "the states of these pages can be used"
+
+
 def test_a_cache_that_cannot_be_saved_leaves_the_last_one(tmp_path, monkeypatch):
     engine = filled()
     engine.save_cache(tmp_path)

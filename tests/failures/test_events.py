@@ -21,6 +21,7 @@ STEPPING = {
     "sync": DRAFTS,
     "async": DRAFTS | dict(async_stepping=True),
     "all": dict(prefix_cache="all", num_state_blocks=20),
+    "deferred": dict(policy="deferred", fold_length=8),
 }
 
 
@@ -67,6 +68,18 @@ def test_a_mirror_has_the_keys_of_the_cache_after_every_call(stepping):
     assert not watched.mirror.pages
     watched.call("generate")
     assert watched.mirror.states
+
+
+def test_a_boundary_that_an_abort_folds_is_told_at_once():
+    """Under "deferred" the end of a request writes the state of its last boundary. No step follows."""
+    watched = Watched("deferred")
+    request = watched.engine.add_request([3, 1, 4, 1, 5], PARAMS)
+    while not watched.engine.cache.states.unfolded(request):
+        watched.engine.step()
+    before = len(watched.mirror.states)
+    watched.engine.abort(request)
+    assert len(watched.mirror.states) == before + 1
+    watched.check()
 
 
 @pytest.mark.parametrize("stepping", ["sync", "async"])

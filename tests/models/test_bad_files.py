@@ -1,5 +1,6 @@
 """A broken file gets one clear line with its name and that of the field or the tensor, and the command line status 2."""
 
+import functools
 import itertools
 import json
 import re
@@ -7,10 +8,10 @@ import struct
 
 import numpy as np
 import pytest
-from fakes import weights
+from fakes import delta_net_weights, weights
 from fakes.driver import DATA
 from fakes.model_directory import INDEX, WEIGHTS, ModelDirectory
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mamba_align_jax.cli import main
 from mamba_align_jax.models import ARCHITECTURES, load_model, outline_model
@@ -105,10 +106,49 @@ def test_index_without_weight_map_is_refused(directory, capsys, index):
 
 
 def test_index_that_names_other_directories_or_wrong_files_is_refused(directory, capsys):
-    directory.write_json(INDEX, {"weight_map": {CONV: f"../{WEIGHTS}"}})
-    refused(directory.path, f"{INDEX}: weight_map must name files of the same directory", capsys)
+    for name in (f"../{WEIGHTS}", "", ".."):
+        directory.write_json(INDEX, {"weight_map": {CONV: name}})
+        refused(directory.path, f"{INDEX}: weight_map must name files of the same directory, got {name!r}", capsys)
     directory.write_json(INDEX, {"weight_map": {"backbone.extra": WEIGHTS}})
     refused(directory.path, f"{INDEX}: weight_map must name the file that holds 'backbone.extra'", capsys)
+
+
+def test_index_that_is_a_link_to_nothing_is_refused(directory, capsys):
+    (directory.path / INDEX).symlink_to(directory.path / "none")
+    refused(directory.path, f"{INDEX} must be a file, got a link to nothing", capsys)
+
+
+def cut(array, axis, change=-1):
+    """Returns an array of another size along an axis."""
+    return np.resize(array, (*array.shape[:axis], array.shape[axis] + change, *array.shape[axis + 1 :]))
+
+
+EXPERT, SHARED = "model.layers.0.mlp.experts.1.{}_proj.weight", "model.layers.0.mlp.shared_expert.{}_proj.weight"
+MOE = functools.partial(delta_net_weights.qwen3_5_moe, fused=False)
+OLMO = "model.layers.0.linear_attn.{}_conv1d.weight"
+# Tensors of which a parameter is made together, and changes to some after which the parameter would have its shape.
+TOGETHER = {
+    "an expert of one channel": (MOE, {EXPERT.format("down"): lambda array: array[:, :1]}),
+    "a vector as expert": (MOE, {EXPERT.format("down"): lambda array: array[0]}),
+    "rows of up in gate": (
+        MOE,
+        {EXPERT.format("gate"): lambda array: cut(array, 0), EXPERT.format("up"): lambda array: cut(array, 0, 1)},
+    ),
+    "a short shared expert": (MOE, {SHARED.format("gate"): lambda array: cut(array, 0)}),
+    "a short shared product": (MOE, {SHARED.format("down"): lambda array: cut(array, 1)}),
+    "two planes of taps": (delta_net_weights.olmo_hybrid, {OLMO.format("k"): lambda array: cut(array, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_tensors_whose_shapes_do_not_fit_together_are_refused(tmp_path, capsys, case):
+    make, changes = TOGETHER[case]
+    weights.write(tmp_path, make)
+    load_model(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    changed = {name: np.ascontiguousarray(change(tensors[name])) for name, change in changes.items()}
+    save_file(tensors | changed, tmp_path / WEIGHTS)
+    refused(tmp_path, "must make an array of shape", capsys)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])

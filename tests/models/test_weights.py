@@ -1,5 +1,6 @@
 """Models are read from and written to Hugging Face folders; a refusal names what is wrong."""
 
+import functools
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fakes import delta_net_weights, weights
 from fakes.draft_head_weights import head_tensors
 from fakes.driver import DATA
 from flax import nnx
@@ -208,6 +210,33 @@ def test_weights_have_the_dtype_that_was_asked_for(tensors, write, stored, asked
     assert np.array_equal(np.asarray(model.embed_tokens.embedding[...], np.float32), rounded)
     # Vectors are used in float32 arithmetic only.
     assert model.layers[0].linear_attn.A_log[...].dtype == "float32"
+
+
+def test_tensors_of_one_parameter_may_have_different_dtypes(write, tensors, tmp_path):
+    """Each is converted from its own dtype to that of the model, so none is rounded to another one's."""
+    projection = "model.layers.0.linear_attn.in_proj_{}.weight"
+    change = {projection.format("z"): np.float16, projection.format("b"): ml_dtypes.bfloat16}
+    model = load_model(write(change={name: tensors[name].astype(dtype) for name, dtype in change.items()}), "float32")
+    found = np.split(np.asarray(model.layers[0].linear_attn.in_proj_qkvzba.weight[...]), [
+        sum(len(tensors[projection.format(part)]) for part in ("qkv", "z", "b", "a")[:count]) for count in (1, 2, 3)
+    ])  # fmt: skip
+    for part, array in zip(("qkv", "z", "b", "a"), found, strict=True):
+        name = projection.format(part)
+        assert np.array_equal(array, tensors[name].astype(change.get(name, np.float32)).astype(np.float32))
+    path = tmp_path / "experts"
+    path.mkdir()
+    weights.write(path, functools.partial(delta_net_weights.qwen3_5_moe, fused=False))
+    tensors = load_file(path / "model.safetensors")
+    first, second = (f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in (0, 1))
+    save_file(tensors | {first: tensors[first].astype(ml_dtypes.bfloat16)}, path / "model.safetensors")
+    assert np.array_equal(load_model(path, "float32").layers[0].mlp.experts.down[...][1], tensors[second])
+
+
+def test_a_model_is_not_saved_where_other_weights_would_be_loaded(tmp_path, model):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"path must be a directory without model.safetensors.index.json, got"):
+        save_weights(model, qwen3_5, tmp_path)
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -40,8 +40,9 @@ from mamba_align_jax.layers.mla import MultiHeadLatentAttention
 from mamba_align_jax.layers.moe import SharedExpertMoE
 from mamba_align_jax.layers.norm import RMSNorm
 from mamba_align_jax.metadata.step_inputs import step_inputs
-from mamba_align_jax.models import load_model, mamba, nemotron_h
+from mamba_align_jax.models import load_model, mamba, nemotron_h, qwen3_5
 from mamba_align_jax.models.tensor_parallel import exchange_by, shard_model, share
+from mamba_align_jax.models.weights import save_weights
 from mamba_align_jax.sharding import AXIS, Part, columns, pool_partition, pool_sharding
 from pallas_kernels import Mailboxes, causal_conv1d_update, gated_delta_rule_update
 
@@ -240,6 +241,14 @@ def test_digest_of_weights_is_that_of_one_device(model, mesh, name):
     placed, layout = shard_model(whole, Mesh(mesh.devices[:2], (AXIS,)) if name else jax.make_mesh((4,), (AXIS,)))
     assert any(layout.ordered_params)
     assert digest(nnx.state(placed), layout) == digest(nnx.state(whole))
+
+
+def test_a_split_model_is_not_saved(model, mesh, tmp_path):
+    """A device's columns are not in the order of the files."""
+    placed, _ = shard_model(model, mesh)
+    with pytest.raises(ValueError, match=r"save_weights: model must not be split over devices, but "):
+        save_weights(placed, qwen3_5, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_changed_logits_and_log_probabilities_are_those_of_one_device(model, mesh):
