@@ -56,8 +56,8 @@ class RowOrder(NamedTuple):
     Attributes:
         order: The former number of each sorted row. int32 [rows].
         num_decode_rows: How many rows come before the first prefill row. `split_rows` takes it.
-        num_drafts: The drafts of each sorted row, as `StepBatch` takes them: 0 for a decode row, -1 for a prefill row.
-            int32 [rows].
+        num_drafts: The drafts of each sorted row, as `StepBatch` takes them: 0 for a decode row, -1 for a prefill row or
+            one without tokens. int32 [rows].
         is_prefilling: True for the prefill rows among the sorted rows. bool [rows].
     """
 
