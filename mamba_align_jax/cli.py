@@ -44,6 +44,8 @@ def _demo(options: argparse.Namespace) -> int:
     from mamba_align_jax.engine.reference import Reference
     from mamba_align_jax.models import load_model
 
+    if options.json:
+        Path(options.json).touch()  # a file that can't be written is refused at once
     # The bundled weights are bfloat16. They run in float32, so that rounding cannot hide a wrong state.
     with _loading() as loaded:
         model = load_model(options.model, "float32", loaded)
@@ -92,9 +94,11 @@ def _generate(options: argparse.Namespace) -> int:
 
     engine, params = _load_engine(options), _sampling(options)
     (prompt,) = token_ids(engine.tokenizer, options.prompt)
-    _write(options.prompt)
+    updates = stream(engine, prompt, params)
+    first = next(updates)  # nothing is written if the request is refused
     try:
-        for update in stream(engine, prompt, params):
+        _write(options.prompt + (first.text or ""))
+        for update in updates:
             _write(update.text or "")
     finally:
         _write("\n")

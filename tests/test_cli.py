@@ -71,14 +71,16 @@ def test_info_works_for_a_model_without_attention(capsys):
         ["generate", "--prompt", "x", "--model", "/nowhere"],
         ["generate", "--prompt", ""],
         ["generate", "--prompt", "x", "--max-tokens", "-1"],
+        ["generate", "--prompt", "x", "--max-tokens", "100000000"],
+        ["demo", "--json", "/nowhere/demo.json"],
         ["info", "--block-size", "3"],
     ],
 )
 def test_bad_input_prints_one_line_and_returns_status_2(arguments, capsys):
     assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mamba-align: ")
-    assert error.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("mamba-align: ")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
 @pytest.mark.deep
