@@ -467,11 +467,13 @@ def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
         with ir.InsertionPoint(branch.then_block):
             product = tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)
             scf.yield_([*product.registers.flat])
+        assert branch.else_block is not None
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(before)
-        held = np.empty(tile.registers.shape, object)
-        held.flat = branch.results
-        return fragments.FragmentedArray(_registers=held, _layout=tile.layout, _is_signed=None)
+        held = np.empty((len(before),), object)
+        held[:] = list(branch.results)
+        registers = held.reshape(tile.registers.shape)
+        return fragments.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout)
     return plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)(scaled)(tile, factors)

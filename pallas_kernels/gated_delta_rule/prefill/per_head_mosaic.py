@@ -95,14 +95,14 @@ def prefill(
         # has one.
         items, step = number * key_heads, WARPGROUPS * makers
         helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
-        first, has_one = helpers + warpgroup * makers + program, False
+        first, of_helpers = helpers + warpgroup * makers + program, jnp.int32(0)
         if first_plan.helpers:
             each = jnp.int32(first_plan.helpers // key_heads)
             of_helper = rem(index, each) * key_heads + div(index, each)
             first = jnp.where(is_maker, first, of_helper)
             has_one = (index < helpers) & (first < items) & (warpgroup == WARPGROUPS - 1)
-        of_others = has_one.astype(jnp.int32) if first_plan.helpers else 0
-        count = jnp.where(is_maker, div(items - first + step - 1, step), of_others)
+            of_helpers = has_one.astype(jnp.int32)
+        count = jnp.where(is_maker, div(items - first + step - 1, step), of_helpers)
 
         def one(n, here):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
