@@ -83,7 +83,9 @@ def programs_of(buckets: Iterable[Bucket], *, draws: bool = True, full: bool = F
         full: Whether requests need levels above `Level.DRAW`.
     """
     chosen = [bucket for bucket in buckets if draws or bucket.level == Level.MOST_LIKELY]
-    drawing = [bucket for bucket in chosen if bucket.level == Level.DRAW and full]
+    drawing = [
+        bucket for bucket in buckets if bucket.level == Level.DRAW and full
+    ]  # the higher levels have their sizes
     chosen += [bucket._replace(level=level) for bucket in drawing for level in (Level.FULL, Level.CONSTRAINED)]
     return chosen + [bucket._replace(level=Level.PROMPT) for bucket in drawing if bucket.prefill_rows]
 

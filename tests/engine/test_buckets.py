@@ -1,5 +1,6 @@
 """Programs: every plan has one, padding is bounded, and there are few of them."""
 
+import collections
 import itertools
 from types import SimpleNamespace
 
@@ -55,6 +56,15 @@ def test_small_engines_have_few_programs():
     greedy = lambda *sizes: len(programs_of(all_buckets(*sizes), draws=False))
     assert [greedy(2, 4, 48), greedy(8, 4, 512), greedy(64, 4, 2048), greedy(256, 4, 2048)] == [4, 9, 18, 27]
     assert len(set(all_buckets(64, 4, 2048))) == 2 * greedy(64, 4, 2048)
+
+
+def test_programs_that_change_logits_are_for_requests_that_draw_and_that_do_not():
+    buckets = all_buckets(8, 4, 512)
+    levels = lambda **options: collections.Counter(bucket.level for bucket in programs_of(buckets, **options))
+    assert set(levels()) == {Level.MOST_LIKELY, Level.DRAW}
+    higher = {level: count for level, count in levels(full=True).items() if level > Level.DRAW}
+    assert higher.keys() == {Level.FULL, Level.CONSTRAINED, Level.PROMPT}
+    assert levels(draws=False, full=True) == {Level.MOST_LIKELY: levels()[Level.MOST_LIKELY]} | higher
 
 
 @pytest.fixture
