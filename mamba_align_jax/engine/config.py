@@ -61,7 +61,8 @@ class EngineConfig:
         max_num_seqs: Number of requests that run at once.
         max_num_batched_tokens: Number of prompt tokens of one step.
         max_prefill_rows: Number of prompts that may have tokens in one step. Many short prompts start sooner with more
-            of them; a step with prompts takes a little longer for each.
+            of them; a step with prompts takes a little longer for each. With more than 8, delta-rule layers on Hopper GPUs
+            take longer for a long prompt that is alone in a step.
         max_waiting: Number of requests that may wait to run for the first time; None is no limit.
         overtaking_limit: Number of later requests that may run before a waiting request, for each level of priority by
             which they are ahead of it; None lets every request of a lower priority number run first, however long others
