@@ -171,11 +171,7 @@ class EngineCore:
         if self._is_torn:
             self._recover()
         try:
-            result = change(*args, **kwargs)
-            self._is_torn = True  # until the listener has heard all that it was told
-            self._reports.flush()
-            self._is_torn = False
-            return result
+            return change(*args, **kwargs)
         except BaseException:
             if self._is_torn:
                 self._recover()
@@ -207,11 +203,14 @@ class EngineCore:
         self.scheduler.remove(request)
         own = outbox if request.outbox is self._outputs and not self._updates.have_reader else request.outbox
         outbox[request.id] = self._end(request, "abort", outbox=own)
+        self._reports.flush()
         self._is_torn = False
 
     def _reset_prefix_cache(self) -> None:
         self._is_torn = True
         self.cache.reset_prefix_cache()
+        self._reports.flush()
+        self._is_torn = False
 
     def _advance(self) -> None:
         """Dispatches one step and reads the oldest unread one. What a request makes it raise ends that request."""
@@ -220,6 +219,7 @@ class EngineCore:
         self._is_torn = True
         try:
             self._step()
+            self._reports.flush()
         except Exception as error:
             self._fail(error, self._failed_requests())
         self._is_torn = False

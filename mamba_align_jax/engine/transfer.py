@@ -87,6 +87,7 @@ class Transfer:
         admission.publish()
         if core.config.checked:
             core.cache.check()
+        core._reports.flush()
         core._is_torn = False
         return admission.length, admission.num_states
 

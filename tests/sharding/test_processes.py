@@ -196,5 +196,5 @@ def test_one_process_with_several_devices_obeys_the_rules_of_several_processes()
     with Group(["-c", RETIRED.format(port=free_port())]) as only:
         ((status, said, error),) = only.wait()
     assert status == 0, error
-    said = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+    said = [line for line in said.splitlines() if line and not line.startswith("[Gloo]")]
     assert said == ["[1, 1]", "another engine has taken the place of this one: see Processes.lead", "1"]
