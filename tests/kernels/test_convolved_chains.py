@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from kernels.threads_in_numpy import Ref, fake, install
 from oracles.ops import causal_conv1d
 
 from pallas_kernels import UnsupportedError, causal_conv1d_update, product_chain
-from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.product_chain import Norm, _convolution, _messages
 from pallas_kernels.product_chain.cases import CASES, Case, Taps
 
@@ -201,7 +199,7 @@ def test_a_convolution_that_no_launch_can_run_is_an_op_of_its_own(rng):
         (x, more, "must have 1 to 16 rows, got 17"),
     ]
     for x, last, said in reasons:
-        with pytest.raises(UnsupportedError, match=re.escape(unavailable("mosaic_gpu", None, False) or said)):
+        with pytest.raises(UnsupportedError, match=f"{said}|Mosaic GPU kernels need JAX"):
             product_chain(x, (*steps, last), residual, parts=case.parts, implementation="mosaic_gpu")
         *results, pool = product_chain(x, (*steps, last), residual, parts=case.parts)[0]
         pool = pool.swapaxes(2, 3) if last.layout == "DS" else pool
