@@ -79,7 +79,9 @@ def params_for(num_prompts: int, params: Any) -> Sequence[Any]:
 
 
 def seeded(params: Any, n: int) -> list[Any]:
-    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on. After the largest one is 0.
+    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on.
+
+    The seed after the largest one is 0.
 
     Raises:
         ValueError: `n` is not at least 1.

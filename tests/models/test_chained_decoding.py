@@ -41,13 +41,18 @@ TO_FIRST = "there must be a product and another step, got 1 steps"
 TO_HEAD = "of several tokens, the first and the last step must be products"
 
 
+def without_convolution(steps):
+    """Returns the steps before a convolution, about which a launch's schedule decides."""
+    return tuple(step for step in steps if not isinstance(step, Convolution))
+
+
 @pytest.fixture
 def chains(monkeypatch):
     """Lists, for each chain that is launched, why the launch of a Hopper GPU does not take it; None if it does."""
     found, original = [], chain.product_chain
 
     def record(x, steps, residual, *, parts=None, **options):
-        products = tuple(step for step in steps if not isinstance(step, Convolution))
+        products = without_convolution(steps)
         few = "few steps" if _schedule.is_short(products) else None
         found.append(_schedule.unsupported(x, products, residual, parts, H200_CORES) or few)
         return original(x, steps, residual, parts=parts, **options)

@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from models.test_chained_decoding import CONFIG, H200_CORES, TO_FIRST, TO_HEAD, check_log_probabilities
+from models.test_chained_decoding import (
+    CONFIG,
+    H200_CORES,
+    TO_FIRST,
+    TO_HEAD,
+    check_log_probabilities,
+    without_convolution,
+)
 
 from mamba_align_jax import Engine, EngineConfig
 from mamba_align_jax.engine import runner
@@ -14,7 +21,7 @@ from mamba_align_jax.layers import exchange
 from mamba_align_jax.load.random_model import random_model
 from mamba_align_jax.sharding import AXIS
 from pallas_kernels import Mailboxes
-from pallas_kernels.product_chain import Convolution, _schedule
+from pallas_kernels.product_chain import _schedule
 
 # Each of two devices has a multiple of 256 inputs of every product, and eight of the gates of the delta net.
 MODEL = replace(CONFIG, num_attention_heads=8, linear_num_value_heads=16, linear_value_head_dim=32)
@@ -26,7 +33,7 @@ def chains(monkeypatch):
     found, original = [], exchange.all_reduce_product_chain
 
     def record(x, steps, residual, mailboxes, turn, *, parts=None, **options):
-        products = tuple(step for step in steps if not isinstance(step, Convolution))
+        products = without_convolution(steps)
         found.append(_schedule.unsupported(x, products, residual, parts, H200_CORES, mailboxes.capacity))
         return original(x, steps, residual, mailboxes, turn, parts=parts, **options)
 

@@ -48,10 +48,17 @@ def takes_first(query_start_loc: Any, rows: int, programs: int) -> jax.Array:
     return (starts[-1] - starts[0]) * programs <= CORES * longest
 
 
+def is_meant(form: ModuleType, chosen: tuple[ModuleType, ...], is_first: Any) -> Any:
+    """Returns whether a form is meant in a launch that has those of `chosen`, of which the first one may be."""
+    if len(chosen) == 1:
+        return True
+    return is_first if form is chosen[0] else ~is_first
+
+
 def views(
     chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, *, per_channel: bool
 ) -> list[list[Any]]:
-    """Describes the shared memory of each form, as views of the same place."""
+    """Returns, for each form, the views that its programs have of their shared memory. All are views of one memory."""
     return [form.memory(key_dim, pieces, dtype, per_channel=per_channel) for form in chosen]
 
 

@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, parts_of, takes_first, views
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, is_meant, parts_of, takes_first, views
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
 
@@ -32,10 +32,10 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
         row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
         is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, value_heads * parts)
         for form, memory_of, barriers in zip(chosen, cut(memory, described), barriers_of_forms, strict=True):
-            is_meant = True if len(chosen) == 1 else is_first if form is chosen[0] else ~is_first
+            is_own = is_meant(form, chosen, is_first)
             named = SimpleNamespace(**vars(refs), **barriers)
             run = functools.partial(form.carry_states, named, memory_of, (row, head, part), layout=layout)
-            pm.when((part < parts_of(form, value_dim)) & is_meant)(run)
+            pm.when((part < parts_of(form, value_dim)) & is_own)(run)
 
     updated = jax.new_ref(pool)
     out = pm.kernel(

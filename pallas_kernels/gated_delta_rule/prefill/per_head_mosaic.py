@@ -22,7 +22,15 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import CORES, cut, forms, parts_of, takes_first, views
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
+    CORES,
+    cut,
+    forms,
+    is_meant,
+    parts_of,
+    takes_first,
+    views,
+)
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
 
@@ -135,8 +143,8 @@ def prefill(
             own.carrying.carry_states(named, memory, place, layout=layout, wait_for_products=wait, begin=begin)
 
         for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
-            is_meant = True if len(plans) == 1 else is_first if own is first_plan else ~is_first
-            pm.when((program >= makers) & (index < own.carriers) & is_meant)(
+            is_own = is_meant(own.carrying, chosen, is_first)
+            pm.when((program >= makers) & (index < own.carriers) & is_own)(
                 functools.partial(carry, own, memory, barriers)
             )
 
