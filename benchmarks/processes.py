@@ -18,10 +18,12 @@ import argparse
 import faulthandler
 import itertools
 import json
+import os
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -92,9 +94,28 @@ def measure(engine: Engine, options: argparse.Namespace) -> tuple[Row, list[list
     return row, [list(request.tokens[options.context :]) for request in requests]
 
 
+def _end_after(seconds: float) -> None:
+    """Ends this process with status 1 after so many seconds. Before that it writes to stderr what its threads are at.
+
+    A thread of Python does it, since only a thread that holds the interpreter's lock can safely read the others' frames:
+    `faulthandler.dump_traceback_later` does not hold it and has crashed here. That one only follows 10 seconds later, for a
+    process whose lock is never free.
+    """
+
+    def end() -> None:
+        print(f"Timeout after {seconds} s", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 10, exit=True)
+
+
 def child(options: argparse.Namespace) -> None:
     """Runs as one of the processes. Process 0 prints a row and tokens for each stepping, as JSON."""
-    faulthandler.dump_traceback_later(options.limit, exit=True)
+    _end_after(options.limit)
     number, count = options.child
     shape = MODELS[options.model]
     layers = options.layers or shape.num_hidden_layers
