@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from mamba_align_jax import _values as values
 
@@ -66,6 +66,24 @@ class HashChain:
         self.salt, self._memo = salt, memo
         self._root = hashlib.sha256(b"mamba-align:" + salt).digest()
         self._hashes: list[bytes] = []
+        self._owner: tuple[Hashable, ...] = ()
+
+    def owned_by(self, request: Hashable, length: int) -> "HashChain":
+        """Returns the chain that a request continues with its own tokens, of which `length` are those of this chain.
+
+        That is this chain itself for the first request that asks, and a new one for each other request, because several
+        requests may enter on one lookup.
+
+        Args:
+            request: The request's name.
+            length: A multiple of `block_size`.
+        """
+        if self._owner in ((), (request,)):
+            self._owner = (request,)
+            return self
+        chain = HashChain(self.block_size, self.salt, self._memo)
+        chain._hashes, chain._owner = self._hashes[: length // self.block_size], (request,)
+        return chain
 
     def at(self, tokens: Sequence[int], end: int) -> bytes:
         """Returns the hash of `tokens[:end]`, 32 bytes.

@@ -361,7 +361,7 @@ class HybridCache:
     def _why(self, tokens: Sequence[int], chain: HashChain, length: int, branch: int, paged: int) -> str | None:
         size = self.states.block_size
         last = last_boundary(len(tokens) - 1, size)
-        if last == 0:
+        if last <= 0:
             return "below one block"
         if length == last:
             return None

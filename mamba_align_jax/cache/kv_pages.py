@@ -59,7 +59,7 @@ class KVPageManager:
             chain: The hashes of these tokens in blocks of `page_size`.
         """
         values.tokens("lookup: tokens", tokens)
-        values.instance("lookup: chain", chain, HashChain)
+        self._check_chain("lookup", chain)
         pages: list[int] = []
         full = len(tokens) // self.page_size * self.page_size
         # Little is hashed beyond the first page that is not cached.
@@ -113,7 +113,8 @@ class KVPageManager:
             return None
         record = self._requests.get(request)
         shared = [] if record else list(hit)
-        values.instance("allocate: chain", chain, HashChain, optional=True)
+        if chain is not None:
+            self._check_chain("allocate", chain)
         if chain and self.pool.keys_of(shared) != chain.between((), 0, len(shared) * self.page_size):
             raise ValueError(
                 "allocate: hit must be what lookup returns now, got pages that are cached for other tokens"
@@ -121,7 +122,7 @@ class KVPageManager:
         self.pool.hold_all(shared)
         fresh = self.pool.allocate(self._missing(request, num_tokens, len(shared))) or []
         if record is None:
-            chain = chain or HashChain(self.page_size)
+            chain = (chain or HashChain(self.page_size)).owned_by(request, len(shared) * self.page_size)
             record = self._requests[request] = _Request(chain, num_published=len(shared))
         first = len(record.pages)
         record.pages += shared + fresh
@@ -184,6 +185,11 @@ class KVPageManager:
     def _end(self, number: int) -> int:
         """The number of tokens up to the end of page `number`."""
         return (number + 1) * self.page_size
+
+    def _check_chain(self, method: str, chain: HashChain) -> None:
+        values.instance(f"{method}: chain", chain, HashChain)
+        wanted = f"a chain of blocks of {self.page_size} tokens"
+        values.require(chain.block_size == self.page_size, f"{method}: chain", wanted, chain.block_size)
 
     def _check_hit(self, hit: Sequence[int]) -> None:
         pages = values.members("allocate: hit", hit, "pages that lookup returned")

@@ -20,10 +20,10 @@ class StateBlockManager:
     """Manages the state blocks of all groups. One block id stands for a block in every recurrent layer.
 
     For each step of a request, call `allocate` before the step is dispatched and `release` right after. If the step ran
-    only known tokens, call `publish` as well. Call `commit` when the step's result has been read. A column's block
-    never changes while its request lives, and blocks are never moved between columns. Columns that a prefill chunk jumps
-    over have no block, except in mode "all", where it keeps a state in each. `log` is told of each state before it is
-    published, unless it is None.
+    only known tokens, call `publish` between the dispatch and `release`. Call `commit` when the step's result has been read.
+    A column's block never changes while its request lives, and blocks are never moved between columns. Columns that a
+    prefill chunk jumps over have no block, except in mode "all", where it keeps a state in each. `log` is told of each state
+    before it is published, unless it is None.
 
     With `fold_length`, that is under policy "deferred", `commit` leaves a boundary of a decode or verify row to the
     `release` after the request's next step, which writes its state. If none will come, call `fold_slots` where `unfolded`
@@ -55,8 +55,7 @@ class StateBlockManager:
         Raises:
             ValueError: An argument is out of range, or `num_blocks` is too small for one request.
         """
-        known = isinstance(mode, str) and mode in ("none", "align", "all")
-        values.require(known, "StateBlockManager: mode", "'none', 'align' or 'all'", mode)
+        mode = values.choice("StateBlockManager: mode", mode, ("none", "align", "all"))
         num_blocks = values.integer("StateBlockManager: num_blocks", num_blocks)
         block_size = values.integer("StateBlockManager: block_size", block_size, 1)
         K = values.integer("StateBlockManager: num_speculative_tokens", num_speculative_tokens, 0)
@@ -65,12 +64,11 @@ class StateBlockManager:
             raise ValueError(f"StateBlockManager: block_size must be at least {K + 1}, got {block_size}")
         self.block_size, self.num_speculative_tokens, self.mode = block_size, K, mode
         self._rules = ColumnRules(block_size, K, mode, fold_length)
-        min_blocks = 1 + self.blocks_needed(steps_in_flight)
-        wanted = f"at least {min_blocks} for one request"
-        values.require(num_blocks >= min_blocks, "StateBlockManager: num_blocks", wanted, num_blocks)
+        least = 1 + self.blocks_needed(steps_in_flight)
+        wanted = f"at least {least} for one request"
+        values.require(num_blocks >= least, "StateBlockManager: num_blocks", wanted, num_blocks)
         self._rolling = RollingBoundaries()
-        forget = lambda key, evicted: self._rolling.stay(key)
-        self.pool = BlockPool(num_blocks, forget, on_eviction=on_eviction)
+        self.pool = BlockPool(num_blocks, lambda key, _: self._rolling.stay(key), on_eviction=on_eviction)
         self._requests: dict[Hashable, Holder] = {}
         self.log: CacheLog | None = None
 
@@ -94,10 +92,9 @@ class StateBlockManager:
         chain = chain_of(chain, self.block_size, salt)
         limit = values.optional_integer("lookup: limit", limit, 0)
         max_length = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        if self.mode == "none":
-            return Hit(0, (), chain)
+        columns = 0 if self.mode == "none" else max_length // self.block_size
         # From the right, because a state covers all tokens before it: the first one that is found is the longest.
-        for column in range(max_length // self.block_size - 1, -1, -1):
+        for column in range(columns - 1, -1, -1):
             block = self.pool.find(chain.at(tokens, (column + 1) * self.block_size))
             if block is not None:
                 return Hit((column + 1) * self.block_size, ((column, block),), chain)
@@ -140,7 +137,7 @@ class StateBlockManager:
         check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
         values.instance("allocate: hit", hit, Hit, optional=True)
         held = self._held(request, hit)
-        check_hit(hit, held, self.pool)
+        check_hit(hit, held, self.pool, min_computed, max_computed)
         wanted = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts)
         if len(wanted) >= self.pool.num_blocks:
             return False
@@ -177,8 +174,8 @@ class StateBlockManager:
             too few blocks.
 
         Raises:
-            ValueError: The counts are no step's, as a step with more drafts than `num_speculative_tokens`, or `hit` is
-                not what `lookup` would return now.
+            ValueError: The counts are no step's, as those of a step without tokens or with too many drafts, or `hit` is
+                not what `lookup` would return now, or ends elsewhere than the computed tokens.
         """
         if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None
@@ -191,7 +188,8 @@ class StateBlockManager:
         entries = [*held.items(), *zip(missing, self.pool.allocate(len(missing)) or [], strict=True)]
         if request not in self._requests:
             hit = hit or Hit(0)
-            record = Holder(hit.chain or HashChain(self.block_size), hit.length, keep)
+            chain = HashChain(self.block_size) if hit.chain is None else hit.chain.owned_by(request, hit.length)
+            record = Holder(chain, hit.length, keep, newest=hit.length)
             record.rolling = self._rolling.resume(request, map(self.pool.key_of, held.values()))
             self._requests[request] = record
         record = self._requests[request]
@@ -202,14 +200,15 @@ class StateBlockManager:
     def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
         """Publishes the boundary on which the newest step ends, if the request keeps it. Call it after the dispatch.
 
-        In mode "all" it publishes the boundaries inside the step as well.
+        In mode "all" it publishes the boundaries inside the step as well. Under policy "deferred" a step of one token may be
+        a decode row, whose boundary the request's next step writes. So nothing is published for it yet.
 
         Args:
             request: A request whose newest step ran only known tokens: tokens of a prompt and no drafts.
             tokens: Its tokens up to the end of that step.
 
         Returns:
-            The last boundary, in tokens, whose key is new. 0 if there is none.
+            The last boundary, in tokens, that is published now, the one that the step folds included. 0 if there is none.
 
         Raises:
             ValueError: The request is unknown or has no step in flight.
@@ -220,17 +219,18 @@ class StateBlockManager:
             raise ValueError(f"publish: request {request!r} has no step in flight")
         end = record.committed + sum(step.num_tokens - step.num_drafts for step in record.in_flight)
         if len(tokens) != end:
-            raise ValueError(
-                f"publish: tokens of request {request!r} must be those up to the end of its newest step, {end}, "
-                f"got {len(tokens)}"
-            )
+            wanted = f"must be those up to the end of its newest step, {end}, got {len(tokens)}"
+            raise ValueError(f"publish: tokens of request {request!r} {wanted}")
         step = record.in_flight[-1]
+        if self._rules.leaves_to_next_step(step):
+            return 0
+        folded = self.folded(request) if record.unfolded else 0  # this step has written its state
         before = end - step.num_tokens + step.num_drafts
         passed = self._rules.boundaries(before, end, end)
         if passed:
             record.chain.at(tokens, passed[-1])
         step.offered = True
-        return max([at for at in passed if self._offer(request, record, tokens, at)[1]], default=0)
+        return max([at for at in passed if self._offer(request, record, tokens, at)[1]], default=folded)
 
     def commit(self, request: Hashable, tokens: Sequence[int], computed: int | None = None) -> int:
         """Records the result of the request's oldest step in flight.
@@ -381,6 +381,10 @@ class StateBlockManager:
             return False, False
         stays = record.keep is None or record.keep.stays(boundary)
         rolls = record.keep is not None and record.keep.rolls(boundary)
+        # Where the result of a step is read after the next step was published, the request has passed the boundary.
+        is_passed = boundary < record.newest
+        if is_passed and not stays:
+            return False, False
         key, block = record.chain.at(tokens, boundary), record.columns[column_of(boundary, self.block_size)]
         if self.log is not None and self.pool.find(key) is None:
             self.log.store_state(key, boundary)
@@ -389,7 +393,8 @@ class StateBlockManager:
             self._rolling.stay(key)
         else:
             self._rolling.roll(request, key, new)
-        last, record.rolling = record.rolling, key if rolls else None
-        if last is not None and last != record.rolling and self._rolling.let_go(request, last):
-            self.pool.unpublish(last)
+        if not is_passed:
+            last, record.rolling, record.newest = record.rolling, key if rolls else None, boundary
+            if last is not None and last != record.rolling and self._rolling.let_go(request, last):
+                self.pool.unpublish(last)
         return True, new

@@ -55,6 +55,7 @@ class Holder:
         in_flight: The steps whose results are unread, the oldest first.
         rolling: The key of the newest boundary, if that boundary is released when the request passes the next one.
         shares: False after a reset of the cache: the request's states must not become findable any more.
+        newest: The last boundary that it has published, in tokens, or from which it entered; 0 for none.
         unfolded: A boundary that the request has passed and keeps, and whose state no dispatched step has written; 0 for
             none. Only policy "deferred" has such boundaries.
     """
@@ -66,6 +67,7 @@ class Holder:
     in_flight: deque[Step] = field(default_factory=deque)
     rolling: bytes | None = None
     shares: bool = True
+    newest: int = 0
     unfolded: int = 0
 
 
@@ -73,9 +75,11 @@ def chain_of(chain: HashChain | None, block_size: int, salt: bytes, memo: HashMe
     """Returns the chain that a caller has given, or else a new one.
 
     Raises:
-        ValueError: `chain` is something else.
+        ValueError: `chain` is something else, or its blocks do not divide those of `block_size` tokens.
     """
     values.instance("lookup: chain", chain, HashChain, optional=True)
+    if chain is not None and block_size % chain.block_size:
+        raise ValueError(f"lookup: chain must have blocks that divide {block_size} tokens, got {chain.block_size}")
     return chain or HashChain(block_size, salt, memo)
 
 
@@ -96,7 +100,7 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         type(min_computed) is type(max_computed) is type(num_tokens) is type(num_drafts) is int
         and 0 <= min_computed <= max_computed <= values.INT32_MAX - num_tokens
         and 0 <= num_drafts <= max_drafts
-        and (num_drafts < num_tokens or num_tokens == num_drafts == 0)
+        and num_drafts < num_tokens
     ):
         raise ValueError(
             f"allocate: a step must have 0 <= min_computed <= max_computed and at most num_speculative_tokens = "
@@ -171,19 +175,26 @@ def first_column_to_keep(
     return first
 
 
-def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool) -> None:
-    """Checks that the blocks of a hit are still cached for the same tokens.
+def check_hit(hit: Hit | None, held: dict[int, int], pool: BlockPool, min_computed: int, max_computed: int) -> None:
+    """Checks that a request enters after the tokens of its hit, and that the hit's blocks are still cached for them.
 
     Args:
         hit: What `StateBlockManager.lookup` returned.
         held: The hit's blocks that the request will hold, by column.
         pool: The pool of these blocks.
+        min_computed: The smallest number of tokens that may have been computed before the request's step.
+        max_computed: The largest such number.
 
     Raises:
-        ValueError: A block is not cached any more, or for other tokens.
+        ValueError: The request does not enter there, or a block is not cached any more, or for other tokens.
     """
     if hit is None or not held:
         return
+    if not min_computed == max_computed == hit.length:
+        raise ValueError(
+            f"allocate: min_computed and max_computed must be hit.length = {hit.length} for a request that enters, got "
+            f"{min_computed} and {max_computed}"
+        )
     key = hit.chain.at((), hit.length) if hit.chain else None
     for block in held.values():
         found = pool.key_of(block)

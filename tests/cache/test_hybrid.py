@@ -283,3 +283,37 @@ def test_requests_whose_prompts_begin_alike_share_what_was_hashed(monkeypatch):
         cache.lookup(tokens)
         counts.append(len(made))
     assert counts == [1 + 2 + 64, 1 + 2]
+
+
+def test_requests_of_one_lookup_publish_their_own_pages():
+    cache, prompt = make(60, 100), list(range(9))
+    hit, texts = cache.lookup(prompt), {name: prompt + [100 + n] * 12 for n, name in enumerate("ab")}
+    for name in texts:
+        cache.allocate(name, 0, 0, 9, hit=hit)
+        cache.dispatched(name, prompt)
+        cache.commit(name, prompt, 9)
+    for name, tokens in texts.items():
+        cache.allocate(name, 9, 9, 7)
+        cache.dispatched(name, tokens[:16])
+        cache.commit(name, tokens[:16], 16)
+    found = {name: cache.lookup(tokens) for name, tokens in texts.items()}
+    assert [hit.length for hit in found.values()] == [16, 16]
+    assert all(found[name].state.blocks[0] in cache.states.columns(name).items() for name in texts)
+    assert found["a"].pages[-1] != found["b"].pages[-1]
+
+
+def test_chains_of_other_blocks_are_refused():
+    cache = make(60, 100)
+    for chain in (HashChain(PAGE // 2), HashChain(3)):
+        with pytest.raises(ValueError, match="lookup: chain must"):
+            cache.lookup(list(range(20)), chain=chain)
+    with pytest.raises(ValueError, match="lookup: chain must have blocks that divide"):
+        cache.states.lookup(list(range(20)), chain=HashChain(3))
+    with pytest.raises(ValueError, match="allocate: chain must be a chain of blocks of"):
+        cache.kv.allocate("a", 4, chain=HashChain(3))
+
+
+def test_no_tokens_are_below_one_block():
+    cache = make(60, 100)
+    assert (cache.lookup([]).length, cache.lookup([]).miss) == (0, "below one block")
+    assert cache.cached_prefix([]).boundaries == ()

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints
 from mamba_align_jax.cache.split import next_chunk_end
 from mamba_align_jax.cache.state_blocks import Hit, StateBlockManager
 
@@ -211,14 +212,14 @@ def test_mode_all_publishes_the_boundaries_inside_a_step_that_was_not_offered():
 
 
 def test_the_least_recently_used_state_is_evicted():
-    manager = StateBlockManager(4, 4)
+    manager = StateBlockManager(5, 4)
     prompts = [[n] * 5 for n in range(3)]
     for n, prompt in enumerate(prompts):
         manager.allocate(n, 0, 0, 4)
         manager.commit(n, prompt[:4])
     for n in (1, 0, 2):
         manager.free(n)
-    manager.allocate("again", 4, 4, 0, hit=manager.lookup(prompts[1]))  # used again, so no longer the oldest
+    manager.allocate("again", 4, 4, 1, hit=manager.lookup(prompts[1]))  # used again, so no longer the oldest
     manager.allocate("new", 0, 0, 4)
     assert [manager.lookup(prompt).length for prompt in prompts] == [0, 4, 4]
 
@@ -384,7 +385,7 @@ def test_bad_arguments_are_named():
         StateBlockManager(10, 3, 3)
     with pytest.raises(ValueError, match="num_blocks must be at least 3 for one request, got 2"):
         StateBlockManager(2, 4)
-    with pytest.raises(ValueError, match="mode must be 'none', 'align' or 'all', got 'some'"):
+    with pytest.raises(ValueError, match=r"mode must be one of \('none', 'align', 'all'\), got 'some'"):
         StateBlockManager(10, 4, mode="some")
     manager = StateBlockManager(10, 4)
     manager.allocate("a", 0, 0, 3)
@@ -395,3 +396,117 @@ def test_bad_arguments_are_named():
     manager.commit("a", [0, 1, 2])
     with pytest.raises(ValueError, match="no step in flight"):
         manager.commit("a", [0, 1, 2])
+
+
+def test_requests_that_enter_on_one_lookup_publish_their_own_tokens():
+    """Two choices of a prompt enter on one hit and then differ, whether something was cached or not."""
+    for cached in (False, True):
+        manager, prompt = StateBlockManager(12, 8), list(range(9))
+        if cached:
+            manager.allocate("first", 0, 0, 8)
+            manager.commit("first", prompt[:8])
+            manager.free("first")
+        hit, texts = manager.lookup(prompt), {name: prompt + [100 + n] * 20 for n, name in enumerate("abc")}
+        assert hit.length == 8 * cached
+        for name in texts:
+            manager.allocate(name, hit.length, hit.length, 8, hit=hit)
+            manager.release(name)
+            manager.commit(name, texts[name][: hit.length + 8])
+        for name, tokens in texts.items():
+            end = hit.length + 8
+            manager.allocate(name, end, end, 8)
+            manager.release(name)
+            manager.commit(name, tokens[: end + 8])
+        for name, tokens in texts.items():
+            assert manager.lookup(tokens).blocks == tuple(manager.columns(name).items())[-1:]
+
+
+@pytest.mark.parametrize("computed", [(0, 0), (8, 9), (9, 9)])
+def test_a_request_enters_where_its_hit_ends(computed):
+    manager = StateBlockManager(12, 8)
+    manager.allocate("a", 0, 0, 8)
+    manager.commit("a", [1] * 8)
+    hit = manager.lookup([1] * 9)
+    low, high = computed
+    message = f"min_computed and max_computed must be hit.length = 8 for a request that enters, got {low} and {high}"
+    with pytest.raises(ValueError, match=message):
+        manager.allocate("b", *computed, 8, hit=hit)
+    manager.check()
+    assert manager.allocate("b", 8, 8, 8, hit=hit) == [(0, 1), (1, 2)]
+
+
+def test_steps_without_tokens_are_refused():
+    manager = StateBlockManager(12, 8)
+    manager.allocate("a", 0, 0, 8)
+    manager.release("a")
+    manager.commit("a", [1] * 8)
+    for request in "ab":
+        with pytest.raises(ValueError, match=r"allocate: a step must have .* fewer than its tokens, .*num_tokens = 0"):
+            manager.allocate(request, 8, 8, 0)
+    assert manager.columns("a") == {0: 1}
+
+
+def test_a_known_token_that_ran_as_a_decode_row_is_not_published_before_its_fold():
+    """A prompt's tail of one token may be a decode row. Under policy "deferred" it writes no state."""
+    tokens = list(range(40))
+    manager = StateBlockManager(12, 16, 1, fold_length=8)
+    manager.allocate("a", 0, 0, 15)
+    assert manager.publish("a", tokens[:15]) == 0
+    manager.release("a")
+    manager.commit("a", tokens[:15])
+    manager.allocate("a", 15, 15, 1)
+    assert manager.publish("a", tokens[:16]) == 0
+    assert manager.release("a") == 0
+    assert manager.commit("a", tokens[:16]) == 0
+    assert manager.lookup(tokens).length == 0
+    assert manager.unfolded("a") == 16
+    # The next step folds it.
+    manager.allocate("a", 16, 16, 1)
+    manager.publish("a", tokens[:17])
+    assert manager.release("a") == 16
+    assert manager.lookup(tokens).length == 16
+    # A row that enters on the boundary reads its base until the group is complete.
+    manager.allocate("b", 16, 16, 1, hit=manager.lookup(tokens[:17]))
+    manager.publish("b", tokens[:17])
+    manager.release("b")
+    manager.commit("b", tokens[:17])
+    assert 0 in manager.columns("b")
+
+
+def test_a_passed_boundary_does_not_take_the_place_of_a_newer_one():
+    """A decode row passes 8. The chunk from 8 to 16 is published before the row's boundary is."""
+    tokens, keep = list(range(40)), request_checkpoints(4, 8)
+    folds, reads_late = StateBlockManager(12, 8, fold_length=8), StateBlockManager(12, 8, steps_in_flight=1)
+    for manager in (folds, reads_late):
+        manager.allocate("a", 0, 0, 7, keep=keep)
+        manager.publish("a", tokens[:7])
+        manager.release("a")
+        manager.commit("a", tokens[:7])
+        manager.allocate("a", 7, 7, 1)
+        manager.release("a")
+        if manager is folds:
+            manager.commit("a", tokens[:8])
+            assert manager.unfolded("a") == 8
+        manager.allocate("a", 8, 8, 8)
+        assert manager.publish("a", tokens[:16]) == 16
+        manager.release("a")
+        if manager is reads_late:
+            assert manager.commit("a", tokens[:8]) == 0
+        manager.commit("a", tokens[:16])
+        assert manager.lookup(tokens).length == 16
+        manager.check()
+
+
+def test_a_boundary_that_stays_leaves_a_newer_one_cached():
+    tokens, keep = list(range(40)), Checkpoints(4, offsets=(8,))
+    manager = StateBlockManager(12, 8, steps_in_flight=1)
+    manager.allocate("a", 0, 0, 7, keep=keep)
+    manager.release("a")
+    manager.commit("a", tokens[:7])
+    manager.allocate("a", 7, 7, 1)
+    manager.release("a")
+    manager.allocate("a", 8, 8, 8)
+    manager.publish("a", tokens[:16])
+    manager.release("a")
+    assert manager.commit("a", tokens[:8]) == 8
+    assert (manager.lookup(tokens).length, manager.lookup(tokens, limit=8).length) == (16, 8)

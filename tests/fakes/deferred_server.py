@@ -33,7 +33,7 @@ class NoHostPath:
 
 
 class DeferredMachine(Machine):
-    """Slots under policy "deferred". All chunks are published at their dispatch, as the engine does it."""
+    """Slots under policy "deferred". All steps of known tokens are published at their dispatch."""
 
     policies, main = DEFERRED, "deferred"
     # The lengths of fold groups. None for any.
@@ -89,9 +89,15 @@ class DeferredMachine(Machine):
         super().dispatch(rows, entering, entries)
 
     def offer(self, request, row):
-        certain = all(step.drafts < 0 for step in [*request.pending, row])
-        if self.spec.mode != "none" and row.drafts < 0 and certain:
-            self.manager.publish(request.name, row.after)
+        """A step of one token may be a decode row, whose state the next step writes. Nothing is published for it yet."""
+        if self.spec.mode == "none" or any(step.drafts > 0 for step in [*request.pending, row]):
+            return
+        columns, boundary = self.manager.columns(request.name), self.manager.publish(request.name, row.after)
+        if len(row.inputs) == 1:
+            assert boundary == 0
+            self.events["a decode row of a known token is published"] += row.drafts == 0
+        else:
+            self.check_folded(row, columns, self.unfolded.pop(request.name, 0))
             row.offered = True
             inside = row.inside(self.size) if self.spec.mode == "all" else [row.boundary(self.size)]
             self.keep_cached(request, row, filter(None, inside))
@@ -101,6 +107,10 @@ class DeferredMachine(Machine):
         columns = self.manager.columns(request.name)
         boundary = self.manager.release(request.name)
         assert boundary == self.unfolded.pop(request.name, 0)
+        self.check_folded(row, columns, boundary)
+
+    def check_folded(self, row, columns, boundary):
+        """Checks the state of a boundary that a row has folded, unless it is 0."""
         if boundary:
             # The row may be the last one that needs the block.
             self.pools["deferred"].check_boundary(columns[boundary // self.size - 1], row.after[:boundary])
