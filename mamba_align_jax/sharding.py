@@ -87,7 +87,8 @@ def _state(state: ConvState | RecurrentState) -> Any:
         return P(None, None, None, AXIS) if state.layout == "SD" else P(None, None, AXIS)
     if state.shape[0] > 1:
         return P(None, None, AXIS)
-    return P(None, None, None, AXIS) if state.layout == "VK" else P(None, None, None, None, AXIS)
+    is_transposed = state.layout == "KV" and len(state.shape) > 2
+    return P(None, None, None, None, AXIS) if is_transposed else P(None, None, None, AXIS)
 
 
 def pool_partition(groups: Sequence[GroupSpec], *, deferred: bool = False) -> StatePool:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import mamba_align_jax as ma
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +59,42 @@ def test_the_foreign_step_is_the_example_and_the_example_runs():
     )
     assert out.count("tokens right") == 2
     assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("padding", [0, 1, 7])
+@pytest.mark.parametrize(("decoded", "begin", "end"), [(1, 1, 13), (2, 1, 13), (2, 0, 1)])
+def test_a_batch_of_both_kinds_of_rows_needs_no_padding(decoded, begin, end, padding):
+    """Decode rows of one token, each of which may have three, and then a chunk of a prompt in slot 2."""
+    own = runpy.run_path(str(ROOT / "examples" / "foreign_step.py"))
+    spec, channels, rng = own["SPEC"], 3 * own["HEADS"] * own["DIM"], np.random.default_rng(0)
+    shapes = dict(embed=(50, 32), qkv=(32, channels), conv=(own["WIDTH"], channels), a=(32, 2), b=(32, 2))
+    weights = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    weights |= {"A_log": jnp.zeros(2), "dt_bias": jnp.zeros(2)}
+    prompt, decoding = rng.integers(0, 50, 14, dtype=np.int32), rng.integers(0, 50, 17, dtype=np.int32)
+    wanted, wanted_last = (own["Server"](weights).run(2, 0, tokens, enters=True) for tokens in (prompt, decoding))
+
+    server = own["Server"](weights)
+    for slot in range(decoded):
+        server.run(slot, 0, decoding[:16], enters=True)
+    if begin:
+        server.run(2, 0, prompt[:begin], enters=True)
+    entering = [2][begin:]
+    row = [(0, slot, column, server.block(slot, column)) for slot in entering for column in range(spec.num_columns)]
+    out, server.pool, server.state, server.tables = own["step"](
+        weights,
+        np.concatenate([decoding[16:].repeat(decoded), prompt[begin:end], np.zeros(padding, np.int32)]),
+        ma.StepBatch.from_host(
+            spec, decoded + 1, [*range(decoded), 2], [*range(decoded + 1), decoded + end - begin], [0] * decoded + [-1]
+        ),
+        ma.TableUpdates.from_host(spec, spec.num_columns, row),
+        ma.Additions.from_host(spec, 1, entering, [0] * len(entering)),
+        jnp.int32(1),
+        *(server.pool, server.state, server.tables),
+        decode_rows=decoded,
+    )
+    np.testing.assert_allclose(out[:decoded], wanted_last[[-1] * decoded], atol=2e-6)
+    np.testing.assert_allclose(out[decoded : decoded + end - begin], wanted[begin:end], atol=2e-6)
+    np.testing.assert_allclose(server.run(2, end, prompt[end:]), wanted[end:], atol=2e-6)
 
 
 def test_a_model_keeps_its_answers_when_its_cache_is_swapped(capsys):

@@ -216,6 +216,8 @@ class AlignConfig:
             set_fields(self, **{name: values.integer(f"AlignConfig: {name}", getattr(self, name), minimum)})
         if not isinstance(self.mode, str) or self.mode not in ("none", "align", "all"):
             raise ValueError(f"AlignConfig: mode must be 'none', 'align' or 'all', got {self.mode!r}")
+        if self.mode == "none":
+            values.integer("AlignConfig: max_model_len", self.max_model_len, 1, values.INT32_MAX - 1)
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise ValueError(f"AlignConfig: policy must be one of {sorted(POLICIES)}, got {self.policy!r}")
         if self.mode != "none" and self.block_size < self.num_speculative_tokens + 1:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax import _values as values
 from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import (
@@ -257,6 +258,17 @@ def plan_saves(
     return plan, accepted_after_save(accepted, passed, save.target, column)
 
 
+def _of_rows(num_sampled: jax.Array | int | None, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `num_sampled` as int32 [rows]; None counts as 1."""
+    dtype, own = getattr(num_sampled, "dtype", None), getattr(num_sampled, "shape", ())
+    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and own in ((), shape)
+    known = num_sampled is None or values.is_integer(num_sampled) or is_array
+    if not known:
+        wanted, got = f"None, a whole number, or int32 {list(shape)}", f"{dtype} {list(own)}" if dtype else num_sampled
+        raise ValueError(f"finish_step: num_sampled must be {wanted}, got {got}")
+    return jnp.broadcast_to(jnp.int32(1 if num_sampled is None else num_sampled), shape)
+
+
 def plan_finish(
     spec: AlignConfig,
     state: AlignState,
@@ -269,7 +281,7 @@ def plan_finish(
     live, slot = _live(batch), jnp.maximum(batch.idx_mapping, 0)
     drafts = jnp.maximum(batch.num_drafts, 0)
     # A chunk inside a prompt samples nothing, but still leaves one state to continue from.
-    accepted = jnp.maximum(jnp.broadcast_to(jnp.int32(1 if num_sampled is None else num_sampled), slot.shape), 1)
+    accepted = jnp.maximum(_of_rows(num_sampled, slot.shape), 1)
     certain = certain_tokens(indices.num_computed_tokens, batch.num_tokens, drafts)
     plan, computed = None, tokens_after(certain, accepted)
     # Under policy "deferred" the step after the boundary keeps it.
@@ -312,6 +324,9 @@ def finish_step(
 
     Returns:
         The state and the pool for the next step. Padding rows and rows without tokens change nothing.
+
+    Raises:
+        ValueError: `num_sampled` is something else.
     """
     state, plan = plan_finish(spec, state, batch, indices, num_sampled, tables)
     return state, copy_states(spec, pool, plan, implementation=implementation)

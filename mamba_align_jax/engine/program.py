@@ -274,6 +274,7 @@ def _run_step(
         num_decode_rows=num_decode_rows,
         page_tables=page_tables,
         num_tokens=tokens.shape[0],
+        num_decode_tokens=num_decode_rows * spec.window,
         page_size=kv.keys.shape[2],
         num_pages=kv.keys.shape[1],
         token_rows=rows,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
@@ -116,7 +117,11 @@ class LayerStep:
             num_tokens: Number of packed tokens, padding included. Static.
             implementation: Implementation of the ops; None chooses by platform.
             interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
+
+        Raises:
+            ValueError: `num_decode_rows` or `num_tokens` is no whole number, or out of range.
         """
+        num_tokens = values.integer("LayerStep: num_tokens", num_tokens, 0)
         rows = split_rows(batch, indices, num_decode_rows, interior=interior)
         chunks = rows.chunks(num_tokens)
         return cls(rows=rows, chunks=chunks, layer=jnp.int32(0), implementation=implementation)

@@ -145,7 +145,8 @@ class RowSplit:
         decode: The decode and verify rows.
         prefill: The prefill rows.
         first_prefill_token: Index of the prefill rows' first token among the packed tokens. int32 scalar
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows, for arrays of tokens that have room for
+            it beside the prefill rows: see `split_rows`. None if the arrays may end with the last row.
         chunk_size: The `chunk_size` with which prefill ops cut the prefill rows. Static.
     """
 
@@ -157,10 +158,20 @@ class RowSplit:
 
     @property
     def max_decode_tokens(self) -> int:
-        """The static bound on the tokens of the decode and verify rows."""
+        """The static bound on the tokens of the decode and verify rows: `num_decode_tokens`, or else 1 + K per row."""
         if self.num_decode_tokens is not None:
             return self.num_decode_tokens
         return self.decode.num_rows * self.decode.write.shape[-1]
+
+    def num_prefill_tokens(self, num_tokens: int) -> int:
+        """Returns the static bound on the prefill rows' tokens in arrays of `num_tokens` tokens.
+
+        Raises:
+            ValueError: The arrays have fewer tokens than `num_decode_tokens`, beside prefill rows.
+        """
+        if self.num_decode_tokens is None or self.decode.num_rows == 0 or self.prefill.num_rows == 0:
+            return num_tokens
+        return values.integer("num_tokens", num_tokens, self.num_decode_tokens) - self.num_decode_tokens
 
     def apply(
         self,
@@ -185,18 +196,21 @@ class RowSplit:
         Returns:
             The outputs of all tokens in packed order, followed by the carry.
         """
-        bound = self.max_decode_tokens if num_decode_tokens is None else num_decode_tokens
+        if num_decode_tokens is not None:
+            return replace(self, num_decode_tokens=num_decode_tokens).apply(decode, prefill, tokens, carry)
         num_tokens = tokens[0].shape[0]
         if self.prefill.num_rows == 0:
             return decode(self.decode, *tokens, *carry)
         if self.decode.num_rows == 0:
             return prefill(self.prefill, *tokens, *carry)
+        begin, count = self.first_prefill_token, self.num_prefill_tokens(num_tokens)
+        bound = min(self.max_decode_tokens, num_tokens)
+        # The slice of the prefill rows may start anywhere in the first `bound` tokens, and must not reach beyond the end.
+        padded = [_padded(x, bound + count) for x in tokens]
         out, *carry_ = decode(self.decode, *(x[:bound] for x in tokens), *carry)
-        begin = self.first_prefill_token
-        rest = [jax.lax.dynamic_slice_in_dim(x, begin, num_tokens - bound) for x in tokens]
-        tail, *carry_ = prefill(self.prefill, *rest, *carry_)
-        out = jnp.pad(out, ((0, num_tokens - bound), *((0, 0) for _ in out.shape[1:])))
-        return jax.lax.dynamic_update_slice_in_dim(out, tail, begin, axis=0), *carry_
+        tail, *carry_ = prefill(self.prefill, *(jax.lax.dynamic_slice_in_dim(x, begin, count) for x in padded), *carry_)
+        out = jax.lax.dynamic_update_slice_in_dim(_padded(out, bound + count), tail, begin, axis=0)
+        return out[:num_tokens], *carry_
 
     def chunks(self, num_tokens: int) -> Chunks | None:
         """Cuts the prefill rows into chunks, once for all layers. Returns None if there are no prefill rows.
@@ -206,8 +220,14 @@ class RowSplit:
         rows = self.prefill
         if rows.num_rows == 0:
             return None
-        num_prefill_tokens = num_tokens - (self.max_decode_tokens if self.decode.num_rows else 0)
-        return chunk_rows(rows.query_start_loc, rows.num_computed_tokens, num_prefill_tokens, self.chunk_size)
+        count = self.num_prefill_tokens(num_tokens)
+        return chunk_rows(rows.query_start_loc, rows.num_computed_tokens, count, self.chunk_size)
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    """Adds zeros at the end of the first axis."""
+    missing = length - x.shape[0]
+    return jnp.pad(x, ((0, missing), *((0, 0) for _ in x.shape[1:]))) if missing else x
 
 
 def split_rows(
@@ -219,15 +239,14 @@ def split_rows(
 ) -> RowSplit:
     """Splits a batch's rows by kind.
 
-    In a batch with both kinds, arrays of tokens must have at least as many entries as the prefill rows have tokens,
-    plus `num_decode_tokens`.
-
     Args:
         batch: The step's rows. The first `num_decode_rows` must be decode, verify or padding rows, the others prefill
             or padding rows.
         indices: The result of `begin_step`.
         num_decode_rows: Number of decode and verify rows, padding rows among them included. Static.
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows. In a batch with both kinds of rows,
+            arrays of tokens must then have at least as many entries as the prefill rows have tokens, plus this bound.
+            None for arrays that may end with the last row: prefill ops then run over the tokens of all rows.
         interior: The boundaries inside the rows, of which prefill rows keep the states, in mode "all"; None to keep
             none.
 

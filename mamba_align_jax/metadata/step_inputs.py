@@ -79,7 +79,8 @@ def step_inputs(
         num_tokens: Number of packed tokens, padding included. Static.
         page_size: Number of tokens of a page. Static.
         num_pages: Number of pages of the pool. Static.
-        num_decode_tokens: Static bound on the tokens of the decode and verify rows; None means 1 + K tokens per row.
+        num_decode_tokens: Static bound on the tokens of the decode and verify rows, for which `num_tokens` leaves room
+            beside the prefill rows; None if it may not. See `split_rows`.
         token_rows: The row of each packed token, as `pallas_kernels.rows.token_rows` finds it; None computes it.
         interior: The boundaries inside the prefill rows, whose states they keep in mode "all"; None to keep none.
 

@@ -208,6 +208,26 @@ def test_an_int_num_sampled_stands_for_every_row(rng, scalar):
     assert bits(one) == bits(run(spec, state, pool, batch, jnp.full(4, scalar, jnp.int32), tables))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (jnp.ones(3, jnp.int32), "int32 [3]"),
+        (jnp.ones((4, 1), jnp.int32), "int32 [4, 1]"),
+        (jnp.ones(4), "float32 [4]"),
+        (1.5, "1.5"),
+        (True, "True"),
+        ([1, 1, 1, 1], "[1, 1, 1, 1]"),
+    ],
+    ids=str,
+)
+def test_another_num_sampled_is_refused(rng, wrong, got):
+    spec = make_spec()
+    state, tables = running(spec)
+    batch = StepBatch.from_host(spec, 4, [1, 2], [0, 3, 6], [2, 2])
+    with raises(f"finish_step: num_sampled must be None, a whole number, or int32 [4], got {got}"):
+        run(spec, state, fill_pool(spec, rng), batch, wrong, tables)
+
+
 def test_a_stage_that_samples_nothing_continues_from_its_last_token(rng):
     spec = make_spec()
     state, tables = running(spec)
@@ -316,6 +336,7 @@ BAD_SPECS = {
     "max_num_seqs must be at least 1, got 0": lambda: make_spec(max_num_seqs=0),
     "max_model_len must be at least 1, got 0": lambda: make_spec(max_model_len=0),
     "mode must be 'none', 'align' or 'all', got 'sometimes'": lambda: make_spec(mode="sometimes"),
+    "max_model_len must be at most 2147483646, got": lambda: make_spec(mode="none", max_model_len=2**31 - 1),
     "policy must be one of ['copy_free', 'deferred', 'pre_copy'], got 'guess'": lambda: make_spec(policy="guess"),
     "block_size must be at least num_speculative_tokens + 1 = 5, got 4": lambda: make_spec(num_speculative_tokens=4),
     "num_speculative_tokens + 1 = 6, got 4": lambda: make_spec(num_speculative_tokens=5, mode="all"),
