@@ -87,8 +87,9 @@ def _state(state: ConvState | RecurrentState) -> Any:
         return P(None, None, None, AXIS) if state.layout == "SD" else P(None, None, AXIS)
     if state.shape[0] > 1:
         return P(None, None, AXIS)
-    is_transposed = state.layout == "KV" and len(state.shape) > 2
-    return P(None, None, None, None, AXIS) if is_transposed else P(None, None, None, AXIS)
+    # Layout "KV" swaps the last two axes, which are the only ones of some states.
+    axis = 1 if state.layout == "VK" else 0 if len(state.shape) == 2 else 2
+    return P(*[None] * (2 + axis), AXIS)
 
 
 def pool_partition(groups: Sequence[GroupSpec], *, deferred: bool = False) -> StatePool:

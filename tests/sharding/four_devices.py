@@ -535,7 +535,7 @@ def test_rings_of_another_step_are_split_like_its_states(mesh):
 
 
 def test_states_of_one_head_are_split_by_channels_in_either_layout(mesh):
-    for shape, layout, axes in (((1, 8), "KV", 4), ((1, 8), "VK", 4), ((1, 8, 4), "VK", 4), ((1, 4, 8), "KV", 5)):
+    for shape, layout, axes in (((1, 8), "KV", 3), ((1, 8), "VK", 4), ((1, 8, 4), "VK", 4), ((1, 8, 4), "KV", 5)):
         where = pool_sharding((GroupSpec("m", 1, (RecurrentState(shape, layout=layout),)),), mesh)
         assert where.states[0][0].spec == P(*[None] * (axes - 1), AXIS)
 
