@@ -243,10 +243,10 @@ class HybridCache:
 
         Args:
             request: A request whose newest step was dispatched just now.
-            tokens: For a row of a prompt, the request's tokens up to the end of that step. The pages and the boundary
-                that they fill are published now, because any step that reads them runs later on the device. None for a
-                decode or verify row. `commit` publishes its pages and its boundary. Under policy "deferred" the call of
-                `dispatched` for the request's next step publishes the boundary.
+            tokens: For a prefill row, the request's tokens up to the end of that step. The pages and the boundary that they
+                fill are published now, because any step that reads them runs later on the device. None for a decode or
+                verify row, also if its token is the last one of a prompt. `commit` publishes its pages and its boundary.
+                Under policy "deferred" the call of `dispatched` for the request's next step publishes the boundary.
 
         Returns:
             The last boundary, in tokens, that is published now: one of this step whose key is new in the cache, or under
@@ -257,7 +257,7 @@ class HybridCache:
             values.tokens("dispatched: tokens", tokens)
             # What can't be published raises before anything changes.
             fills_pages = self.kv.can_publish(request, tokens, len(tokens))
-            boundary = self.states.publish(request, tokens)
+            boundary = self.states.publish(request, tokens, is_prefill_row=True)
             if fills_pages:
                 self.kv.publish(request, tokens, len(tokens))
         folded = self.states.release(request)

@@ -197,15 +197,16 @@ class StateBlockManager:
         record.in_flight.append(Step(num_tokens, num_drafts))
         return entries
 
-    def publish(self, request: Hashable, tokens: Sequence[int]) -> int:
+    def publish(self, request: Hashable, tokens: Sequence[int], *, is_prefill_row: bool = False) -> int:
         """Publishes the boundary on which the newest step ends, if the request keeps it. Call it after the dispatch.
 
-        In mode "all" it publishes the boundaries inside the step as well. Under policy "deferred" a step of one token may be
-        a decode row, whose boundary the request's next step writes. So nothing is published for it yet.
+        In mode "all" it publishes the boundaries inside the step as well.
 
         Args:
             request: A request whose newest step ran only known tokens: tokens of a prompt and no drafts.
             tokens: Its tokens up to the end of that step.
+            is_prefill_row: False if a step of one token may have been a decode row. Under policy "deferred" that leaves its
+                boundary to the request's next step, so nothing is published yet.
 
         Returns:
             The last boundary, in tokens, that is published now, the one that the step folds included. 0 if there is none.
@@ -215,6 +216,7 @@ class StateBlockManager:
         """
         record = self._present("publish", request)
         values.tokens("publish: tokens", tokens)
+        values.flag("publish: is_prefill_row", is_prefill_row)
         if not record.in_flight:
             raise ValueError(f"publish: request {request!r} has no step in flight")
         end = record.committed + sum(step.num_tokens - step.num_drafts for step in record.in_flight)
@@ -222,7 +224,7 @@ class StateBlockManager:
             wanted = f"must be those up to the end of its newest step, {end}, got {len(tokens)}"
             raise ValueError(f"publish: tokens of request {request!r} {wanted}")
         step = record.in_flight[-1]
-        if self._rules.leaves_to_next_step(step):
+        if self._rules.leaves_to_next_step(step) and not is_prefill_row:
             return 0
         folded = self.folded(request) if record.unfolded else 0  # this step has written its state
         before = end - step.num_tokens + step.num_drafts
@@ -274,15 +276,12 @@ class StateBlockManager:
         return max([at for at in passed if self._offer(request, record, tokens, at)[0]], default=0)
 
     def unfolded(self, request: Hashable) -> int:
-        """Returns the boundary of a request whose state is not written yet and should be, in tokens, or 0 for none."""
+        """Returns the boundary of a request whose state is not written yet and should be, in tokens; 0 for none."""
         record = values.known(self._requests, request)
         return 0 if record is None else record.unfolded
 
     def folded(self, request: Hashable) -> int:
-        """Publishes the boundary that `unfolded` returns, because what writes its state was dispatched.
-
-        Returns:
-            The boundary, in tokens, or 0 if there is none.
+        """Publishes the boundary that `unfolded` returns, because what writes its state was dispatched. Returns it, or 0.
 
         Raises:
             ValueError: The request is unknown.

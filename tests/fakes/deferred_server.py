@@ -89,13 +89,14 @@ class DeferredMachine(Machine):
         super().dispatch(rows, entering, entries)
 
     def offer(self, request, row):
-        """A step of one token may be a decode row, whose state the next step writes. Nothing is published for it yet."""
+        """Decode rows of known tokens leave their state to the next step. Nothing is published for them yet."""
         if self.spec.mode == "none" or any(step.drafts > 0 for step in [*request.pending, row]):
             return
-        columns, boundary = self.manager.columns(request.name), self.manager.publish(request.name, row.after)
-        if len(row.inputs) == 1:
+        columns, is_chunk = self.manager.columns(request.name), row.drafts < 0
+        boundary = self.manager.publish(request.name, row.after, is_prefill_row=is_chunk)
+        if not is_chunk:
             assert boundary == 0
-            self.events["a decode row of a known token is published"] += row.drafts == 0
+            self.events["a decode row of a known token is published"] += 1
         else:
             self.check_folded(row, columns, self.unfolded.pop(request.name, 0))
             row.offered = True
@@ -161,7 +162,7 @@ class DeferredMachine(Machine):
     def commit(self, request, row):
         if row.slot < 0 and self.spec.mode != "none":
             # A state that was loaded is in its block already.
-            self.manager.publish(request.name, row.after)
+            self.manager.publish(request.name, row.after, is_prefill_row=True)
             found = len(row.after) % self.size == 0
             self.manager.commit(request.name, row.after)
             return len(row.after) if found else 0
