@@ -22,4 +22,5 @@ class Case:
 CASES = (
     Case("selective_scan 4x2048", (2048,) * 4),
     Case("selective_scan odd", (1, 63, 0, 130, 5), head_dim=1000, gated=True),
+    Case("selective_scan state of 96", (5, 130), head_dim=1000, state_dim=96),
 )

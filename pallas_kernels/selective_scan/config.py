@@ -27,5 +27,6 @@ def default_config(state_dim: int, itemsize: int) -> Config:
     """
     vector = 16 // itemsize  # the number of elements that a thread loads at once
     # The threads of one channel all repeat the work that is done once per channel, so few threads share a channel.
-    threads = min(max(1, state_dim // 16), 16)
+    most = min(max(1, state_dim // 16), 16)
+    threads = 1 << (most.bit_length() - 1)  # a power of two
     return Config(block_dim=32 // threads, segment=vector * threads, unroll=4, num_warps=1)

@@ -1,5 +1,7 @@
 """selective_scan: outputs and states against the oracle, and the bitwise promises."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from kernels.common import IMPLEMENTATIONS, assert_close, assert_untouched, dirt
 from oracles.ops import selective_state_update as oracle
 
 from pallas_kernels import selective_scan, selective_state_update
-from pallas_kernels.selective_scan.config import Config
+from pallas_kernels.selective_scan.config import Config, default_config
 
 LAYER, LAYERS, BLOCKS = 1, 2, 24
 # (heads, head_dim, state_dim, groups)
@@ -233,6 +235,30 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
         assert_close(out, np.asarray(results[0][0], np.float64), jnp.float32, 4 * 8 * 20, "outputs")
         for block in (6, 7):
             assert_close(state_of(after, block), state_of(results[0][1], block), jnp.float32, 4 * 8 * 20, "state")
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_a_state_whose_dims_are_no_power_of_two_matches_the_oracle_by_default(rng, implementation):
+    arguments, pool, options = make(rng, [3], (1, 5, 120, 1), extra_tokens=0)
+    row = pack([3]), jnp.array([3]), jnp.array([6])
+    out, after = selective_scan(*arguments, pool, LAYER, *row, **options, **how(implementation))
+    wanted, states = oracle(*in_float64(arguments), state_of(pool, 3), **in_float64(options))
+    assert_close(out, wanted, jnp.float32, 4 * 4 * 120, "outputs")
+    assert_close(state_of(after, 6), states[-1], jnp.float32, 4 * 4 * 120, "state")
+
+
+def test_sizes_of_the_default_configuration_are_powers_of_two():
+    for state_dim, itemsize in itertools.product(range(1, 513), (2, 4)):
+        config = default_config(state_dim, itemsize)
+        threads = config.segment * itemsize // 16
+        for size in (config.block_dim, config.segment, threads):
+            assert size > 0, (state_dim, config)
+            assert size & (size - 1) == 0, (state_dim, config)
+        # The threads of all channels are those of one warp.
+        assert config.block_dim * threads == 32, (state_dim, config)
+        # A thread has sixteen elements or more, and fewer than 32 unless the state is large.
+        assert threads == 1 or 16 * threads <= state_dim, (state_dim, config)
+        assert threads == 16 or state_dim < 32 * threads, (state_dim, config)
 
 
 @pytest.mark.gpu
