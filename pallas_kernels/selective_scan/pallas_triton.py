@@ -56,10 +56,10 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             (B, C), (x, dt, z) = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
             dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
             dt = softplus(dt) if dt_softplus else dt
-            # A step of size 0 leaves the state unchanged, to the bit. The loop therefore needs no second body for the
-            # tokens left over by its last full turn.
-            dt = jnp.where(live, dt, 0.0)
-            state = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
+            new = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
+            # A token after the last one leaves the state unchanged, whatever it holds. The loop therefore needs no second
+            # body for the tokens left over by its last full turn.
+            state = jnp.where(live, new, state)
             y = pt.row_sum(state * C[:, None, :])
             y = y if D is None else y + D.astype(jnp.float32) * x
             return state, y if z is None else y * pt.silu(z, interpret)

@@ -208,6 +208,30 @@ def test_a_row_depends_on_that_row_alone(rng, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1.0], ids=str)
+def test_a_checkpoint_does_not_depend_on_the_tokens_after_it(rng, value, implementation):
+    """The kernel's loop runs tokens after a checkpoint in the same turn as the last tokens before it."""
+    n, kept = 8, 5
+    arguments, pool, options = make(rng, [n], DIMS["odd"], extra_tokens=0)
+    # The first channel's state decays to -0, and a token that adds 0 to it would change the sign.
+    x, dt, A, B, C = arguments
+    arguments = x.at[:, :, 0].set(0.0), dt.at[:, :, 0].set(1e4), A, -jnp.abs(B), C
+    pool = pool.at[LAYER, 3, :, 0].set(-1.0)
+    spoilt = [v if v is A else v.at[kept:].set(value) for v in arguments]
+
+    @jax.jit
+    def run(arguments, length, offset, block):
+        rows = jnp.stack([length * 0, length]), jnp.array([3]), jnp.array([6]), offset[None, None], block[None, None]
+        return selective_scan(*arguments, pool, LAYER, *rows, **options, **how_scan(implementation, unroll=4))[1]
+
+    ints = lambda *values: [jnp.int32(v) for v in values]
+    wanted = run(arguments, *ints(kept, 0, 0))[LAYER, 6]
+    assert ((wanted[:, 0] == 0) & jnp.signbit(wanted[:, 0])).all()
+    after = run(spoilt, *ints(n, kept, 9))[LAYER, 9]
+    np.testing.assert_array_equal(np.asarray(after).view(np.uint32), np.asarray(wanted).view(np.uint32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_chunk_may_follow_a_verify_step(rng, implementation):
     """A chunk after a verify step with two of three tokens accepted continues as if five tokens had run in one call."""
     arguments, pool, options = make(rng, [6], extra_tokens=0)
