@@ -75,10 +75,11 @@ def gated_delta_rule_deferred(
     Numerics: sums are float32. A state is rounded to the pool's dtype by a fold, and u to the ring's dtype before it is
     used. Every sum over a group has the order of the group's places. So a state at a multiple of L and the output of an
     accepted token depend, to the bit, on the state from which the row started and on the accepted tokens, and not on how
-    many came with a call, which drafts were rejected, or what other rows are. The kernels multiply on tensor cores,
-    bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of
-    2^-24), two otherwise, or as many as the `config` of "triton" says. With a decay per key channel, keys and queries are
-    decayed before they are multiplied, and everything is multiplied in float32. No exponent of a decay is positive.
+    many came with a call, what other rows are, or which drafts were rejected, as long as those are finite. The kernels
+    multiply on tensor cores, bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32
+    pool (a relative error of 2^-24), two otherwise, or as many as the `config` of "triton" says. With a decay per key
+    channel, keys and queries are decayed before they are multiplied, and everything is multiplied in float32. No exponent
+    of a decay is positive.
 
     Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), for the sum over entries; Kimi Team, "Kimi Linear"
     (2025) for the decay per key channel; ReplaySSM of the Dao lab for a cache of entries instead of states.

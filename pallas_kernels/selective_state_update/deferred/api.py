@@ -70,9 +70,9 @@ def selective_state_deferred(
     Numerics: sums are float32. Entries are exact, and a state is rounded to the pool's dtype by a fold. Every sum over a
     group has the order of the group's places. So a state at a multiple of L and the output of an accepted token depend, to
     the bit, on the state from which the row started and on the accepted tokens, and not on how many came with a call,
-    which drafts were rejected, or what other rows are. The kernels multiply on tensor cores, bfloat16 values as they are
-    and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of 2^-24), two otherwise, or as
-    many as the `config` of "triton" says.
+    what other rows are, or which drafts were rejected, as long as those are finite. The kernels multiply on tensor cores,
+    bfloat16 values as they are and float32 values in pieces of bfloat16: three for a float32 pool (a relative error of
+    2^-24), two otherwise, or as many as the `config` of "triton" says.
 
     Sources: Dao, Gu, "Transformers are SSMs" (2024), for the sum over entries; ReplaySSM of the Dao lab for a cache of
     entries instead of states.
