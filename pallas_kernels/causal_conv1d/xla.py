@@ -37,7 +37,8 @@ def _convolve(
         from_row = (rows.offset >= back)[:, None]
         before = history[rows.row, jnp.clip(rows.offset + j, 0, width - 2)]
         u = jnp.where(from_row, x[jnp.maximum(token - back, 0)], before).astype(jnp.float32)
-        y = y + taps[j] * u
+        # What padding tokens would read may be NaN, and the gradient of the taps would be 0 times it.
+        y = y + taps[j] * jnp.where(rows.valid[:, None], u, 0.0)
     if activation == "silu":
         y = silu(y)
     return jnp.where(rows.valid[:, None], y, 0.0).astype(x.dtype)

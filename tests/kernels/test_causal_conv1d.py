@@ -380,12 +380,19 @@ def test_errors_name_the_bad_argument(rng):
         causal_conv1d_prefill(x, pool, 0, weight, None, pack([2]), row, row, row, row[None])
 
 
-def test_prefill_differentiates(rng):
-    x, pool, weight, _ = make(rng, [6], 4, jnp.float32, extra_tokens=0)
-    row = jnp.array([3])
-    loss = lambda w: jnp.sum(
-        causal_conv1d_prefill(x, pool, LAYER, w, None, pack([6]), row, row * 0, row, implementation="xla")[0] ** 2
-    )
-    step = 1e-2 * jnp.ones_like(weight)
-    numeric = (loss(weight + step) - loss(weight - step)) / 2
-    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(weight), step), numeric, rtol=1e-3)
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_prefill_differentiates(rng, activation):
+    """Tokens after the last row are NaN, and so is the block that a padding row reads."""
+    x, pool, weight, bias = make(rng, [6], 4, jnp.float32, bias=True)
+    rows = pack([6], 1), jnp.array([3, 6]), jnp.array([0, 0]), jnp.array([3, 0])
+
+    def loss(taps, bias, x):
+        x = jnp.concatenate([x, jnp.full((3, CHANNELS), jnp.nan)])
+        options = dict(activation=activation, implementation="xla")
+        return jnp.sum(causal_conv1d_prefill(x, pool, LAYER, taps, bias, *rows, **options)[0] ** 2)
+
+    at = weight, bias, x[:6]
+    step = jax.tree.map(lambda v: 1e-2 * jnp.ones_like(v), at)
+    forth, back = (jax.tree.map(lambda v, s, sign=sign: v + sign * s, at, step) for sign in (1, -1))
+    slope = sum(jnp.vdot(g, s) for g, s in zip(jax.grad(loss, (0, 1, 2))(*at), step, strict=True))
+    np.testing.assert_allclose(slope, (loss(*forth) - loss(*back)) / 2, rtol=1e-3)
