@@ -52,6 +52,19 @@ class _Contract(NamedTuple):
         is_number = float in self.others and isinstance(value, numbers.Real)
         return is_number or isinstance(value, (*self.others, *self.arrays))
 
+    def kept(self, op: str, argument: str, value: Any) -> Any:
+        """Returns a value that keeps the contract: `value`, or what stands for it outside of NumPy.
+
+        Raises:
+            ValueError: in the name of `op`, if there is none.
+        """
+        if self.admits(value):
+            return value
+        plain = _plain(value, self.to_array)
+        if not self.admits(plain):
+            raise ValueError(f"{op}: {argument} must be {self.wanted}, got {_describe(value)}")
+        return plain
+
 
 def _plain(value: Any, to_array: Callable[[Any], Any]) -> Any:
     """Returns NumPy's arrays by `to_array` and its whole numbers as Python's, if both hold the same values."""
@@ -103,11 +116,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         given = bound.arguments
         with jaxtyped("context"):
             for name, contract in contracts.items():
-                if name in given and not contract.admits(came := given[name]):
-                    given[name] = _plain(came, contract.to_array)
-                    if not contract.admits(given[name]):
-                        got = _describe(came)
-                        raise ValueError(f"{function.__name__}: {name} must be {contract.wanted}, got {got}")
+                if name in given:
+                    given[name] = contract.kept(function.__name__, name, given[name])
         if rows and bounds:
             wanted, got = given[rows].shape[0] + 1, given[bounds].shape[0]
             message = f"{bounds} must have {wanted} entries, one more than {rows} has rows, got {got}"
@@ -115,10 +125,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if pool:
             shape = list(given[pool].shape)
             require(0 not in shape, f"{function.__name__}: {pool} must have no axis of length 0, got {shape}")
-        layer = given.get("layer")
-        if pool and isinstance(layer, int):
-            layers = given[pool].shape[0]
-            require(0 <= layer < layers, f"{function.__name__}: layer must be in [0, {layers}), got {layer}")
+            check_layer(function.__name__, given.get("layer"), shape[0])
         return function(*bound.args, **bound.kwargs)
 
     return wrapper
@@ -128,6 +135,23 @@ def require(condition: bool, message: str) -> None:
     """Raises ValueError(message) unless `condition` is true. For relations that an annotation cannot express."""
     if not condition:
         raise ValueError(message)
+
+
+def check_argument(name: str, argument: str, value: Any, annotation: Any) -> Any:
+    """Returns a value that keeps the annotation of an argument of op `name`, as `checked` gives it to the op.
+
+    Raises:
+        ValueError: neither `value` keeps it, nor what stands for `value` outside of NumPy.
+    """
+    contract = _Contract.of(annotation)
+    assert contract is not None
+    return contract.kept(name, argument, value)
+
+
+def check_layer(name: str, layer: Any, layers: int) -> None:
+    """Raises ValueError, in the name of op `name`, if a layer that is known is none of a pool's `layers`."""
+    if isinstance(layer, int):
+        require(0 <= layer < layers, f"{name}: layer must be in [0, {layers}), got {layer}")
 
 
 def check_layout(name: str, layout: str, layouts: Any) -> None:

@@ -361,7 +361,7 @@ def _unsupported_tokens(
     x: jax.Array, others: Sequence[Product | Norm | Experts], residual: jax.Array | None, programs: int
 ) -> str | None:
     """Returns what only one launch of several tokens cannot run, or None. `others` are the steps without a gated norm."""
-    if x.shape[-2] > MOST_TOKENS:
+    if not 1 <= x.shape[-2] <= MOST_TOKENS:
         return f"there must be 1 to {MOST_TOKENS} tokens, got {x.shape[-2]}"
     if not others or not all(isinstance(others[end], Product) for end in (0, -1)):
         return "of several tokens, the first and the last step must be products"

@@ -77,7 +77,8 @@ def convolved(
 
 def _gated_norm(x: jax.Array, step: GatedNorm) -> jax.Array:
     """Normalises each head of [tokens, channels], and gates it."""
-    heads, gate = (each.astype(jnp.float32).reshape(x.shape[0], -1, step.weight.shape[0]) for each in (x, step.gate))
+    shape = x.shape[0], x.shape[1] // step.weight.shape[0], step.weight.shape[0]
+    heads, gate = (each.astype(jnp.float32).reshape(shape) for each in (x, step.gate))
     heads = heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=-1, keepdims=True) + step.epsilon)
     activation = silu if step.activation == "silu" else jax.nn.sigmoid
     return (heads * step.weight.astype(jnp.float32) * activation(gate)).astype(x.dtype).reshape(x.shape)

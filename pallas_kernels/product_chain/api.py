@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels import device
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import check_argument, check_layer, checked, require, sizes_of
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.causal_conv1d.api import check as check_convolution
@@ -78,7 +78,7 @@ def product_chain(
         UnsupportedError: if `implementation` is "mosaic_gpu" and the kernel cannot run these arguments.
     """
     steps = tuple(steps)
-    _check("product_chain", x, steps, residual, parts)
+    parts = _check("product_chain", x, steps, residual, parts)
     is_over = any(isinstance(step, Norm) and step.over_devices for step in steps)
     require(not is_over, "product_chain: only all_reduce_product_chain has norms over devices")
     return _launch(x, steps, residual, None, None, parts, implementation)[:2]
@@ -109,7 +109,7 @@ def all_reduce_product_chain(
         next call's turn.
     """
     steps = tuple(steps)
-    _check("all_reduce_product_chain", x, steps, residual, parts)
+    parts = _check("all_reduce_product_chain", x, steps, residual, parts)
     return _launch(x, steps, residual, mailboxes, turn, parts, implementation)
 
 
@@ -148,15 +148,16 @@ def _without_convolution(steps: tuple[Any, ...]) -> tuple[tuple[Step, ...], Conv
 
 
 def _check(
-    op: str, x: jax.Array, steps: tuple[Any, ...], residual: jax.Array | None, parts: tuple[int, ...] | None
-) -> None:
+    op: str, x: jax.Array, steps: tuple[Any, ...], residual: jax.Array | None, parts: Any
+) -> tuple[int, ...] | None:
+    """Returns the parts, as whole numbers."""
     require(len(steps) > 0, f"{op}: steps must not be empty")
+    require(x.ndim == 2 or x.shape[0] > 0, f"{op}: x must have at least one share, got none")
     steps, convolution = _without_convolution(steps)
-    if convolution is not None:
-        _check_convolution(f"{op}: step {len(steps)}", x, steps, convolution, parts)
     channels, can_norm = x.shape[-1], True
     for number, step in enumerate(steps):
         name = f"{op}: step {number}"
+        _check_arrays(name, step)
         if isinstance(step, Norm):
             require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
             require(residual is not None, f"{name}: a norm needs a residual stream, got residual=None")
@@ -172,8 +173,7 @@ def _check(
         elif isinstance(step, Product):
             require(number > 0 or x.ndim == 2, f"{name}: a product takes no shares, got x {list(x.shape)}")
             shape = step.weight.shape
-            is_right = len(shape) == 2 and shape[1] == channels
-            require(is_right, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
+            require(shape[1] == channels, f"{name}: weight must be [outputs, {channels}], got {list(shape)}")
             require(not step.is_gated or shape[0] % 2 == 0, f"{name}: gated weights must have an even number of rows")
             channels, can_norm = step.outputs, not step.is_gated
         elif isinstance(step, Experts):
@@ -190,16 +190,45 @@ def _check(
         else:
             wanted = "a GatedNorm, a Product, a Norm, Experts or, at the end, a Convolution"
             raise ValueError(f"{name}: must be {wanted}, got {type(step).__name__}")
+    last = steps[-1] if steps else None
+    is_cut = isinstance(last, Product) and not last.is_gated
+    if convolution is not None:
+        name = f"{op}: step {len(steps)}"
+        require(is_cut, f"{name}: a convolution must follow a product that is not gated, got {_names(steps)}")
     if parts is not None:
-        last = steps[-1]
-        require(
-            isinstance(last, Product) and not last.is_gated,
-            f"{op}: parts are those of a last product that is not gated",
-        )
-        require(
-            sum(parts) == channels and min(parts) > 0,
-            f"{op}: parts must add up to {channels}, got {list(parts)}",
-        )
+        require(is_cut, f"{op}: parts are those of a last product that is not gated")
+        parts = sizes_of(op, parts, channels)
+    if convolution is not None and isinstance(last, Product):
+        _check_convolution(f"{op}: step {len(steps)}", x, last, convolution, parts)
+    return parts
+
+
+# The arrays of each step.
+_ARRAYS: dict[type, dict[str, Any]] = {
+    GatedNorm: dict(gate=Float[Array, "tokens channels"], weight=Float[Array, " head"]),
+    Product: dict(weight=Float[Array, "outputs inputs"]),
+    Norm: dict(weight=Float[Array, " channels"]),
+    Experts: dict(
+        router=Float[Array, "outputs inputs"],
+        up=Float[Array, "experts up_size inputs"],
+        down=Float[Array, "experts channels size"],
+        valid=Bool[Array, " tokens"] | None,
+    ),
+    Convolution: dict(
+        pool=Float[Array, "layers blocks window channels"],
+        weight=Float[Array, "width channels"],
+        query_start_loc=Int32[Array, " rows_plus_1"],
+        read_block=Int32[Array, " rows"],
+        window_row=Int32[Array, " rows"],
+        write_block=Int32[Array, " rows"],
+    ),
+}
+
+
+def _check_arrays(name: str, step: Any) -> None:
+    """Checks that the arrays of a step are arrays, their dtypes and their axes."""
+    for field, annotation in _ARRAYS.get(type(step), {}).items():
+        check_argument(name, field, getattr(step, field), annotation)
 
 
 def _names(steps: Sequence[Step]) -> list[str]:
@@ -210,7 +239,7 @@ def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
     require(x.ndim == 2, f"{name}: a gated norm takes no shares, got x {list(x.shape)}")
     require(step.gate.shape == x.shape, f"{name}: gate must be {list(x.shape)}, got {list(step.gate.shape)}")
     weight, channels = step.weight.shape, x.shape[-1]
-    is_right = len(weight) == 1 and weight[0] > 0 and channels % weight[0] == 0
+    is_right = weight[0] > 0 and channels % weight[0] == 0
     require(is_right, f"{name}: weight must be [a divisor of {channels}], got {list(weight)}")
     activations = get_args(GateActivation)
     is_known = step.activation in activations
@@ -218,16 +247,15 @@ def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
 
 
 def _check_convolution(
-    name: str, x: jax.Array, steps: tuple[Step, ...], step: Convolution, parts: tuple[int, ...] | None
+    name: str, x: jax.Array, before: Product, step: Convolution, parts: tuple[int, ...] | None
 ) -> None:
-    before = steps[-1] if steps else None
-    is_right = isinstance(before, Product) and not before.is_gated
-    require(is_right, f"{name}: a convolution must follow a product that is not gated, got {_names(steps)}")
-    assert isinstance(before, Product)
+    _check_arrays(name, step)
     convolved = None if parts is None else parts[0]
     require(convolved == step.channels, f"{name}: parts must begin with {step.channels} channels, got {parts}")
     inputs = jax.ShapeDtypeStruct((x.shape[-2], step.channels), before.weight.dtype)
     check_convolution(name, inputs, step.pool, step.weight, step.activation, step.layout)
+    layer = check_argument(name, "layer", step.layer, int | Int32[Array, ""])
+    check_layer(name, layer, step.pool.shape[0])
     rows = len(step.query_start_loc) - 1
     for field in ("read_block", "window_row", "write_block"):
         shape = getattr(step, field).shape
@@ -236,9 +264,7 @@ def _check_convolution(
 
 def _check_experts(name: str, step: Experts, channels: int) -> None:
     router, up, down = step.router.shape, step.up.shape, step.down.shape
-    require(
-        len(router) == 2 and router[1] == channels, f"{name}: router must be [outputs, {channels}], got {list(router)}"
-    )
+    require(router[1] == channels, f"{name}: router must be [outputs, {channels}], got {list(router)}")
     wanted = (step.routed + step.shared, 2 * down[2], channels)
     require(up == wanted, f"{name}: up must be {list(wanted)}, got {list(up)}")
     require(down[0] == wanted[0], f"{name}: down must be of {wanted[0]} experts, got {list(down)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -400,6 +401,13 @@ def test_one_launch_of_several_tokens_refuses_mixed_dtypes_and_too_few_cores(rng
         (lambda x, p, n, r: (x[None], (p, n), r), "step 0: a product takes no shares"),
         (lambda x, p, n, r: (x, (p, 3), r), "step 1: must be a GatedNorm, a Product, a Norm, Experts or, at the end"),
         (lambda x, p, n, r: (x, (p, Norm(n.weight[1:], 1e-6)), r), r"step 1: weight must be \[256\], got \[255\]"),
+        (
+            lambda x, p, n, r: (x, (Product([[1.0] * 256]),)),
+            r"step 0: weight must be Float\[outputs inputs\], got \[\[1.0",
+        ),
+        (lambda x, p, n, r: (x, (Product(p.weight[0]),)), r"step 0: weight must be Float\[outputs inputs\], got jax"),
+        (lambda x, p, n, r: (x, (p, Norm(r, 1e-6)), r), r"step 1: weight must be Float\[channels\], got jax"),
+        (lambda x, p, n, r: (x[:0].reshape(0, 1, 256), (n,), r), "x must have at least one share, got none"),
     ],
 )
 def test_bad_steps_are_refused(rng, change, message):
@@ -433,5 +441,22 @@ def test_parts_belong_to_a_last_product(rng):
     x, steps, residual = draw(rng, Case("bad", (256, "norm"), 256))
     with pytest.raises(ValueError, match="parts are those of a last product"):
         product_chain(x, steps, residual, parts=(256,))
-    with pytest.raises(ValueError, match=r"parts must add up to 256, got \[100, 100\]"):
-        product_chain(x, steps[:1], parts=(100, 100))
+    for wrong in ((100, 100), (256.0,), 256, "ab", (True, 255), (0, 256), ()):
+        wanted = f"product_chain: parts must be positive whole numbers whose sum is 256, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(wanted)):
+            product_chain(x, steps[:1], parts=wrong)
+    wanted, _ = product_chain(x, steps[:1], parts=(128, 128))
+    for parts in ([128, 128], (np.int64(128), 128)):
+        for one, other in zip(product_chain(x, steps[:1], parts=parts)[0], wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_no_tokens_give_empty_results(rng):
+    for steps, shape in (
+        ((("silu", 64), 256, ("gated", 256)), (0, 256)),
+        ((("silu", 64),), (0, 256)),
+        ((256,), (1, 0, 256)),
+    ):
+        x, steps, residual = draw(rng, Case("none", steps, 256), 0)
+        assert product_chain(x, steps, residual)[0].shape == shape
+        assert _schedule.unsupported(x, steps, residual, None, programs=132) is not None
