@@ -160,6 +160,23 @@ def check_layout(name: str, layout: str, layouts: Any) -> None:
     require(layout in (first, second), f"{name}: layout must be {first!r} or {second!r}, got {layout!r}")
 
 
+def dtype_of(name: str, argument: str, value: str | None, default: Any) -> np.dtype:
+    """Returns the dtype of that name, which is an argument of op `name`; None is the dtype `default`.
+
+    Raises:
+        ValueError: `value` is no name of a dtype of floating-point numbers.
+    """
+    if value is None:
+        return jnp.dtype(default)
+    message = f"{name}: {argument} must be the name of a floating-point dtype or None, got {value!r}"
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(message) from None
+    require(jnp.issubdtype(dtype, jnp.floating), message)
+    return dtype
+
+
 def sizes_of(name: str, parts: Any, total: int) -> tuple[int, ...]:
     """Returns the sizes of the parts into which op `name` cuts `total` channels; None is one part.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import checked, dtype_of, require
 from pallas_kernels.all_reduce import pallas_triton, xla
 from pallas_kernels.all_reduce.config import Config
 from pallas_kernels.all_reduce.mailboxes import Mailboxes
@@ -84,7 +84,7 @@ def all_reduce_rms_norm(
         The total in x's dtype, the normed values, and the next call's turn.
     """
     require(addend.shape[0] >= 1, "all_reduce_rms_norm: addend must have at least one share, got none")
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    dtype = dtype_of("all_reduce_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype), turn
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)

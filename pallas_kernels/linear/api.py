@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require, sizes_of
+from pallas_kernels._check import checked, dtype_of, require, sizes_of
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.linear import pallas_triton, xla
 from pallas_kernels.linear.config import MAX_TOKENS, Config, default_config
@@ -64,7 +64,7 @@ def linear(
     require(not is_gated or outputs % 2 == 0, f"linear: gated weights must have an even number of rows, got {outputs}")
     width = outputs // 2 if is_gated else outputs
     parts = sizes_of("linear", parts, width)
-    dtype = jnp.dtype(out_dtype or weight.dtype)
+    dtype = dtype_of("linear", "out_dtype", out_dtype, weight.dtype)
     if x.shape[0] == 0:
         return tuple(jnp.zeros((0, size), dtype) for size in parts)
     options = dict(is_gated=is_gated, parts=parts, out_dtype=dtype)

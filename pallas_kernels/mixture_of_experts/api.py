@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import checked, dtype_of, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mixture_of_experts import _router, pallas_triton, xla
 from pallas_kernels.mixture_of_experts._activations import ACTIVATIONS, Activation
@@ -114,7 +114,7 @@ def _rule(
         top_groups == groups or experts // groups >= 2,
         f"{name}: a group must have at least 2 experts, got {experts} experts in {groups} groups",
     )
-    dtype = jnp.dtype(logits_dtype or jnp.float32)
+    dtype = dtype_of(name, "logits_dtype", logits_dtype, jnp.float32)
     return _router.Rule(
         experts, top_k, scores, groups, top_groups, renormalise, float(scale), shared, shared_gate, dtype
     )
@@ -178,7 +178,7 @@ def mixture_of_experts(
         UnsupportedError: if `implementation` is "triton" and the kernels cannot run these arguments.
     """
     _check("mixture_of_experts", x, up, down, activation)
-    dtype = out_dtype or str(x.dtype)
+    dtype = str(dtype_of("mixture_of_experts", "out_dtype", out_dtype, x.dtype))
     if 0 in chosen.shape or 0 in up.shape:
         return jnp.zeros(x.shape, dtype)
     options = dict(activation=activation, out_dtype=dtype)

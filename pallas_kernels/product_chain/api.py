@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels import device
-from pallas_kernels._check import check_argument, check_layer, checked, require, sizes_of
+from pallas_kernels._check import check_argument, check_layer, checked, dtype_of, require, sizes_of
 from pallas_kernels._pallas_mosaic import unavailable
 from pallas_kernels.all_reduce import Mailboxes
 from pallas_kernels.causal_conv1d.api import check as check_convolution
@@ -157,7 +157,7 @@ def _check(
     channels, can_norm = x.shape[-1], True
     for number, step in enumerate(steps):
         name = f"{op}: step {number}"
-        _check_arrays(name, step)
+        _check_fields(name, step)
         if isinstance(step, Norm):
             require(can_norm, f"{name}: a norm must be the first step or follow a product that is not gated")
             require(residual is not None, f"{name}: a norm needs a residual stream, got residual=None")
@@ -169,6 +169,7 @@ def _check(
             require(
                 step.weight.shape == (channels,), f"{name}: weight must be [{channels}], got {list(step.weight.shape)}"
             )
+            dtype_of(name, "out_dtype", step.out_dtype, x.dtype)
             can_norm = False
         elif isinstance(step, Product):
             require(number > 0 or x.ndim == 2, f"{name}: a product takes no shares, got x {list(x.shape)}")
@@ -203,11 +204,11 @@ def _check(
     return parts
 
 
-# The arrays of each step.
-_ARRAYS: dict[type, dict[str, Any]] = {
+# What the fields of each step must be.
+_FIELDS: dict[type, dict[str, Any]] = {
     GatedNorm: dict(gate=Float[Array, "tokens channels"], weight=Float[Array, " head"]),
     Product: dict(weight=Float[Array, "outputs inputs"]),
-    Norm: dict(weight=Float[Array, " channels"]),
+    Norm: dict(weight=Float[Array, " channels"], out_dtype=str | None),
     Experts: dict(
         router=Float[Array, "outputs inputs"],
         up=Float[Array, "experts up_size inputs"],
@@ -225,9 +226,9 @@ _ARRAYS: dict[type, dict[str, Any]] = {
 }
 
 
-def _check_arrays(name: str, step: Any) -> None:
-    """Checks that the arrays of a step are arrays, their dtypes and their axes."""
-    for field, annotation in _ARRAYS.get(type(step), {}).items():
+def _check_fields(name: str, step: Any) -> None:
+    """Checks the arrays of a step, their dtypes and their numbers of axes."""
+    for field, annotation in _FIELDS.get(type(step), {}).items():
         check_argument(name, field, getattr(step, field), annotation)
 
 
@@ -249,7 +250,7 @@ def _check_gated_norm(name: str, step: GatedNorm, x: jax.Array) -> None:
 def _check_convolution(
     name: str, x: jax.Array, before: Product, step: Convolution, parts: tuple[int, ...] | None
 ) -> None:
-    _check_arrays(name, step)
+    _check_fields(name, step)
     convolved = None if parts is None else parts[0]
     require(convolved == step.channels, f"{name}: parts must begin with {step.channels} channels, got {parts}")
     inputs = jax.ShapeDtypeStruct((x.shape[-2], step.channels), before.weight.dtype)

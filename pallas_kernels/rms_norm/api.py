@@ -6,10 +6,9 @@ Source: Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels._check import checked, require
+from pallas_kernels._check import checked, dtype_of, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.rms_norm import pallas_triton, xla
 from pallas_kernels.rms_norm.config import Config
@@ -62,7 +61,7 @@ def add_rms_norm(
             many channels.
     """
     require(addend.shape[0] >= 1, "add_rms_norm: addend must have at least one share, got none")
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    dtype = dtype_of("add_rms_norm", "out_dtype", out_dtype, x.dtype)
     if x.size == 0:
         return x, x.astype(dtype)
     options = dict(epsilon=float(epsilon), offset=float(offset), scale=float(scale), out_dtype=dtype)

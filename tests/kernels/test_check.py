@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import chunk_rows
+from pallas_kernels import Mailboxes, chunk_rows
+from pallas_kernels.product_chain import Norm
 
 TOKENS, ROWS, LAYERS, BLOCKS, HEADS, DIM, PAGE, WINDOW = 5, 2, 3, 6, 2, 4, 4, 3
 SHAPES = dict(
@@ -116,3 +117,47 @@ def test_every_wrong_argument_is_refused_by_its_name(name):
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             with pytest.raises(ValueError, match=f"{key} must be|implementation must be"):
                 op(**given | {key: object()})
+
+
+# For each argument that names a dtype: the op, and a call that leaves that argument open.
+ONES = {n: np.ones((4,) * n, np.float32) for n in (1, 2, 3)}
+NAMES = {
+    ("add_rms_norm", "out_dtype"): dict(x=ONES[2], addend=ONES[3], weight=ONES[1], epsilon=1e-6),
+    ("linear", "out_dtype"): dict(x=ONES[2], weight=ONES[2]),
+    ("mixture_of_experts", "out_dtype"): dict(
+        x=ONES[2],
+        up=ONES[3],
+        down=ONES[3],
+        chosen=np.zeros((4, 1), np.int32),
+        weights=ONES[2][:, :1],
+        activation="relu2",
+    ),
+    ("choose_experts", "logits_dtype"): dict(logits=ONES[2], top_k=1),
+    ("routed_experts_sums", "logits_dtype"): dict(
+        x=ONES[2][:1], logits=ONES[2][:1], up=ONES[3], down=ONES[3], top_k=1, activation="relu2"
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "argument"), NAMES, ids=str)
+def test_names_of_dtypes_are_checked(op, argument):
+    call, given = getattr(pallas_kernels, op), NAMES[op, argument]
+    for wrong in ("bf16", "half_float", "int8", ""):
+        with pytest.raises(
+            ValueError, match=f"{argument} must be the name of a floating-point dtype or None, got '{wrong}'"
+        ):
+            call(**given, **{argument: wrong})
+    wanted, named = (jax.tree.leaves(call(**given, **{argument: name})) for name in (None, "float32"))
+    assert [x.dtype for x in wanted] == [x.dtype for x in named]
+
+
+def test_names_of_dtypes_of_norms_are_checked():
+    x, addend, weight = ONES[2], ONES[3], ONES[1]
+    turn, boxes = jnp.int32(1), Mailboxes.create(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), "x", 100)
+    wanted = "out_dtype must be the name of a floating-point dtype or None, got 'int8'"
+    with pytest.raises(ValueError, match=f"^all_reduce_rms_norm: {wanted}"):
+        pallas_kernels.all_reduce_rms_norm(x, addend, weight, boxes, turn, epsilon=1e-6, out_dtype="int8")
+    with pytest.raises(ValueError, match=f"^product_chain: step 0: {wanted}"):
+        pallas_kernels.product_chain(x, (Norm(jnp.ones(4), 1e-6, out_dtype="int8"),), x)
+    with pytest.raises(ValueError, match="step 0: out_dtype must be str or None, got 8"):
+        pallas_kernels.product_chain(x, (Norm(jnp.ones(4), 1e-6, out_dtype=8),), x)
