@@ -201,6 +201,19 @@ def check_together(name: str, **arguments: jax.Array | None) -> None:
     )
 
 
+def checkpoints_of(
+    name: str, checkpoint_offset: jax.Array | None, checkpoint_block: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the checkpoints of the rows of op `name`, each [rows, checkpoints], or None for no checkpoints.
+
+    Raises:
+        ValueError: only one of the two is given.
+    """
+    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    has_none = checkpoint_offset is not None and checkpoint_offset.shape[1] == 0
+    return (None, None) if has_none else (checkpoint_offset, checkpoint_block)
+
+
 def check_ring(name: str, ring: str, places: int, max_query_tokens: int) -> None:
     """Raises ValueError, in the name of op `name`, unless rings of so many `places` suffice for rows of so many tokens."""
     require(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from pallas_kernels._check import check_together, checked, require
+from pallas_kernels._check import checked, checkpoints_of, require
 from pallas_kernels.blocks import per_row
 
 CHUNK_SIZE = 64
@@ -113,8 +113,8 @@ def check_prefill(
     chunks: Chunks,
     checkpoint_offset: jax.Array | None,
     checkpoint_block: jax.Array | None,
-) -> None:
-    """Checks the arguments that all chunked prefill ops share.
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Checks the arguments that all chunked prefill ops share. Returns the checkpoints: see `checkpoints_of`.
 
     Raises:
         ValueError: in the name of op `name`, if `chunks` was made for other rows or tokens, or if only one of the two
@@ -127,7 +127,7 @@ def check_prefill(
         f"{name}: chunks must be chunk_rows of {rows} rows in {tokens.shape[0]} tokens ({bound} chunks), "
         f"got {came[0]} rows and {came[1]} chunks",
     )
-    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    return checkpoints_of(name, checkpoint_offset, checkpoint_block)
 
 
 class Span(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_layout, check_together, checked, require, sizes_of
+from pallas_kernels._check import check_layout, check_together, checked, checkpoints_of, require, sizes_of
 from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
@@ -192,14 +192,14 @@ def causal_conv1d_prefill(
     """
     name, channels = "causal_conv1d_prefill", weight.shape[1]
     check(name, x, pool, weight, activation, layout)
-    check_together(name, checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    checkpoints = checkpoints_of(name, checkpoint_offset, checkpoint_block)
     require(x.shape[1] >= channels, f"{name}: x must have at least weight's {channels} channels, got {x.shape[1]}")
     sizes = sizes_of(name, parts, channels)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         outs = tuple(jnp.zeros((x.shape[0], size), x.dtype) for size in sizes)
     else:
         operands = (x, pool, jnp.int32(layer), weight, bias, query_start_loc, read_block, window_row, write_block)
-        operands += checkpoint_offset, checkpoint_block
+        operands += checkpoints
         outs, pool = _prefill(operands, activation, sizes, layout, implementation, config, interpret)
     return (outs[0] if parts is None else outs), pool
 

@@ -231,7 +231,7 @@ def gated_delta_rule_recurrent(
 def _check_heads(name: str, k: jax.Array, v: jax.Array, pool: jax.Array, layout: StateLayout) -> None:
     check_layout(name, layout, StateLayout)
     require(
-        v.shape[1] % k.shape[1] == 0,
+        k.shape[1] > 0 and v.shape[1] % k.shape[1] == 0,
         f"{name}: the number of heads of k must divide v's {v.shape[1]}, got {k.shape[1]}",
     )
     wanted = v.shape[2], k.shape[2]
@@ -322,9 +322,9 @@ def gated_delta_rule_prefill(
     _check_heads(name, k, v, pool, layout)
     if v.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(v), pool
-    check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
+    checkpoints = check_prefill(name, v, read_block, chunks, checkpoint_offset, checkpoint_block)
     operands = (q, k, v, g, beta, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
-    operands += (checkpoint_offset, checkpoint_block)
+    operands += checkpoints
     scale = k.shape[2] ** -0.5 if scale is None else scale
     unsupported = launch.unsupported(chunks.chunk_size, k.shape[-1])
     return _prefill(operands, scale, use_qk_l2norm, layout, implementation, config, interpret, unsupported)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels._check import check_together, checked, require
+from pallas_kernels._check import checked, checkpoints_of, require
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.selective_scan import pallas_triton, xla
 from pallas_kernels.selective_scan.config import Config
@@ -80,14 +80,14 @@ def selective_scan(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     require(
-        x.shape[1] % B.shape[1] == 0,
+        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
         f"selective_scan: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
-    check_together("selective_scan", checkpoint_offset=checkpoint_offset, checkpoint_block=checkpoint_block)
+    checkpoints = checkpoints_of("selective_scan", checkpoint_offset, checkpoint_block)
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
     operands = (x, dt, A, B, C, pool, jnp.int32(layer), query_start_loc, read_block, write_block)
-    operands += (checkpoint_offset, checkpoint_block, D, z, dt_bias)
+    operands += (*checkpoints, D, z, dt_bias)
     return _scan(operands, dt_softplus, implementation, config, interpret)
 
 

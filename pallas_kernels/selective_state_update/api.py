@@ -81,7 +81,7 @@ def selective_state_update(
         UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
     """
     require(
-        x.shape[1] % B.shape[1] == 0,
+        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
         f"selective_state_update: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
     if x.shape[0] == 0 or read_block.shape[0] == 0:

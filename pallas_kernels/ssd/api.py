@@ -97,14 +97,14 @@ def ssd(
             of 64, state_dim is not 64 or 128, a `config` is given, or JAX is too old.
     """
     require(
-        x.shape[1] % B.shape[1] == 0,
+        B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,
         f"ssd: the number of groups of B must divide x's {x.shape[1]} heads, got {B.shape[1]}",
     )
     if x.shape[0] == 0 or read_block.shape[0] == 0:
         return jnp.zeros_like(x), pool
-    check_prefill("ssd", x, read_block, chunks, checkpoint_offset, checkpoint_block)
+    checkpoints = check_prefill("ssd", x, read_block, chunks, checkpoint_offset, checkpoint_block)
     operands = (x, dt, A, B, C, pool, jnp.int32(layer), query_start_loc, chunks, read_block, write_block)
-    operands += (checkpoint_offset, checkpoint_block, D, z, dt_bias)
+    operands += (*checkpoints, D, z, dt_bias)
     unsupported = pallas_triton.unsupported(x, B, C, read_block.shape[0], chunks.chunk_size, config)
     return _prefill(operands, dt_softplus, implementation, config, interpret, unsupported)
 

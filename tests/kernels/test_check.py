@@ -119,6 +119,35 @@ def test_every_wrong_argument_is_refused_by_its_name(name):
                 op(**given | {key: object()})
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, op in OPS.items() if "checkpoint_offset" in inspect.signature(op).parameters]
+)
+def test_checkpoints_of_no_columns_are_none(name):
+    given, empty = on_device(arguments(OPS[name])), jnp.zeros((ROWS, 0), jnp.int32)
+    how = dict(implementation="triton", interpret=True)
+    without, with_none = (
+        jax.make_jaxpr(lambda checkpoints=checkpoints: OPS[name](**given, **checkpoints, **how))()
+        for checkpoints in ({}, dict(checkpoint_offset=empty, checkpoint_block=empty))
+    )
+    assert str(with_none) == str(without)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "message"),
+    [
+        ("selective_scan", "groups", "the number of groups of B must divide x's 2 heads, got 0"),
+        ("selective_state_update", "groups", "the number of groups of B must divide x's 2 heads, got 0"),
+        ("ssd", "groups", "the number of groups of B must divide x's 2 heads, got 0"),
+        ("gated_delta_rule_recurrent", "key_heads", "the number of heads of k must divide v's 2, got 0"),
+        ("gated_delta_rule_prefill", "key_heads", "the number of heads of k must divide v's 2, got 0"),
+    ],
+)
+def test_no_groups_are_refused(monkeypatch, name, axis, message):
+    monkeypatch.setitem(SHAPES, axis, 0)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        OPS[name](**on_device(arguments(OPS[name])))
+
+
 # For each argument that names a dtype: the op, and a call that leaves that argument open.
 ONES = {n: np.ones((4,) * n, np.float32) for n in (1, 2, 3)}
 NAMES = {
