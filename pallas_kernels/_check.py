@@ -60,7 +60,8 @@ class _Contract(NamedTuple):
         """
         if self.admits(value):
             return value
-        plain = _plain(value, self.to_array)
+        is_one = int in self.others and isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
+        plain = value.item() if is_one else _plain(value, self.to_array)
         if not self.admits(plain):
             raise ValueError(f"{op}: {argument} must be {self.wanted}, got {_describe(value)}")
         return plain
@@ -98,7 +99,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     An axis name means the same size in all arguments of one call. The axis "rows_plus_1" has one entry more than the axis
     "rows", and an argument `layer` that is known is one of the "layers". The check reads shapes and dtypes only, so it
-    works on tracers, and a jitted caller pays for it at trace time only. NumPy arrays are taken in place of JAX arrays.
+    works on tracers, and a jitted caller pays for it at trace time only. NumPy arrays are taken in place of JAX arrays, and
+    those without axes in place of whole numbers.
 
     Raises:
         ValueError: from a call, if an argument breaks its annotation. The text names the argument, what the annotation

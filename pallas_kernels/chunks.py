@@ -52,7 +52,8 @@ def chunk_rows(
     """Cuts packed rows into chunks for the prefill ops.
 
     A row's first chunk ends at the next multiple of `chunk_size` in the sequence, and its last chunk at the row's end.
-    JAX arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results.
+    JAX arrays are cut on the device (the function can be jitted) and NumPy arrays on the host, with the same results. If
+    only one of the two is a NumPy array, they are cut on the device.
 
     Source: vLLM's `_compute_chunk_metadata`, vectorised, except that a row without tokens has no chunk and -1 as its
     last one. If `num_computed_tokens` is `query_start_loc[:-1]`, rows are cut at multiples of the packed position, as
@@ -70,7 +71,8 @@ def chunk_rows(
     """
     require(chunk_size >= 1, f"chunk_rows: chunk_size must be positive, got {chunk_size}")
     require(num_computed_tokens.shape[0] > 0, "chunk_rows: num_computed_tokens must have at least one row, got none")
-    cut: Any = functools.partial(_cut, np) if isinstance(query_start_loc, np.ndarray) else _cut_on_device
+    on_host = isinstance(query_start_loc, np.ndarray) and isinstance(num_computed_tokens, np.ndarray)
+    cut: Any = functools.partial(_cut, np) if on_host else _cut_on_device
     return cut(query_start_loc, num_computed_tokens, chunk_size, num_tokens)
 
 

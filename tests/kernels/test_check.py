@@ -62,12 +62,13 @@ def test_ops_are_found():
 
 @pytest.mark.parametrize("name", OPS)
 def test_numpy_arrays_give_what_jax_arrays_give(name):
-    """Whole numbers of any width are taken, and so is a layer of NumPy's."""
+    """Whole numbers of any width are taken, and so is a layer of NumPy's, as a number or as an array."""
     given = arguments(OPS[name])
     wide = {key: x.astype(np.int64) if getattr(x, "dtype", None) == np.int32 else x for key, x in given.items()}
     wide |= {"layer": np.int64(1)} if "layer" in given else {}
+    without_axes = given | ({"layer": np.array(1)} if "layer" in given else {})
     expected = jax.tree.leaves(OPS[name](**on_device(given)))
-    for got in (OPS[name](**given), OPS[name](**wide)):
+    for got in (OPS[name](**given), OPS[name](**wide), OPS[name](**without_axes)):
         for a, b in zip(expected, jax.tree.leaves(got), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -85,8 +86,8 @@ def test_query_start_loc_of_another_length_is_refused(name):
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if "layer" in inspect.signature(op).parameters])
 @pytest.mark.parametrize(
     "layer",
-    [-1, LAYERS, np.int64(LAYERS), 10**12, True, None, 1.0, "1", np.array([1])],
-    ids=lambda value: type(value).__name__,
+    [-1, LAYERS, np.int64(LAYERS), np.array(LAYERS), np.array(-1), 10**12, True, None, 1.0, "1", np.array([1])],
+    ids=repr,
 )
 def test_layer_out_of_range_is_refused(name, layer):
     with pytest.raises(ValueError, match=f"{name}: layer must be "):

@@ -58,6 +58,19 @@ def test_device_and_host_cut_the_same_chunks(rows, padding_tokens):
         np.testing.assert_array_equal(one, other)
 
 
+def test_one_array_may_be_of_numpy_and_the_other_one_traced():
+    loc, computed = np.array([0, 7, 12], np.int32), np.array([6, 0], np.int32)
+    wanted = jax.tree.leaves(chunk_rows(loc, computed, 12, 4))
+    for got in (
+        chunk_rows(loc, jnp.asarray(computed), 12, 4),
+        chunk_rows(jnp.asarray(loc), computed, 12, 4),
+        jax.jit(lambda computed: chunk_rows(loc, computed, 12, 4))(computed),
+        jax.jit(lambda loc: chunk_rows(loc, computed, 12, 4))(loc),
+    ):
+        for one, other in zip(jax.tree.leaves(got), wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_worked_example():
     """Two rows at positions 6 and 0 have 7 and 5 new tokens and chunks of 4. A row without tokens is between them."""
     chunks = chunk_rows(np.array([0, 7, 7, 12], np.int32), np.array([6, 9, 0], np.int32), 12, 4)
