@@ -32,7 +32,8 @@ class Linear(nnx.Module):
         bias: [out], or None.
         parts: The outputs of each part.
         axis: The mesh axis over which the inputs are split; None if they are not split.
-        implementation: Implementation of the op; None chooses by platform.
+        implementation: Implementation of the op; None chooses by platform. A product does not take the implementation that
+            a step names: see `MixtureOfExperts`.
     """
 
     def __init__(
@@ -132,9 +133,13 @@ class Linear(nnx.Module):
             return self._whole(rows)[None]
         return self.shares(rows) if self.axis is None else self._summand(rows, self.axis)
 
-    def shares(self, x: jax.Array) -> jax.Array:
-        """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`."""
-        return ops.linear_sums(self._rows(x), self.weight[...], implementation=self.implementation)
+    def shares(self, x: jax.Array, implementation: ops.Implementation | None = None) -> jax.Array:
+        """Computes this device's product without the bias, [shares, tokens, out]: see `ops.linear_sums`.
+
+        Without an `implementation` it is that of the layer.
+        """
+        chosen = self.implementation if implementation is None else implementation
+        return ops.linear_sums(self._rows(x), self.weight[...], implementation=chosen)
 
     def _summand(self, rows: jax.Array, axis: str) -> Partial:
         return Partial(self._float32(rows)[None] if rows.shape[0] > MAX_TOKENS else self.shares(rows), axis)

@@ -159,7 +159,9 @@ class MixtureOfExperts(nnx.Module):
         Args:
             x: Inputs. [tokens, hidden]
             valid: False for padding tokens, which choose no experts; None if there are none. bool [tokens]
-            implementation: Implementation of the ops; None chooses by platform.
+            implementation: Implementation of the ops of routers and experts; None chooses by platform. A step's
+                `implementation` is also that of its mixers' ops and of its chains. Other products and norms always choose
+                by platform.
 
         Returns:
             What `Residual.add` takes: [tokens, hidden], or sums [shares, tokens, hidden].
@@ -214,7 +216,7 @@ class SharedExpertMoE(MixtureOfExperts):
         x = settled(x)
         dtype = str(self.gate.weight.dtype)
         options = dict(logits_dtype=dtype, implementation=implementation)
-        return self.experts.routed_sums(x, self.gate.shares(x), self.top_k, **choice, **options)
+        return self.experts.routed_sums(x, self.gate.shares(x, implementation), self.top_k, **choice, **options)
 
 
 class SigmoidGate(nnx.Module):
@@ -264,11 +266,13 @@ class SigmoidGate(nnx.Module):
         Returns:
             The chosen experts and their weights, each [tokens, top_k + shared]: see `choose_experts`.
         """
-        return choose_experts(self.logits(x), self.top_k, **self.choice(), valid=valid, implementation=implementation)
+        return choose_experts(
+            self.logits(x, implementation), self.top_k, **self.choice(), valid=valid, implementation=implementation
+        )
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, implementation: Implementation | None = None) -> jax.Array:
         """Computes the router's outputs of packed tokens [tokens, hidden], in shares: see `pallas_kernels.linear_sums`."""
-        return ops.linear_sums(x, self.weight[...])
+        return ops.linear_sums(x, self.weight[...], implementation=implementation)
 
     def choice(self) -> dict[str, Any]:
         """Returns the arguments of `pallas_kernels.choose_experts` that are the same for all tokens, without `top_k`."""
@@ -295,7 +299,8 @@ class SharedExpertsMoE(MixtureOfExperts):
     ) -> Outputs:
         """Runs packed tokens: see `MixtureOfExperts`."""
         options = dict(valid=valid, implementation=implementation)
-        return self.experts.routed_sums(x, self.gate.logits(x), self.gate.top_k, **self.gate.choice(), **options)
+        logits = self.gate.logits(x, implementation)
+        return self.experts.routed_sums(x, logits, self.gate.top_k, **self.gate.choice(), **options)
 
 
 __getattr__ = renamed_names(

@@ -117,6 +117,22 @@ def test_decode_steps_launch_nothing_but_kernels(tokens, others):
     assert others or work == {"custom_call"}
 
 
+@pytest.mark.parametrize("name", ["shared expert", "shared experts", "gate"])
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_a_router_takes_the_implementation_that_is_named(name, implementation):
+    gate = moe.SigmoidGate(16, 8, 2, nnx.Rngs(0), shared=1)
+    layer = {
+        "shared expert": moe.SharedExpertMoE(16, 8, 2, 16, 16, "bfloat16", nnx.Rngs(0)),
+        "shared experts": moe.SharedExpertsMoE(gate, moe.Experts(9, 16, 16, "float32", nnx.Rngs(0))),
+        "gate": gate,
+    }[name]
+    x = jax.ShapeDtypeStruct((4, 16), "bfloat16" if name == "shared expert" else "float32")
+    with on("NVIDIA H200"):
+        traced = jax.jit(lambda x: layer(x, implementation=implementation)).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("xla.gpu.triton" in text) == (implementation is None)
+
+
 def test_weights_gathered_at_once_are_bounded():
     """In XLA's implementation, a long chunk does not gather the weights of all its tiles at once."""
     layer = nnx.eval_shape(lambda: moe.Experts(64, 2048, 512, "float32", nnx.Rngs(0)))
