@@ -38,9 +38,9 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
     def states(ref, *at):
         return ref.at[(*at, head, channel[None, :, None], column[:, None, :])]
 
-    def take(token):
-        """Loads a token's inputs. After the row's last token it loads that token's inputs again."""
-        token = jnp.minimum(token, end - 1)
+    def take(token, stop):
+        """Loads a token's inputs. From `stop` on it loads the token before it again: 0 times what follows may be NaN."""
+        token = jnp.maximum(jnp.minimum(token, stop - 1), start)
         vectors = [pt.load(v.at[token, group, column], mask=column_inside, other=0.0) for v in (refs.B, refs.C)]
         return vectors, [channels(v, token) for v in (refs.x, refs.dt, refs.z)]
 
@@ -56,10 +56,10 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             (B, C), (x, dt, z) = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
             dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
             dt = softplus(dt) if dt_softplus else dt
-            new = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
-            # A token after the last one leaves the state unchanged, whatever it holds. The loop therefore needs no second
-            # body for the tokens left over by its last full turn.
-            state = jnp.where(live, new, state)
+            # A step of size 0 leaves the state unchanged, to the sign of a zero. The loop therefore needs no second body for
+            # the tokens left over by its last full turn.
+            dt = jnp.where(live, dt, 0.0)
+            state = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
             y = pt.row_sum(state * C[:, None, :])
             y = y if D is None else y + D.astype(jnp.float32) * x
             return state, y if z is None else y * pt.silu(z, interpret)
@@ -77,11 +77,12 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
                     pt.store(refs.out.at[token, head, channel], out, mask=inside & (token < stop))
                     # The next turn's token is loaded into this token's registers while the turn's other tokens are
                     # used.
-                    upcoming.append(take(token + unroll))
+                    upcoming.append(take(token + unroll, stop))
                 return state, upcoming
 
             turns = (stop - begin + unroll - 1) // unroll
-            return jax.lax.fori_loop(jnp.int32(0), turns, turn, (state, [take(begin + t) for t in range(unroll)]))[0]
+            first = [take(begin + t, stop) for t in range(unroll)]
+            return jax.lax.fori_loop(jnp.int32(0), turns, turn, (state, first))[0]
 
         def part(n, carry):
             """Runs the row up to checkpoint n and stores the state. The final state is the last checkpoint."""
