@@ -88,7 +88,7 @@ class MoE(MixtureOfExperts):
         """Runs packed tokens: see `MixtureOfExperts`."""
         return self.experts.routed_sums(
             x,
-            self.router.shares(x),
+            self.router.shares(x, implementation),
             self.top_k,
             logits_dtype=str(self.router.weight.dtype),
             valid=valid,
