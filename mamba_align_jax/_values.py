@@ -20,8 +20,17 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
 def require(condition: bool, name: str, wanted: str, got: object) -> None:
     """Raises ValueError unless `condition` is true."""
     if not condition:
-        text = repr(got)
-        raise ValueError(f"{name} must be {wanted}, got {text if len(text) <= 200 else text[:200] + '...'}")
+        raise ValueError(f"{name} must be {wanted}, got {shown(got)}")
+
+
+def shown(value: object) -> str:
+    """Returns a value as errors show it: as Python writes it, shortened, or by its type if Python can't write it."""
+    try:
+        text = repr(value)
+    except Exception:
+        # It may be nested too deeply, or be a number with too many digits.
+        return f"a value of type {type(value).__name__} that can't be written"
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def integer(name: str, value: Any, minimum: int | None = None, maximum: int | None = INT32_MAX) -> int:
@@ -163,7 +172,7 @@ def known(requests: Mapping[Any, T], request: Any) -> T | None:
     try:
         return requests.get(request)
     except TypeError:
-        raise ValueError(f"request must be a hashable name, got {request!r:.200}") from None
+        raise ValueError(f"request must be a hashable name, got {shown(request)}") from None
 
 
 def instance(name: str, value: Any, *classes: type, optional: bool = False) -> None:

@@ -1,6 +1,7 @@
 """What a caller passes for a request is checked before anything changes: every field by type, range and finiteness."""
 
 import collections
+import functools
 import math
 
 import numpy as np
@@ -11,12 +12,14 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams
 
 SIZES = dict(block_size=8, kv_page_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
 SIZES |= dict(num_state_blocks=10, num_kv_pages=20)
-NOT_INTEGERS = (None, "a", "1", b"x", 1.5, 1.0, math.nan, math.inf, True, [1], {}, object(), 1 + 0j, np.float32(1))
-NOT_NUMBERS = (None, "a", b"x", math.nan, math.inf, -math.inf, 10**400, True, [1.0], {}, object(), 1j)
+# A list that Python can't write into an error.
+NESTED = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+NOT_INTEGERS = (None, "a", "1", b"x", 1.5, 1.0, math.nan, math.inf, True, NESTED, {}, object(), 1 + 0j, np.float32(1))
+NOT_NUMBERS = (None, "a", b"x", math.nan, math.inf, -math.inf, 10**5000, True, NESTED, {}, object(), 1j)
 NOT_FLAGS = (None, "a", "", 0, 1, 1.0, [], object())
 # For each field, values that it must not take.
 BAD_PARAMS = {
-    "max_tokens": (*NOT_INTEGERS, -1, 2**31, 10**30),
+    "max_tokens": (*NOT_INTEGERS, -1, 2**31, 10**30, 10**5000),
     "temperature": (*NOT_NUMBERS, -0.1, 1e39),
     "top_k": (*NOT_INTEGERS, -1, 2**31),
     "top_p": (*NOT_NUMBERS, 0, -0.5, 1.01, 1e-39, 5e-324),

@@ -175,6 +175,23 @@ def test_a_body_that_is_no_json_object_is_refused(served, path, body):
     refusal(served.client.post(path, content=body, headers={"content-type": "application/json"}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETE, '{"prompt": "x", "temperature": VALUE}'),
+        (CHAT, '{"messages": [{"role": VALUE, "content": "x"}]}'),
+        (CHAT, '{"messages": [{"role": "user", "content": [{"type": VALUE}]}]}'),
+        (CHAT, '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": VALUE}, "top_k": -2}'),
+    ],
+    ids=range(4),
+)
+def test_a_field_that_is_nested_almost_too_deeply_is_refused(served, path, body):
+    """Python reads it, but has too little of its stack left to write it into the error."""
+    for depth in range(900, 1000):
+        content = body.replace("VALUE", "[" * depth + "]" * depth)
+        refusal(served.client.post(path, content=content, headers={"content-type": "application/json"}), 400)
+
+
 def test_other_content_types_are_refused(served):
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         refusal(served.client.post(COMPLETE, content=json.dumps(OK), headers={"content-type": kind}), 415)
