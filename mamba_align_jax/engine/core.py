@@ -90,7 +90,7 @@ class EngineCore:
             warn_of_rounding(config.block_size, [group.name for group in self.spec.groups])
             self._watch = BlockSizeWatch(config.block_size, self.spec.max_model_len)
         self._drafters = choose_drafter(config, model, drafter)
-        if self._drafters.host:
+        if self._drafters.host is not None:
             guarded = GuardedDrafter(self._drafters.host, model.config.vocab_size)
             self._drafters = self._drafters._replace(host=guarded)
         launches_ahead = config.async_stepping and self._launches_ahead(mesh)
@@ -396,5 +396,5 @@ class EngineCore:
         return True
 
     def _forget_drafts(self, request: Request) -> None:
-        if self._drafters.host:
+        if self._drafters.host is not None:
             self._drafters.host.forget(request.id)

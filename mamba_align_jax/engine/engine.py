@@ -71,7 +71,8 @@ class Engine(PortableCore):
         Raises:
             ValueError: A pool is too small for one request, the sizes need more memory than there is, `max_model_len`
                 exceeds the model's limit, the model lacks the draft head that `config` asks for or can't be split,
-                `config` is of another type, or `drafter` runs on the host where drafts are made on the device.
+                `config` is of another type, `drafter` is no drafter, or it runs on the host where drafts are made on the
+                device.
         """
         config = EngineConfig() if config is None else config
         values.require(isinstance(config, EngineConfig), "config", "EngineConfig or None", config)

@@ -222,7 +222,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Removes a request that finished or was aborted, and frees exactly its blocks."""
-        if self.drafter:
+        if self.drafter is not None:
             self.drafter.forget(request.id)
         if request.slot < 0:
             self.waiting.remove(request)

@@ -62,7 +62,7 @@ def install(*, drafter: Drafter | None = None) -> None:
     outputs: Any = sgl_module("sgl_jax.srt.managers.scheduler_output_processor_mixin").SchedulerOutputProcessorMixin
     if isinstance(workers.DFlashWorker, functools.partial):
         raise ValueError("sglang_jax_speculation.install must be called once, and was called before")
-    drafts = RequestDrafts(drafter or PromptLookupDrafter(4, 2))
+    drafts = RequestDrafts(PromptLookupDrafter(4, 2) if drafter is None else drafter)
     arguments.__post_init__ = functools.partialmethod(_check_arguments, arguments.__post_init__)
     algorithms.from_string = staticmethod(functools.partial(_algorithm, algorithms.DFLASH, algorithms.from_string))
     workers.DFlashWorker = functools.partial(_worker, workers.DFlashWorker)

@@ -117,6 +117,10 @@ class Minimal:
         pass
 
 
+class Remembering(Minimal, dict):
+    """A drafter of a user that keeps what it knows in itself, so that it is false while it knows nothing."""
+
+
 class OnDevice(HistoryDrafter):
     """A drafter of a user that runs on the device."""
 
@@ -128,6 +132,7 @@ class OnDevice(HistoryDrafter):
         (dict(num_speculative_tokens=0), Minimal(), (None, None)),
         (dict(), None, (PromptLookupDrafter, None)),
         (dict(), Minimal(), (Minimal, None)),
+        (dict(), Remembering(), (Remembering, None)),
         (dict(), OnDevice(), (None, OnDevice)),
         (dict(async_stepping=True), None, (None, DevicePromptLookup)),
         (dict(async_stepping=True), OnDevice(), (None, OnDevice)),
@@ -140,6 +145,16 @@ def test_drafter_follows_the_configuration(config, own, wanted):
     drafters = choose_drafter(EngineConfig(**{"num_speculative_tokens": 2, **config}), model, own)
     assert tuple(None if drafter is None else type(drafter) for drafter in drafters) == wanted
     assert own is None or own in drafters or wanted == (None, None)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize(
+    "drafter",
+    [5, 0, "", {}, object(), SimpleNamespace(draft=len), SimpleNamespace(draft=1, forget=2), Minimal, OnDevice],
+)
+def test_what_is_no_drafter_is_refused(drafter, num_drafts):
+    with pytest.raises(ValueError, match="drafter must be None, a DeviceDrafter, or a Drafter with"):
+        choose_drafter(EngineConfig(num_speculative_tokens=num_drafts), SimpleNamespace(), drafter)
 
 
 @pytest.mark.parametrize(("drafter", "layers"), [(DevicePromptLookup(3, 2), 4), (MTPDrafter(), 5), (None, 4)])

@@ -244,6 +244,26 @@ def test_wrong_drafts_change_nothing(rng, proposed):
         assert_nothing_is_held(engine)
 
 
+def test_a_drafter_that_is_false_is_used_like_any_other(rng):
+    class Remembering(dict):
+        """It keeps what it knows in itself, so that it is false while it knows nothing."""
+
+        asked = 0
+
+        def draft(self, request, tokens, max_drafts):
+            self[request], self.asked = len(tokens), self.asked + 1
+            return [tokens[-1], VOCAB]
+
+        def forget(self, request):
+            self.pop(request, None)
+
+    drafter = Remembering()
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=drafter), prompts(rng)
+    assert_right(serve(engine, asked), asked)
+    assert drafter.asked > 0
+    assert not drafter, "it is told to forget"
+
+
 def test_request_whose_drafter_raises_ends_alone(rng):
     class Choosy(Drafting):
         def draft(self, request, tokens, max_drafts):

@@ -46,6 +46,10 @@ class Fixed:
     def forget(self, request):
         self.forgotten.append(request)
 
+    def __bool__(self):
+        # As of a drafter that is a dict of what it knows.
+        return False
+
 
 class Request:
     """A request of sglang-jax with a prompt, the tokens that it has generated, and stop tokens."""

@@ -1,7 +1,8 @@
 """Which drafter an engine uses. No other module of the engine knows a concrete drafter."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import EngineConfig
 from mamba_align_jax.engine.drafting.mtp import MTPDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
@@ -29,15 +30,17 @@ def choose_drafter(
             speculate.
 
     Raises:
-        ValueError: The model lacks the head that `config` asks for, or the drafter runs on the host although the
-            configuration drafts on the device.
+        ValueError: The model lacks the head that `config` asks for, the drafter is none, or it runs on the host although
+            the configuration drafts on the device.
     """
     on_device = config.async_stepping or config.drafts_with_head
     if on_device and drafter is not None and not isinstance(drafter, DeviceDrafter):
         raise ValueError(
             "drafter must be None or a DeviceDrafter under async_stepping or speculation='mtp', "
-            f"which draft on the device, got {drafter!r}"
+            f"which draft on the device, got {values.shown(drafter)}"
         )
+    wanted = "None, a DeviceDrafter, or a Drafter with the methods draft and forget"
+    values.require(drafter is None or _is_drafter(drafter), "drafter", wanted, drafter)
     if config.drafts_with_head and getattr(model, "mtp", None) is None:
         raise ValueError("speculation='mtp' needs a model with an MTP head, got a model without mtp.* tensors")
     if config.num_speculative_tokens == 0:
@@ -49,4 +52,10 @@ def choose_drafter(
     lookup = config.prompt_lookup_max, config.prompt_lookup_min
     if config.drafts_on_device:
         return Drafters(device=DevicePromptLookup(*lookup))
-    return Drafters(host=drafter or PromptLookupDrafter(*lookup))
+    return Drafters(host=PromptLookupDrafter(*lookup) if drafter is None else drafter)
+
+
+def _is_drafter(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("draft", "forget"))
+    # A class has the methods too, but is no drafter.
+    return (isinstance(value, DeviceDrafter) or all(map(callable, methods))) and not isinstance(value, type)
