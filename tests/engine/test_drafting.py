@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mamba_align_jax import EngineConfig
 from mamba_align_jax.engine.drafting.choose import choose_drafter
+from mamba_align_jax.engine.drafting.first_tokens import FirstTokens
 from mamba_align_jax.engine.drafting.mtp import MTPDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup import PromptLookupDrafter
 from mamba_align_jax.engine.drafting.prompt_lookup_device import DevicePromptLookup, HistoryDrafter
@@ -105,6 +106,23 @@ def test_device_looks_as_far_back_as_it_reaches(rng):
         found = search(history[slots[row], : length[row]][-8:].tolist(), 3, 1, 5)
         assert drafts[row].tolist() == (found or [0] * 5)
         assert count[row] == len(found)
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.data())
+def test_a_drafter_reads_the_tokens_that_a_list_had(tokens, data):
+    expected, live = list(tokens), list(tokens)
+    given = FirstTokens(live)
+    live += [7, 8, 9]
+    assert (len(given), list(given), [*reversed(given)]) == (len(expected), expected, expected[::-1])
+    part = data.draw(st.slices(len(expected)) | st.builds(slice, *[st.none() | st.integers(-12, 12)] * 2))
+    assert given[part] == expected[part]
+    assert type(given[part]) is list
+    for place in range(-12, 12):
+        if -len(expected) <= place < len(expected):
+            assert given[place] == expected[place]
+        else:
+            with pytest.raises(IndexError):
+                given[place]
 
 
 class Minimal:

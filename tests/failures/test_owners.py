@@ -244,6 +244,25 @@ def test_wrong_drafts_change_nothing(rng, proposed):
         assert_nothing_is_held(engine)
 
 
+def test_a_drafter_can_not_change_the_tokens_and_may_keep_them(rng):
+    class Keeping(Drafting):
+        def draft(self, request, tokens, max_drafts):
+            kept.append((tokens, list(tokens)))
+            tokens[:].reverse()
+            for change in ("reverse", "clear", "append"):
+                assert not hasattr(tokens, change)
+            with pytest.raises(TypeError):
+                tokens[0] = 1
+            return tokens[-2:]
+
+    kept, asked = [], prompts(rng)
+    outputs = serve(Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=Keeping(None)), asked)
+    assert all(output.error is None for output in outputs)
+    assert_right(outputs, asked)
+    assert kept
+    assert all(list(tokens) == before for tokens, before in kept)
+
+
 def test_a_drafter_that_is_false_is_used_like_any_other(rng):
     class Remembering(dict):
         """It keeps what it knows in itself, so that it is false while it knows nothing."""
@@ -259,7 +278,9 @@ def test_a_drafter_that_is_false_is_used_like_any_other(rng):
 
     drafter = Remembering()
     engine, asked = Engine(SPELLER, EngineConfig(**SIZES, **DRAFTS), drafter=drafter), prompts(rng)
-    assert_right(serve(engine, asked), asked)
+    outputs = serve(engine, asked)
+    assert all(output.error is None for output in outputs)
+    assert_right(outputs, asked)
     assert drafter.asked > 0
     assert not drafter, "it is told to forget"
 

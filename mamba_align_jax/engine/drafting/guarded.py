@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from mamba_align_jax import _values as values
+from mamba_align_jax.engine.drafting.first_tokens import FirstTokens
 from mamba_align_jax.engine.drafting.protocols import Drafter
 
 _LOG = logging.getLogger(__name__)
@@ -13,7 +14,8 @@ _LOG = logging.getLogger(__name__)
 class GuardedDrafter:
     """A `Drafter` that gives on the valid drafts of another one, and survives that `forget` raises.
 
-    If the other one's `draft` raises, the exception ends the request that it drafts for.
+    The other one can read a request's tokens but not change them, and may keep them. If its `draft` raises, the exception
+    ends the request that it drafts for.
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
@@ -22,7 +24,7 @@ class GuardedDrafter:
 
     def draft(self, request: Hashable, tokens: Sequence[int], max_drafts: int) -> list[int]:
         """Proposes the drafts before the first one that is no token of the vocabulary: see `Drafter`."""
-        proposed = self._drafter.draft(request, tokens, max_drafts)
+        proposed = self._drafter.draft(request, FirstTokens(tokens), max_drafts)
         drafts: list[int] = []
         for draft in _listed(proposed)[:max_drafts]:
             if not values.is_integer(draft) or not 0 <= draft < self._vocab_size:

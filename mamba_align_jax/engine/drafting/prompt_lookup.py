@@ -51,17 +51,20 @@ class PromptLookupDrafter:
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = _Index({n: {} for n in self._sizes})
+        # The new tokens, and those before that an n-gram with a new end begins with. One slice, as `tokens` may be slow.
+        first = max(index.length - self._sizes[0], 0)
+        recent = tokens[first:]
         for n, ends in index.ends.items():
             # The n-gram at the very end is added by the next call, so that it is not found as its own occurrence.
             begin = max(index.length - n, 0)
-            new = tokens[begin:-1]
+            new = recent[begin - first : -1]
             ends.update(zip(zip(*(new[i:] for i in range(n)), strict=False), count(begin + n), strict=False))
         index.length = len(tokens)
         for n, ends in index.ends.items():
-            end = ends.get(tuple(tokens[-n:]))
+            end = ends.get(tuple(recent[-n:]))
             if end is not None:
-                period = len(tokens) - end
-                return [tokens[end + i % period] for i in range(max_drafts)]
+                found = tokens[end : end + max_drafts]
+                return [found[i % len(found)] for i in range(max_drafts)]
         return []
 
     def forget(self, request: Hashable) -> None:

@@ -33,7 +33,8 @@ class Drafter(Protocol):
 
         Args:
             request: The request's name.
-            tokens: All tokens of the request. They extend those of the last call for this request.
+            tokens: All tokens of the request, to be read. They extend those of the last call for this request. The
+                engine passes a sequence that can't be changed and may be kept; a slice of it is a list.
             max_drafts: The largest number of drafts that is used, at least 1.
 
         Returns:
