@@ -136,7 +136,7 @@ class Request:
             after a preemption.
         num_admissions: How often the request got a slot.
         is_counted: Whether a result of the request was read, and the engine's counters count it as admitted.
-        num_cached: Number of prompt tokens that came from the cache at the first admission.
+        num_cached: Number of prompt tokens that came from the cache at the last admission before a result was read.
         cache_miss: Why not more did: see `RequestOutput`.
         checkpoint_at: The boundaries that the caller asked for.
         keep: The boundaries whose states stay cached; None before the first admission.
@@ -278,6 +278,9 @@ class Request:
         """Makes the request one that waits: it has no slot, and all its tokens must run again or come from the cache."""
         self.leave()
         self.num_computed, self.prefill_end = 0, len(self.tokens)
+        if not self.is_counted:
+            # It may end before it runs again.
+            self.num_cached, self.cache_miss = 0, None
         for told in (self.token_times, self.logprobs):
             del told[self.prefill_end - len(self.prompt) :]
 

@@ -319,15 +319,17 @@ class Scheduler:
             request = self.current = self.waiting.first
             hit = self._lookup(request)
             request.num_computed, request.chain = hit.length, hit.state.chain
+            if not request.is_counted:
+                # A request whose first result was never read begins again, with what is cached now.
+                request.num_cached, request.cache_miss = hit.length, hit.miss
             if request.num_admissions == 0:
                 # What a request keeps is decided when it first enters. A preemption doesn't change it.
-                request.num_cached, request.cache_miss = hit.length, hit.miss
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
             used, blocked = self._plan_chunk(plan, request, budget, hit)
             if not used:
                 # The request keeps its place, and none overtakes it.
                 request.num_computed = 0
-                if request.num_admissions == 0:
+                if not request.is_counted:
                     # It may end before it uses what was found.
                     request.num_cached, request.cache_miss = 0, None
                 return

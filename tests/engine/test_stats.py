@@ -64,6 +64,26 @@ def test_a_request_whose_first_step_is_cut_off_is_counted_once(async_stepping, m
     assert (stats.admitted_requests, stats.finished_requests, stats.prompt_tokens) == (1, 1, 12)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_begins_again_has_what_is_cached_then(ends):
+    """The cache is emptied while the result of its first step is unread."""
+    engine, prompt = Engine(Speller(stutter=1), EngineConfig(**SIZES, async_stepping=True)), list(range(20))
+    engine.generate([prompt], PARAMS)
+    before, request = engine.stats, engine.add_request(prompt, PARAMS)
+    engine.step()
+    assert engine.scheduler.running[0].num_cached > 0
+    engine.on_cache_event(lambda events: None)
+    if ends:
+        output = engine.abort(request)
+    else:
+        (output,) = [output for _ in range(60) for output in engine.step()]
+    assert (output.num_cached_tokens, output.cache_miss) == (0, None if ends else "not identical")
+    names = ("cached_tokens", "prefill_tokens", "prompt_tokens", "hit_requests")
+    cached, computed, given, hits = (getattr(engine.stats, name) - getattr(before, name) for name in names)
+    assert cached + computed == given == (0 if ends else len(prompt))
+    assert (cached, hits) == (0, 0)
+
+
 def test_a_request_that_never_ran_has_used_nothing_of_the_cache():
     engine, prompt = Engine(Speller(stutter=1), EngineConfig(**SIZES | dict(max_num_batched_tokens=8))), list(range(20))
     engine.generate([prompt], PARAMS)

@@ -207,6 +207,7 @@ def serve(
             for row, tokens in in_flight.popleft():
                 late = not row.is_current
                 if not late:
+                    row.request.is_counted = True
                     scheduler.finished(row, tokens)
                     if len(row.request.generated) == row.request.params.max_tokens:
                         scheduler.remove(row.request)
