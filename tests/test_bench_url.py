@@ -28,7 +28,10 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.world.keys.append(self.headers.get("Authorization"))
-        self.answer(200, json.dumps({"data": [{"id": "first"}, {"id": "second"}]}))
+        if self.world.kind == "ssh":
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        else:
+            self.answer(200, self.world.models)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -48,6 +51,10 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
         if kind == "full":
             self.leave()
             return self.answer(503, json.dumps({"error": {"message": "the queue is full"}}))
+        if kind == "cut off in a chunk":
+            self.leave()
+            head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            return self.wfile.write(head + b"ff\r\ndata: {")
         count = body["max_tokens"] - (kind == "short")
         tokens = [len(prompt) + place for place in range(count)]
         lines = []
@@ -76,6 +83,8 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
 
 class World:
     """What the fake server does, and what it has seen."""
+
+    models = json.dumps({"data": [{"id": "first"}, {"id": "second"}]})
 
     def __init__(self, kind="", chunk=1):
         self.kind, self.chunk, self.lock = kind, chunk, threading.Lock()
@@ -143,6 +152,7 @@ def test_a_server_that_names_no_tokens_still_has_its_tokens_counted():
         ("full", "503 to /v1/completions: .*the queue is full"),
         ("error", "the engine is dead"),
         ("cut off", "closed a stream"),
+        ("cut off in a chunk", "must answer as HTTP says, got IncompleteRead"),
         ("short", "must answer with 4 tokens"),
     ],
 )
@@ -173,11 +183,33 @@ def test_bench_prints_the_table_and_writes_the_rows_of_a_server(tmp_path, capsys
     assert {line.split()[0] for line in table if line[:1].strip()} >= {"prefix_repetition", "multi_turn"}
 
 
+def one_line(capsys):
+    """Returns the one line that a command wrote to stderr."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
 def test_a_bad_url_is_refused_by_name(capsys):
     assert main(["bench", "--url=127.0.0.1:8000"]) == 2
-    assert "url must begin with http:// or https://" in capsys.readouterr().err
+    assert "url must begin with http:// or https://" in one_line(capsys)
+    assert main(["bench", "--url=http://127.0.0.1:1/a b"]) == 2
+    assert "url must be one that HTTP allows, got 'http://127.0.0.1:1/a b'" in one_line(capsys)
     # No one listens on the port that a closed socket had.
     with fake() as (_, url):
         pass
     assert main(["bench", f"--url={url}"]) == 2
-    assert "Connection refused" in capsys.readouterr().err
+    assert "Connection refused" in one_line(capsys)
+
+
+def test_a_server_that_speaks_no_http_is_refused(capsys):
+    with fake("ssh") as (_, url):
+        assert main(["bench", f"--url={url}"]) == 2
+    assert f"{url} must answer as HTTP says, got BadStatusLine" in one_line(capsys)
+
+
+@pytest.mark.parametrize("models", ["", "{}", "[]", '{"data": 5}', '{"data": [5]}', '{"data": [{}]}'])
+def test_a_server_that_names_no_models_as_openai_does_is_refused(models, capsys):
+    with fake() as (world, url):
+        world.models = models
+        assert main(["bench", f"--url={url}"]) == 2
+    assert f"{url} must name its models as OpenAI's servers do, got {models.encode()!r}" in one_line(capsys)

@@ -4,6 +4,7 @@ Each open session has a thread and a connection for each of its requests, as dif
 that their sizes are exact and the server needs no tokenizer. Times are seconds since the load began.
 """
 
+import contextlib
 import http.client
 import json
 import math
@@ -44,8 +45,13 @@ class Server:
 
         Raises:
             ValueError: The URL is not one of HTTP.
-            OSError: There is no connection, or the server refuses the request. The error has the server's reason.
+            OSError: There is no connection, the server does not speak HTTP, or it refuses the request. The error has the
+                server's reason.
         """
+        with _plain_errors(self.url):
+            return self._request(path, body)
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must begin with http:// or https:// and name a host, got {self.url!r}")
@@ -55,8 +61,12 @@ class Server:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         root = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        connection.request("POST" if body else "GET", root + path, json.dumps(body) if body else None, headers)
-        response = connection.getresponse()
+        try:
+            connection.request("POST" if body else "GET", root + path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
         if response.status != 200:
             with response:
                 reason = response.read(2000).decode(errors="replace")
@@ -64,9 +74,29 @@ class Server:
         return response
 
     def models(self) -> list[str]:
-        """Returns the names of the models that the server has."""
-        with self.request("/models") as response:
-            return [model["id"] for model in json.load(response)["data"]]
+        """Returns the names of the models that the server has.
+
+        Raises:
+            ValueError: See `request`.
+            OSError: See `request`, or the server answers with something else.
+        """
+        with self.request("/models") as response, _plain_errors(self.url):
+            content = response.read()
+        try:
+            return [model["id"] for model in json.loads(content)["data"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise OSError(f"{self.url} must name its models as OpenAI's servers do, got {content[:200]!r}") from error
+
+
+@contextlib.contextmanager
+def _plain_errors(url: str) -> Iterator[None]:
+    """Raises a ValueError for a URL that HTTP doesn't allow, and an OSError for an answer that is none of HTTP."""
+    try:
+        yield
+    except http.client.InvalidURL as error:
+        raise ValueError(f"url must be one that HTTP allows, got {url!r}: {error}") from error
+    except http.client.HTTPException as error:
+        raise OSError(f"{url} must answer as HTTP says, got {error!r}") from error
 
 
 @dataclass
@@ -78,17 +108,18 @@ class _Answer:
     num_cached: int = 0
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
     """Yields the events of a stream. Raises an OSError if the server reports one, or ends the stream without an end."""
-    for line in response:
-        text = line.decode().strip()
-        if text == "data: [DONE]":
-            return
-        if text.startswith("data:"):
-            event = json.loads(text.removeprefix("data:"))
-            if "error" in event:
-                raise OSError(f"the server ended an answer: {event['error']}")
-            yield event
+    with _plain_errors(url):
+        for line in response:
+            text = line.decode().strip()
+            if text == "data: [DONE]":
+                return
+            if text.startswith("data:"):
+                event = json.loads(text.removeprefix("data:"))
+                if "error" in event:
+                    raise OSError(f"the server ended an answer: {event['error']}")
+                yield event
     raise OSError("the server closed a stream before its end")
 
 
@@ -152,7 +183,7 @@ class _Load:
         }
         answer = _Answer()
         with self.server.request("/completions", body) as response:
-            for event in _events(response):
+            for event in _events(response, self.server.url):
                 for choice in event.get("choices") or ():
                     ids = choice.get("token_ids") or ()
                     answer.tokens += ids
