@@ -9,11 +9,13 @@ import time
 import pytest
 
 from mamba_align_jax.cli import main
+from mamba_align_jax.load.client import Run, Served
 from mamba_align_jax.load.http_client import Server, serve_url
 from mamba_align_jax.load.metrics import summary
 from mamba_align_jax.load.workloads import ClosedLoop, MultiTurn, OpenLoop, PrefixRepetition
 
 TALKS = MultiTurn(conversations=4, turns=3, first=20, turn=5, output=4)
+SERVED = Served((1,) * 9, (2,), 0, 0.0, 0.0, (1.0,))
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
@@ -161,6 +163,53 @@ def test_a_server_that_fails_ends_the_load_with_its_reason(kind, reason):
         serve_url(Server(url), TALKS.sessions(9, 0), 4, ClosedLoop(2))
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--rate=0", "--rate=-1", "--rate=nan", "--prompts=0", "--prompts=-1", "--concurrency=0", "--prefixes=0",
+        "--conversations=0", "--turns=0", "--first=0", "--turn=-1", "--turn-output=0", "--output=0", "--prefix=-1",
+        "--suffix=-1", "--vocab-size=0", "--seed=-1", "--runs=0", "--block-size=0", "--kv-page-size=0", "--idle=0",
+        "--max-num-batched-tokens=0", "--max-prefill-rows=0", "--drafts=-1", "--budget=-1", "--budget=nan",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_bad_option_is_refused_by_name(option, loop, capsys):
+    name, value = option.split("=")
+    with fake() as (world, url):
+        assert main(["bench", f"--url={url}", f"--loop={loop}", option]) == 2
+    assert not world.keys
+    line = one_line(capsys)
+    assert line.startswith(f"mamba-align: {name} must be "), line
+    assert value in line
+
+
+def test_prompts_have_tokens(capsys):
+    assert main(["bench", "--prefix=0", "--suffix=0"]) == 2
+    assert one_line(capsys) == "mamba-align: --suffix must be at least 1 with --prefix 0, got 0"
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: PrefixRepetition(prompts=0), "PrefixRepetition: prompts"),
+        (lambda: PrefixRepetition(prefix=0, suffix=0), "PrefixRepetition: suffix"),
+        (lambda: MultiTurn(turns=1.5), "MultiTurn: turns"),
+        (lambda: ClosedLoop(0), "ClosedLoop: concurrency"),
+        (lambda: OpenLoop(0.0), "OpenLoop: rate"),
+        (lambda: OpenLoop("1"), "OpenLoop: rate"),
+        (lambda: OpenLoop(1.0, -1), "OpenLoop: seed"),
+        (lambda: TALKS.sessions(0, 0), "vocab"),
+        (lambda: TALKS.sessions(9, -1), "seed"),
+        (lambda: summary(Run([], 1.0, []), 8), "run"),
+        (lambda: summary(Run([SERVED], 1.0, []), 0), "block_size"),
+    ],
+    ids=range(11),
+)
+def test_a_bad_load_is_refused_by_name(make, name):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        make()
+
+
 def test_bench_prints_the_table_and_writes_the_rows_of_a_server(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     sizes = ["--prefix=16", "--suffix=4", "--output=4", "--prompts=6", "--block-size=8", "--runs=2", "--concurrency=2"]
@@ -199,6 +248,13 @@ def test_a_bad_url_is_refused_by_name(capsys):
         pass
     assert main(["bench", f"--url={url}"]) == 2
     assert "Connection refused" in one_line(capsys)
+
+
+def test_a_server_without_models_is_refused(capsys):
+    with fake() as (world, url):
+        world.models = json.dumps({"data": []})
+        assert main(["bench", f"--url={url}"]) == 2
+    assert one_line(capsys) == f"mamba-align: --served-model must be given, because {url} names no model"
 
 
 def test_a_server_that_speaks_no_http_is_refused(capsys):

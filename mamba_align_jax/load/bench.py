@@ -16,11 +16,13 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from flax import nnx
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SPECULATIONS
 from mamba_align_jax.engine.engine import Engine
 from mamba_align_jax.load.cells import COMPILE_S, Cell, cells, engine_config
@@ -29,6 +31,14 @@ from mamba_align_jax.load.random_model import MODELS, random_model
 from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import decode_idle, free_pools, medians, run_cell
 from mamba_align_jax.load.url import run_url
+
+# The smallest value of each option that is a whole number.
+_MINIMA = MappingProxyType(
+    dict.fromkeys(("seed", "prefix", "suffix", "turn", "drafts"), 0)
+    | dict.fromkeys(("runs", "concurrency", "prompts", "prefixes", "output", "vocab_size"), 1)
+    | dict.fromkeys(("conversations", "turns", "first", "turn_output"), 1)
+    | dict.fromkeys(("idle", "block_size", "kv_page_size", "max_num_batched_tokens", "max_prefill_rows"), 1)
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,6 +94,21 @@ def parser() -> argparse.ArgumentParser:
     door.add_argument("--api-key", help="the key that the server asks for")
     door.add_argument("--vocab-size", type=int, default=256, help="prompts are random token ids below this number")
     return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the options of `parser`, all of them, also those that the chosen workloads and loops leave unused.
+
+    Raises:
+        ValueError: An option has a value that it can't have. The error names the option.
+    """
+    for name, minimum in _MINIMA.items():
+        given = getattr(options, name)
+        for number in given if isinstance(given, list) else [] if given is None else [given]:
+            values.integer(f"--{name.replace('_', '-')}", number, minimum)
+    values.require(options.prefix + options.suffix > 0, "--suffix", "at least 1 with --prefix 0", options.suffix)
+    values.require(0 < options.rate < math.inf, "--rate", "finite and greater than 0", options.rate)
+    values.require(options.budget >= 0, "--budget", "at least 0", options.budget)
 
 
 class Results:
@@ -174,9 +199,15 @@ def _short(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    """Runs the cells that the options ask for, and returns the rows in the order in which they were written."""
+    """Runs the cells that the options ask for, and returns the rows in the order in which they were written.
+
+    Raises:
+        ValueError: See `check`. With `--url`, see `run_url` as well.
+        OSError: With `--url`: see `run_url`.
+    """
     begin = time.perf_counter()
     options = parser().parse_args(arguments)
+    check(options)
     if options.url:
         return run_url(options)
     if options.compilation_cache:

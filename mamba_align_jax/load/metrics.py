@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.load.client import Run, Served
 from mamba_align_jax.load.rows import Row
 from mamba_align_jax.load.workloads import Tokens
@@ -16,8 +17,11 @@ def attainable(requests: Iterable[Served], block_size: int) -> list[int]:
     the prompt's last token to compute. A request's prompt can be shared once its prefill has finished. Once the request has
     finished, its generated tokens can be shared as well, except the last, whose state was never computed. The number does
     not depend on what the engine's cache kept. It comes from a tree of blocks that knows when each block became available.
+
+    Raises:
+        ValueError: `block_size` is less than 1.
     """
-    requests = list(requests)
+    requests, block_size = list(requests), values.integer("block_size", block_size, 1)
     children: dict[tuple[int, Tokens], int] = {}
     available_at: list[float] = []
 
@@ -49,8 +53,13 @@ def attainable(requests: Iterable[Served], block_size: int) -> list[int]:
 
 
 def summary(run: Run, block_size: int) -> Row:
-    """A row of results: latencies in milliseconds, rates per second, and the share of attainable tokens that were hits."""
+    """A row of results: latencies in milliseconds, rates per second, and the share of attainable tokens that were hits.
+
+    Raises:
+        ValueError: `block_size` is less than 1, or no request was served.
+    """
     requests = run.requests
+    values.require(bool(requests), "run", "of at least one request", run)
     limits = attainable(requests, block_size)
     # A request can hit blocks that another one published before its own prefill ended. `attainable` does not count those
     # blocks, so they must not make up for other blocks that were missed.

@@ -21,10 +21,13 @@ def run_url(options: argparse.Namespace) -> list[Row]:
         options: Those of `mamba-align bench`.
 
     Raises:
-        ValueError: The URL is not one of HTTP.
+        ValueError: The URL is not one of HTTP, or the server names no model.
         OSError: The server can't be reached, or refuses a request.
     """
-    name = options.served_model or Server(options.url, api_key=options.api_key).models()[0]
+    models = [options.served_model] if options.served_model else Server(options.url, api_key=options.api_key).models()
+    if not models:
+        raise ValueError(f"--served-model must be given, because {options.url} names no model")
+    name = models[0]
     server = Server(options.url, name, options.api_key)
     begin, written = time.perf_counter(), []
     runs: dict[int, list[Row]] = {}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mamba_align_jax import _values as values
+
 Tokens = tuple[int, ...]
 Session = tuple[Tokens, ...]  # the user's tokens in each turn
 
@@ -25,6 +27,9 @@ class PrefixRepetition:
         output: The number of tokens of each answer.
         prefixes: The number of different prefixes.
         prompts: The number of prompts.
+
+    Raises:
+        ValueError: There would be no prompt, a prompt or an answer would have no tokens, or a number is none.
     """
 
     prefix: int = 4096
@@ -33,6 +38,11 @@ class PrefixRepetition:
     prefixes: int = 1
     prompts: int = 64
     name: str = field(default="prefix_repetition", init=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "PrefixRepetition", prefix=0, suffix=0, output=1, prefixes=1, prompts=1)
+        wanted = "at least 1 without a prefix"
+        values.require(self.prefix + self.suffix > 0, "PrefixRepetition: suffix", wanted, self.suffix)
 
     @property
     def longest(self) -> int:
@@ -45,8 +55,12 @@ class PrefixRepetition:
         return self.prompts
 
     def sessions(self, vocab: int, seed: int) -> list[Session]:
-        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions."""
-        rng = np.random.default_rng(seed)
+        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions.
+
+        Raises:
+            ValueError: `vocab` is less than 1, or the seed is less than 0.
+        """
+        rng = _random(vocab, seed)
         prefixes = [_draw(rng, self.prefix, vocab) for _ in range(self.prefixes)]
         owners = [number * self.prefixes // self.prompts for number in range(self.prompts)]
         return [(prefixes[owner] + _draw(rng, self.suffix, vocab),) for owner in owners]
@@ -62,6 +76,10 @@ class MultiTurn:
         first: The number of tokens of the first prompt.
         turn: The number of new tokens of each later turn.
         output: The number of tokens of each answer.
+
+    Raises:
+        ValueError: There would be no conversation or no turn, the first prompt or an answer would have no tokens, or a
+            number is none.
     """
 
     conversations: int = 16
@@ -70,6 +88,9 @@ class MultiTurn:
     turn: int = 128
     output: int = 256
     name: str = field(default="multi_turn", init=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "MultiTurn", conversations=1, turns=1, first=1, turn=0, output=1)
 
     @property
     def longest(self) -> int:
@@ -82,13 +103,28 @@ class MultiTurn:
         return self.conversations * self.turns
 
     def sessions(self, vocab: int, seed: int) -> list[Session]:
-        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions."""
-        rng = np.random.default_rng(seed)
+        """Draws the sessions. Tokens are in [0, `vocab`); equal seeds give equal sessions.
+
+        Raises:
+            ValueError: `vocab` is less than 1, or the seed is less than 0.
+        """
+        rng = _random(vocab, seed)
         sizes = [self.first, *[self.turn] * (self.turns - 1)]
         return [tuple(_draw(rng, size, vocab) for size in sizes) for _ in range(self.conversations)]
 
 
 Workload = PrefixRepetition | MultiTurn
+
+
+def _check(load: object, kind: str, **minima: int) -> None:
+    """Raises a ValueError if a field is no whole number or is less than its minimum."""
+    for name, minimum in minima.items():
+        values.integer(f"{kind}: {name}", getattr(load, name), minimum)
+
+
+def _random(vocab: int, seed: int) -> np.random.Generator:
+    values.integer("vocab", vocab, 1)
+    return np.random.default_rng(values.integer("seed", seed, 0))
 
 
 def _draw(rng: np.random.Generator, size: int, vocab: int) -> Tokens:
@@ -97,10 +133,17 @@ def _draw(rng: np.random.Generator, size: int, vocab: int) -> Tokens:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Keeps `concurrency` sessions open: the next session begins when one ends."""
+    """Keeps `concurrency` sessions open: the next session begins when one ends.
+
+    Raises:
+        ValueError: `concurrency` is less than 1.
+    """
 
     concurrency: int
     name: str = field(default="closed", init=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "ClosedLoop", concurrency=1)
 
     def due(self, sessions: int) -> list[float]:
         """When each session begins, in seconds; infinity means that it begins when another session ends."""
@@ -109,11 +152,20 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """Begins sessions at random times, `rate` a second on average (a Poisson process), however many are open."""
+    """Begins sessions at random times, `rate` a second on average (a Poisson process), however many are open.
+
+    Raises:
+        ValueError: `rate` is not greater than 0, or the seed is less than 0.
+    """
 
     rate: float
     seed: int = 0
     name: str = field(default="open", init=False)
+
+    def __post_init__(self) -> None:
+        limits = values.FLOAT32_MIN, values.FLOAT32_MAX
+        values.number("OpenLoop: rate", self.rate, *limits, "finite and greater than 0")
+        _check(self, "OpenLoop", seed=0)
 
     def due(self, sessions: int) -> list[float]:
         """When each session begins, in seconds."""
