@@ -241,18 +241,21 @@ class Engine(PortableCore):
     def trace(self, path: str | Path) -> Iterator[None]:
         """Writes each step whose result is read in this context to a file: see `TracedStep` and `mamba-align trace`.
 
+        If a step can't be written, that is logged, and the trace ends there. Another one may then begin.
+
         Raises:
-            ValueError: A trace is being written already.
-            OSError: The file can't be written.
+            ValueError: A trace is being written already, or `path` is neither text nor a path.
+            OSError: The file can't be created.
         """
-        if self._trace is not None:
-            raise ValueError(f"trace: a trace is being written already, got {str(path)!r} for another one")
+        values.instance("path", path, str, Path)
+        # Before the other trace's file is replaced, and again when no other thread can begin one.
+        self._check_trace(path)
         with write_trace(path) as write:
-            self._alone(self._set_trace, write)
             try:
+                self._alone(self._begin_trace, path, write)
                 yield
             finally:
-                self._alone(self._set_trace, None)
+                self._alone(self._end_trace, write)
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, reads the oldest unread one, and returns the outputs of the requests that ended.
@@ -333,5 +336,14 @@ class Engine(PortableCore):
         for request in [request for request in self._requests.values() if request.outbox is outbox]:
             self._abort(request, outbox)
 
-    def _set_trace(self, write: Callable[[TracedStep], None] | None) -> None:
+    def _check_trace(self, path: str | Path) -> None:
+        if self._trace is not None:
+            raise ValueError(f"trace: a trace is being written already, got {str(path)!r} for another one")
+
+    def _begin_trace(self, path: str | Path, write: Callable[[TracedStep], None]) -> None:
+        self._check_trace(path)
         self._trace = write
+
+    def _end_trace(self, write: Callable[[TracedStep], None]) -> None:
+        if self._trace is write:
+            self._trace = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.columns import boundary_save, certain_tokens, tokens_after
 from mamba_align_jax.engine.read_step import ReadStep
 from mamba_align_jax.engine.scheduler import Row
@@ -133,11 +134,29 @@ def trace_step(
 def write_trace(path: str | Path) -> Iterator[Callable[[TracedStep], None]]:
     """Creates or replaces a file, and gives a function that writes a step to it at once.
 
+    If the function raises, the file keeps the steps before, and leaving this context does not raise it again.
+
     Raises:
+        ValueError: `path` is neither text nor a path.
         OSError: The file can't be written.
     """
-    with Path(path).open("w", buffering=1) as file:
-        yield lambda step: print(json.dumps(asdict(step), separators=(",", ":")), file=file)
+    values.instance("path", path, str, Path)
+    file, has_failed = Path(path).open("w", buffering=1), False  # noqa: SIM115 - closed below
+
+    def write(step: TracedStep) -> None:
+        nonlocal has_failed
+        try:
+            print(json.dumps(asdict(step), separators=(",", ":")), file=file)
+        except OSError:
+            has_failed = True
+            raise
+
+    try:
+        yield write
+    finally:
+        # What could not be written before is tried again now.
+        with contextlib.suppress(*[OSError] if has_failed else []):
+            file.close()
 
 
 def read_trace(path: str | Path) -> Iterator[TracedStep]:

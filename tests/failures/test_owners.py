@@ -29,6 +29,7 @@ from mamba_align_jax.engine.request import Request
 from mamba_align_jax.engine.runner import StepRunner
 from mamba_align_jax.engine.scheduler import Scheduler
 from mamba_align_jax.engine.stats import Counters
+from mamba_align_jax.engine.trace import read_trace
 from mamba_align_jax.engine.waiting import WaitingQueue
 
 pytestmark = pytest.mark.usefixtures("one_program")
@@ -307,6 +308,26 @@ def test_trace_that_can_not_be_written_ends_alone(rng, tmp_path, monkeypatch):
     with engine.trace(tmp_path / "trace"):
         monkeypatch.setattr(engine, "_trace", lambda step: 1 / 0)
         assert_right(serve(engine, asked), asked)
+
+
+def test_trace_that_failed_ends_no_later_one(rng, tmp_path):
+    """A device that is full refuses every write, also the one that closing the file tries."""
+    engine, asked = Engine(SPELLER, EngineConfig(**SIZES)), prompts(rng)
+    failed, file = contextlib.ExitStack(), tmp_path / "trace"
+    failed.enter_context(engine.trace("/dev/full"))
+    assert_right(serve(engine, asked), asked)
+    with engine.trace(file):
+        assert_right(serve(engine, asked), asked)
+        num_steps = len(list(read_trace(file)))
+        failed.close()
+        assert_right(serve(engine, asked), asked)
+        with pytest.raises(ValueError, match="a trace is being written already"), engine.trace(tmp_path / "other"):
+            pass
+    assert len(list(read_trace(file))) > num_steps > 0
+    assert not (tmp_path / "other").exists()
+    for path in (None, 5, b"trace"):
+        with pytest.raises(ValueError, match="path must be str or Path"), engine.trace(path):
+            pass
 
 
 def test_engine_refuses_calls_from_what_it_calls(rng):
