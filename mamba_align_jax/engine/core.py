@@ -314,7 +314,7 @@ class EngineCore:
         outbox: dict[int, RequestOutput] | None = None,
     ) -> RequestOutput:
         """Gives a request's output to the request's outbox, or to another one, and returns it."""
-        output = request.output(reason, error)
+        output = request.output(reason, error, self.model_config.eos_token_id)
         # From here on the request has ended. `_recover` does what is cut off after this line.
         request.ended = output
         (request.outbox if outbox is None else outbox)[request.id] = output

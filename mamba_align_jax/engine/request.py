@@ -12,6 +12,9 @@ from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.grammar import GrammarState
 from mamba_align_jax.engine.levels import Level, level_of
 
+# A model's end token or end tokens; None if it has none.
+EndTokens = int | Sequence[int] | None
+
 
 class TokenLogprobs(NamedTuple):
     """The log-probability of a token, and the tokens that were most likely in its place.
@@ -51,7 +54,7 @@ class RequestOutput:
         text: The generated text as it follows the prompt's, up to a stop token or a stop string; None if the engine has no
             tokenizer.
         stop_reason: The stop string or the token of `SamplingParams.stop_token_ids` that ended the request; None if anything
-            else did, the model's own end token too.
+            else did, the model's own end token too, unless `ignore_eos` makes it a token like any other.
         logprobs: The log-probabilities of `token_ids`; None unless they were asked for.
         prompt_logprobs: Those of the prompt's tokens, None for the first; None unless they were asked for and the whole
             prompt has run.
@@ -225,6 +228,11 @@ class Request:
         is_known = self.params.prompt_logprobs is not None and not self.lacks_prompt_logprobs
         return tuple(self.prompt_logprobs) if is_known else None
 
+    def ends_at(self, token: int, eos_token_id: EndTokens) -> bool:
+        """Whether a generated token is one of the model's end tokens, and the caller does not ignore them."""
+        ends = eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
+        return token in ends and not self.params.ignore_eos
+
     def append(self, *tokens: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Appends the tokens that a step sampled, with their log-probabilities if the caller asks for them."""
         # In this order, so that no token lacks its time if the caller is interrupted: see `wait`.
@@ -284,7 +292,7 @@ class Request:
         for told in (self.token_times, self.logprobs):
             del told[self.prefill_end - len(self.prompt) :]
 
-    def output(self, reason: str, error: BaseException | None = None) -> RequestOutput:
+    def output(self, reason: str, error: BaseException | None = None, eos_token_id: EndTokens = None) -> RequestOutput:
         """Returns the output for the caller, with `reason` as its `finish_reason`.
 
         Raises:
@@ -292,8 +300,10 @@ class Request:
         """
         times, text, stop_reason = self.token_times, self._last_text(reason), None
         if reason == "stop":
-            token = self.tokens[-1] if self.tokens[-1] in self.params.stop_token_ids else None
-            stop_reason = token if self.text is None or self.text.found is None else self.text.found
+            stop_reason, token = None if self.text is None else self.text.found, self.tokens[-1]
+            # An end token is one even if it is among the stop tokens as well.
+            if stop_reason is None and token in self.params.stop_token_ids and not self.ends_at(token, eos_token_id):
+                stop_reason = token
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt,

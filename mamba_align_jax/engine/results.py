@@ -4,12 +4,9 @@ from collections.abc import Sequence
 
 from mamba_align_jax.engine.generated_text import GeneratedText
 from mamba_align_jax.engine.read_step import RowResult
-from mamba_align_jax.engine.request import Request
+from mamba_align_jax.engine.request import EndTokens, Request
 from mamba_align_jax.engine.scheduler import Row
 from mamba_align_jax.engine.stats import Counters
-
-# A model's end token or end tokens; None if it has none.
-EndTokens = int | Sequence[int] | None
 
 
 def tokens_up_to_end(
@@ -53,8 +50,7 @@ def _reason_in_text(text: GeneratedText, reason: str | None) -> str | None:
 
 def _end_reason(request: Request, token: int, num_left: int, eos_token_id: EndTokens) -> str | None:
     """Returns why a request ends at a generated token, after which `num_left` more are allowed."""
-    params, ends = request.params, eos_token_id if isinstance(eos_token_id, Sequence) else (eos_token_id,)
-    if token in params.stop_token_ids or (token in ends and not params.ignore_eos):
+    if token in request.params.stop_token_ids or request.ends_at(token, eos_token_id):
         return "stop"
     return "length" if num_left == 0 else None
 

@@ -1,10 +1,12 @@
 """Stop strings end a request at the token that completes one, under every way of stepping; a tokenizer may fail."""
 
+import copy
+
 import pytest
 from engine.test_updates import drain, joined
 from failures.test_owners import DRAFTS, SIZES, SPELLER, assert_nothing_is_held, prompts, raising
 from fakes.letters import Letters
-from fakes.speller import next_token
+from fakes.speller import VOCAB, next_token
 
 from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.cache.hybrid import HybridCache
@@ -115,6 +117,21 @@ def test_stop_string_within_min_tokens_ends_nothing(rng, stepping):
     assert (output.token_ids, output.text) == (tuple(tokens[: last + 1]), text[:last])
     (output,) = engine.generate(prompt, params(text[number], min_tokens=number))
     assert (output.token_ids, output.text) == (tuple(tokens[: number + 1]), text[:number])
+
+
+@pytest.mark.parametrize("tokenizer", [LETTERS, None])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_end_token_is_no_stop_token_unless_it_is_ignored(rng, several, tokenizer):
+    """As in vLLM, which looks for the model's end tokens first."""
+    model, prompt = copy.copy(SPELLER), prompts(rng)[0]
+    tokens = answer(prompt)
+    end, other = tokens[5], next(token for token in range(VOCAB) if token not in tokens)
+    model.config = model.config._replace(eos_token_id=(other, end) if several else end)
+    engine = Engine(model, EngineConfig(**SIZES | STEPPING["drafts"]), tokenizer=tokenizer)
+    for stop, ignore_eos, reason in (((), False, None), ((end,), False, None), ((end,), True, end)):
+        wanted = SamplingParams(max_tokens=LENGTH, stop_token_ids=stop, ignore_eos=ignore_eos)
+        (output,) = engine.generate(prompt, wanted)
+        assert (output.finish_reason, output.stop_reason, output.token_ids[-1]) == ("stop", reason, end)
 
 
 def test_stop_tokens_and_lengths_have_their_reasons(rng):
