@@ -41,10 +41,10 @@ class BlockSizeWatch:
     """
 
     def __init__(self, block_size: int, max_model_len: int) -> None:
-        """Makes a watch for an engine with these settings. A sequence has at least one token more than its prompt."""
+        """Makes a watch for an engine with these settings. A prompt may be all of a sequence, with `max_tokens=0`."""
         self._block_size = block_size
         self._num_prompts = self._num_short = 0
-        self._done = block_size >= max_model_len - 1
+        self._done = block_size >= max_model_len
         if self._done:
             _LOG.warning(
                 "block_size %d is too long for max_model_len %d: no prompt ever hits the prefix cache",

@@ -4,10 +4,11 @@ import logging
 
 import pytest
 from fakes.driver import DATA
+from fakes.speller import Speller
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_align_jax import Engine, EngineConfig
+from mamba_align_jax import Engine, EngineConfig, SamplingParams
 from mamba_align_jax.engine.block_size_warning import BlockSizeWatch, warn_of_rounding
 from mamba_align_jax.models import load_model
 
@@ -40,15 +41,26 @@ def test_warns_once_if_most_prompts_are_too_short(block_size, prompts):
 
 
 def test_warns_at_once_if_no_prompt_can_be_longer_than_a_block():
-    for length in range(9, 12):
+    for length in range(8, 12):
         with Heard() as said:
-            # The longest prompt has one token less, and its last token is always computed.
-            watch, fits = BlockSizeWatch(9, length), (length - 1 - 1) // 9 > 0
+            # The longest prompt is the whole sequence, and its last token is always computed.
+            watch, fits = BlockSizeWatch(9, length), (length - 1) // 9 > 0
             for _ in range(50):
                 watch.admitted(3)
             assert [line.split(":")[0] for line in said] == [
                 "block_size 9" if fits else f"block_size 9 is too long for max_model_len {length}"
             ]
+
+
+@pytest.mark.usefixtures("one_program")
+def test_the_longest_prompt_hits_without_a_warning():
+    """Nothing is generated after it."""
+    sizes = dict(block_size=8, kv_page_size=4, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=9)
+    with Heard() as said:
+        engine = Engine(Speller(), EngineConfig(**sizes, num_state_blocks=12, num_kv_pages=18))
+        outputs = [engine.generate(list(range(9)), SamplingParams(max_tokens=0))[0] for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 8]
+    assert said == []
 
 
 @pytest.mark.parametrize(
