@@ -19,6 +19,8 @@ from mamba_align_jax.engine.worker import Worker
 _SCRIPT = Path(__file__).with_name("_template_worker.py")
 # What transformers hands to every template. A template may ask whether it is none.
 _UNUSED = MappingProxyType({"tools": None, "documents": None})
+# A day. The system's timers don't go on for ever.
+_LONGEST_S = 86400.0
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -28,16 +30,20 @@ class ChatTemplate:
     Attributes:
         source: The template's text.
         variables: What the template may use besides the messages, for instance `bos_token`.
-        time_limit: Number of seconds that a prompt may take.
+        time_limit: Number of seconds that a prompt may take, at most a day.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, time_limit: float = 2.0) -> None:
         """Compiles a template in a process of its own.
 
         Raises:
-            ValueError: The template is wrong.
+            ValueError: The template is wrong, or an argument is of another type or out of range.
         """
-        self.source, self.variables, self.time_limit = source, dict(variables or {}), time_limit
+        values.require(isinstance(source, str), "source", "text", source)
+        values.instance("variables", variables, Mapping, optional=True)
+        wanted = f"a number of seconds, greater than 0 and at most {_LONGEST_S:g}"
+        self.time_limit = values.number("time_limit", time_limit, values.FLOAT32_MIN, _LONGEST_S, wanted)
+        self.source, self.variables = source, dict(variables or {})
         self._lock = threading.Lock()
         self._worker = self._start()
 
@@ -53,12 +59,17 @@ class ChatTemplate:
             **variables: What else this template uses, for instance `tools`, which are none otherwise.
 
         Raises:
-            ValueError: The template refuses the messages, fails, or takes too long or too much memory.
+            ValueError: An argument is of another type, or the template refuses the messages, fails, or takes too long or too
+                much memory.
         """
-        given = dict(messages=messages, add_generation_prompt=add_generation_prompt)
+        chat, wanted = values.members("messages", messages, "a sequence of messages"), "a mapping with role and content"
+        for number, message in enumerate(chat):
+            values.require(isinstance(message, Mapping), f"messages[{number}]", wanted, message)
+        add_generation_prompt = values.flag("add_generation_prompt", add_generation_prompt)
+        given = dict(messages=chat, add_generation_prompt=add_generation_prompt)
         try:
             task = json.dumps(_UNUSED | self.variables | variables | given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages must be what JSON can hold, got {error}") from error
         with self._lock:
             if not self._worker.is_alive:

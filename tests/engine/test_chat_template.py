@@ -1,6 +1,8 @@
 """Chat templates: messages become the text that transformers makes of them, and a bad template does no harm."""
 
+import functools
 import json
+import math
 import threading
 
 import pytest
@@ -16,6 +18,8 @@ CHAT = [
     {"role": "user", "content": "Höher\n"},
     {"role": "assistant", "content": " 中 "},
 ]
+# JSON would hold it, but Python can't write it.
+NESTED = functools.reduce(lambda inner, _: [inner], range(100_000), [])
 
 
 def test_bundled_template_writes_a_line_for_each_message():
@@ -124,18 +128,44 @@ def test_wrong_template_or_messages_are_refused():
         ChatTemplate("{{ x }}").render(CHAT, x="\ud800")
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *[(lambda source=source: ChatTemplate(source), "source") for source in (5, None, b"x")],
+        *[(lambda given=given: ChatTemplate("", given), "variables") for given in (5, "x", [1])],
+        *[
+            (lambda seconds=seconds: ChatTemplate("", time_limit=seconds), "time_limit")
+            for seconds in (0, -1, math.nan, math.inf, 1e10, "1", None, True)
+        ],
+        *[(lambda chat=chat: ChatTemplate("").render(chat), "messages") for chat in ("abc", b"x", None, 5, CHAT[0])],
+        (lambda: ChatTemplate("").render([*CHAT, "x"]), r"messages\[3\]"),
+        (lambda: ChatTemplate("").render([{"content": NESTED}]), "messages"),
+        (lambda: ChatTemplate("").render(CHAT, add_generation_prompt="no"), "add_generation_prompt"),
+    ],
+    ids=range(22),
+)
+def test_wrong_arguments_are_refused_by_name(make, name):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        make()
+
+
+def test_a_limit_that_is_less_than_the_timer_counts_is_a_limit():
+    with pytest.raises(ValueError, match="must be done within its limits"):
+        ChatTemplate("{% if 1 %}{% endif %}" * 10_000, time_limit=1e-9)
+
+
 def test_variables_may_have_any_names_but_two():
     given = {"self": 1, "template": 2, "args": 3, "context": 4}
     assert ChatTemplate("{{ template }}{{ args }}{{ context }}").render(CHAT, **given) == "234"
 
 
 def test_threads_get_their_own_prompts():
-    template, wrong = ChatTemplate("{{ messages[0] }}"), []
+    template, wrong = ChatTemplate("{{ messages[0].content }}"), []
 
     def render(name):
         for number in range(50):
             text = f"{name} {number}"
-            if template.render([text]) != text:
+            if template.render([{"content": text}]) != text:
                 wrong.append(text)
 
     threads = [threading.Thread(target=render, args=(name,)) for name in range(4)]
