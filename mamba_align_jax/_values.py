@@ -167,12 +167,12 @@ def tokens(name: str, given: Any) -> None:
     require((isinstance(given, Sequence) or is_array) and not is_text, name, "a sequence of tokens", given)
 
 
-def known(requests: Mapping[Any, T], request: Any) -> T | None:
+def known(requests: Mapping[Any, T], request: Any, name: str = "request") -> T | None:
     """Returns what is kept for a request, or None. A name that can't be a key of a dict is refused."""
     try:
         return requests.get(request)
     except TypeError:
-        raise ValueError(f"request must be a hashable name, got {shown(request)}") from None
+        raise ValueError(f"{name} must be a hashable name, got {shown(request)}") from None
 
 
 def instance(name: str, value: Any, *classes: type, optional: bool = False) -> None:

@@ -4,12 +4,14 @@ It runs no model and needs no JAX. What replicas have cached is known from their
 over a network, `mamba_align_jax.serve.event_stream`.
 """
 
+import numbers
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from mamba_align_jax import _values as values
 from mamba_align_jax.cache.events import (
+    CacheCleared,
     CacheEvent,
     PageRemoved,
     PageStored,
@@ -36,7 +38,15 @@ class CacheMirror:
     states: dict[int, int] = field(default_factory=dict)
 
     def apply(self, events: Iterable[CacheEvent]) -> None:
-        """Follows events in their order. Events that come twice in one piece do no harm."""
+        """Follows events in their order. Events that come twice in one piece do no harm.
+
+        Raises:
+            ValueError: Something else is among them. None is followed.
+        """
+        values.require(isinstance(events, Iterable), "events", "an iterable of CacheEvents", events)
+        events = tuple(events)
+        other = [event for event in events if not isinstance(event, CacheEvent)]
+        values.require(not other, "events", "an iterable of CacheEvents", other[:1] and other[0])
         for event in events:
             match event:
                 case PageStored():
@@ -47,7 +57,7 @@ class CacheMirror:
                     self.states[event.block_hash] = event.num_tokens
                 case StateRemoved():
                     self.states.pop(event.block_hash, None)
-                case _:
+                case CacheCleared():
                     self.pages.clear()
                     self.states.clear()
 
@@ -98,17 +108,23 @@ class StateRouter(Generic[R]):
                 events.
 
         Raises:
-            ValueError: There is no replica, or the page size is no size.
+            ValueError: There is no replica, a name is not hashable, or the page size is no size.
         """
         self.page_size = values.integer("StateRouter: page_size", page_size, 1)
-        self.mirrors: dict[R, CacheMirror] = {replica: CacheMirror() for replica in replicas}
+        # The characters of a text are not meant to be names.
+        is_iterable = isinstance(replicas, Iterable) and not isinstance(replicas, str | bytes)
+        values.require(is_iterable, "StateRouter: replicas", "an iterable of names", replicas)
+        self.mirrors: dict[R, CacheMirror] = {}
+        for replica in replicas:
+            values.known(self.mirrors, replica, "StateRouter: replica")
+            self.mirrors[replica] = CacheMirror()
         values.require(bool(self.mirrors), "StateRouter: replicas", "at least one name", replicas)
 
     def apply(self, replica: R, events: Iterable[CacheEvent]) -> None:
         """Follows what a replica reports.
 
         Raises:
-            ValueError: The replica is unknown.
+            ValueError: The replica is unknown, or something else is among the events. None is followed.
         """
         self._known(replica).apply(events)
 
@@ -131,12 +147,17 @@ class StateRouter(Generic[R]):
             salt: The request's cache salt.
 
         Raises:
-            ValueError: No replica may be chosen, or one is unknown.
+            ValueError: No replica may be chosen, one is unknown, or a load is no number. NaN is none.
         """
         loads = dict.fromkeys(self.mirrors, 0.0) if loads is None else loads
+        wanted = "a number for each replica, or None"
+        values.require(isinstance(loads, Mapping), "StateRouter: loads", wanted, loads)
         values.require(bool(loads), "StateRouter: loads", "at least one replica", loads)
-        for replica in loads:
+        for replica, load in loads.items():
             self._known(replica)
+            # NaN, which is not even itself, has no place in any order.
+            is_number = isinstance(load, numbers.Real) and not isinstance(load, bool) and load == load
+            values.require(is_number, "StateRouter: loads", wanted, load)
         reaches = self.reaches(tokens, salt)
 
         def worth(replica: R) -> tuple[float, float, float]:
@@ -146,7 +167,7 @@ class StateRouter(Generic[R]):
         return max(loads, key=worth)
 
     def _known(self, replica: R) -> CacheMirror:
-        mirror = values.known(self.mirrors, replica)
+        mirror = values.known(self.mirrors, replica, "StateRouter: replica")
         if mirror is None:
-            raise ValueError(f"StateRouter: replica must be one of {list(self.mirrors)}, got {replica!r}")
+            raise ValueError(f"StateRouter: replica must be one of {list(self.mirrors)}, got {values.shown(replica)}")
         return mirror

@@ -1,10 +1,12 @@
 """A router sends a prompt where its states are, and the simulation of replicas counts what they resume from."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cache.test_events import BLOCK, PAGE, make, run_prompt, taken
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import routing as benchmark
 from benchmarks.report import tables
-from mamba_align_jax.cache.events import PageRemoved, StateRemoved
+from mamba_align_jax.cache.events import CacheCleared, PageRemoved, StateRemoved
 from mamba_align_jax.load.workloads import MultiTurn
 from mamba_align_jax.routing import Reach, StateRouter
 
@@ -88,11 +90,44 @@ def test_a_router_knows_what_a_lookup_finds(first, second):
         (lambda: two_replicas().choose(PROMPT, {}), "StateRouter: loads must be at least one replica"),
         (lambda: two_replicas().choose(PROMPT, {"none": 0}), "replica must be one of"),
         (lambda: two_replicas().choose("text"), "StateRouter: tokens must be a sequence of tokens"),
+        (lambda: StateRouter(5, PAGE), "StateRouter: replicas must be an iterable of names, got 5"),
+        (lambda: StateRouter("ab", PAGE), "StateRouter: replicas must be an iterable of names, got 'ab'"),
+        (lambda: StateRouter([["a"]], PAGE), r"StateRouter: replica must be a hashable name, got \['a'\]"),
+        (lambda: two_replicas().apply(["a"], []), r"StateRouter: replica must be a hashable name, got \['a'\]"),
+        (lambda: two_replicas().apply("deep", None), "events must be an iterable of CacheEvents, got None"),
+        (
+            lambda: two_replicas().apply("deep", CacheCleared()),
+            "events must be an iterable of CacheEvents, got CacheCle",
+        ),
+        (lambda: two_replicas().choose(PROMPT, ["deep"]), r"StateRouter: loads must be a number for each.*\['deep'\]"),
+        *[
+            (
+                lambda load=load: two_replicas().choose(PROMPT, {"deep": load, "short": 1}),
+                "loads must be a number for each",
+            )
+            for load in ("x", None, math.nan, np.float32("nan"), True, 1j)
+        ],
     ],
 )
 def test_bad_arguments_are_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_an_unknown_event_is_refused_and_none_is_followed():
+    router = two_replicas()
+    before = router.reaches(PROMPT)
+    for unknown in (None, "cleared", CacheCleared, object()):
+        with pytest.raises(ValueError, match="events must be an iterable of CacheEvents"):
+            router.apply("deep", [CacheCleared(), unknown])
+        assert router.reaches(PROMPT) == before
+    router.apply("deep", iter([CacheCleared()]))
+    assert router.reaches(PROMPT)["deep"] == Reach(0, 0)
+
+
+def test_a_load_is_any_number():
+    for low, high in ((0, 1), (-math.inf, 5), (1, math.inf), (np.float32(0.5), np.int8(1)), (10**300, 10**400)):
+        assert two_replicas().choose([9] * 9, {"deep": high, "short": low}) == "short"
 
 
 def test_the_router_imports_without_jax():

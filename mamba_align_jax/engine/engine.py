@@ -97,8 +97,11 @@ class Engine(PortableCore):
             progress: Called after each parameter with the number of parameters read so far and the number of all.
 
         Raises:
-            ValueError: The architecture is unsupported, or a tensor is missing or has a wrong shape.
+            ValueError: The architecture is unsupported, a tensor is missing or has a wrong shape, or an argument is of
+                another type.
         """
+        values.instance("path", path, str, Path)
+        values.require(callable(progress), "progress", "a function", progress)
         return cls(load_model(path, dtype, progress), config, tokenizer=load_tokenizer(path))
 
     @property
@@ -124,7 +127,11 @@ class Engine(PortableCore):
 
         Returns:
             Seconds that it took.
+
+        Raises:
+            ValueError: `progress` can't be called.
         """
+        values.require(callable(progress), "progress", "a function", progress)
         begin = time.perf_counter()
         buckets = programs_of(self.runner.buckets, draws=draws, full=full)
         with contextlib.closing(self.runner.compile(buckets)) as programs:

@@ -314,6 +314,17 @@ def test_no_program_is_compiled_after_warmup(rng, model):
     assert pool.states[0][0].is_deleted(), "the pools were donated"
 
 
+def test_what_an_engine_can_not_call_or_load_is_refused(model):
+    for call, name in (
+        (lambda wrong: make(model).warmup(wrong), "progress"),
+        (lambda wrong: Engine.from_pretrained(CHECKPOINT, progress=wrong), "progress"),
+        (lambda wrong: Engine.from_pretrained(wrong), "path"),
+    ):
+        for wrong in (None, 5):
+            with pytest.raises(ValueError, match=f"^{name} must be "):
+                call(wrong)
+
+
 @pytest.mark.usefixtures("every_program")
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_warmup_that_is_given_up_compiles_no_more(model, monkeypatch, is_gpu):
