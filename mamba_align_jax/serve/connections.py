@@ -6,12 +6,48 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mamba_align_jax.serve.refusals import Refusal, to_json
 from mamba_align_jax.serve.settings import Limits
 
 _LOG = logging.getLogger(__name__)
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Parses calls. One that asks for another protocol is a call like any other, and so it has its body.
+
+    httptools takes whatever follows the head of such a call for the other protocol. A server need not change protocols, and
+    this one never does.
+    """
+
+    def __init__(self, protocol: "GuardedProtocol") -> None:
+        """Takes the protocol that is told what was parsed."""
+        super().__init__(protocol)
+        self._protocol = protocol
+        # As in uvicorn's own parser: what follows a call that is the last one of its connection is no error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parses what has arrived.
+
+        Raises:
+            httptools.HttpParserError: It is no HTTP.
+        """
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            head = self._protocol.head_without_upgrade()
+            # A parser that has seen the end of a connection's last call would pass over what follows.
+            again = self._protocol.parser = _Parser(self._protocol)
+            again.feed_data(head)
+            again.feed_data(data[upgrade.args[0] :])
+
+    def is_parsed_again(self) -> bool:
+        """Whether the head that is complete asks for another protocol, and is parsed again without that wish."""
+        # CONNECT asks for another one by its name. Its target is no address of this server.
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -26,6 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
     ) -> None:
         """Takes the limits, what is told each refusal's status and code, and what uvicorn gives to its own protocol."""
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
         self._limits, self._on_refusal = limits, on_refusal
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -69,9 +106,17 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("a call began before the one before it was answered")  # It ends in send_400_response.
         super().on_message_begin()
 
+    def head_without_upgrade(self) -> bytes:
+        """Returns the head that has just been parsed, without the header that asks for another protocol."""
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = (b"%s: %s" % header for header in self.headers if header[0] != b"upgrade")
+        return b"\r\n".join((first, *kept, b"", b""))
+
     def on_headers_complete(self) -> None:
         """Takes note that a head is complete."""
         self._head_bytes = 0
+        if self.parser.is_parsed_again():
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -82,6 +127,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Takes note that a call is complete."""
         self._head_bytes = 0
+        if self.parser.is_parsed_again():
+            return
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:

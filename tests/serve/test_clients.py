@@ -168,11 +168,32 @@ def test_a_call_that_does_not_wait_for_the_answer_before_it_ends_both(served):
     served.wait_until_idle()
 
 
-def test_upgrades_are_answered_as_other_calls(served):
-    lines = ("GET /health HTTP/1.1", "host: x", "connection: upgrade", "upgrade: websocket", "", "")
+@pytest.mark.parametrize(
+    "wish",
+    [b"Upgrade, HTTP2-Settings\r\nUpgrade: h2c", b"close, upgrade\r\nupgrade: websocket"],
+    ids=["h2c", "websocket"],
+)
+@pytest.mark.parametrize("cut", [0, 20, -1, None], ids=["one", "head", "body", "bare"])
+def test_upgrades_are_answered_as_other_calls(served, wish, cut):
+    """Whether a body comes with its head or after it, or there is none. A client may wish for HTTP/2 with each call."""
+    if cut is None:
+        sent = [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"]
+    else:
+        whole = call({"prompt": "x", "max_tokens": 1})
+        sent = [whole[:cut], whole[cut:]]
+    wished = b"\r\nconnection: " + wish + b"\r\nhost: x\r\n"
     with connect(served) as connection:
-        connection.sendall("\r\n".join(lines).encode())
-        assert b" 200 " in connection.recv(2**16).partition(b"\r\n")[0]
+        for _ in range(1 if b"close" in wish else 2):
+            for part in sent:
+                connection.sendall(part.replace(b"\r\nhost: x\r\n", wished))
+                time.sleep(0.05)
+            assert b" 200 " in read_answer(connection).partition(b"\r\n")[0]
+
+
+def test_no_connection_to_another_server_is_made(served):
+    with connect(served) as connection:
+        connection.sendall(b"CONNECT example.org:80 HTTP/1.1\r\nhost: example.org:80\r\n\r\n")
+        assert status_and_code(read_to_end(connection)) == (400, "no_http")
 
 
 def test_a_stalled_client_is_disconnected(engine):
