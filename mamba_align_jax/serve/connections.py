@@ -92,13 +92,18 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._is_between_calls() and self._head_timer is None:
             self._await_head()
-        self._head_bytes += len(data)
-        super().data_received(data)
+        # A head that comes in one piece may be no longer than one that comes in many.
+        while data and not self.transport.is_closing():
+            room = self._limits.head_bytes - self._head_bytes
+            if room <= 0:
+                message = f"a call's head must have at most {self._limits.head_bytes} bytes"
+                self._refuse(Refusal(431, message, code="head_too_large"))
+                return
+            part, data = data[:room], data[room:]
+            self._head_bytes += len(part)
+            super().data_received(part)
         if not self._is_between_calls():
             self._head_timer = _stopped(self._head_timer)
-        if self._head_bytes > self._limits.head_bytes and self.parser is not None and not self.transport.is_closing():
-            message = f"a call's head must have at most {self._limits.head_bytes} bytes"
-            self._refuse(Refusal(431, message, code="head_too_large"))
 
     def on_message_begin(self) -> None:
         """Takes note that a call begins, which must not be before the one before it was answered."""

@@ -122,6 +122,20 @@ def refused(served, status, code):
     return served.metric("mamba_align:refused_calls_total", status=str(status), code=code)
 
 
+@pytest.mark.parametrize(("excess", "wanted"), [(0, 200), (1, 431)])
+def test_a_head_that_comes_in_one_piece_has_the_same_limit(served, excess, wanted):
+    begin, end = b"GET /health HTTP/1.1\r\nhost: x\r\nx: ", b"\r\n\r\n"
+    with connect(served) as connection:
+        connection.sendall(begin + b"a" * (LIMITS.head_bytes + excess - len(begin) - len(end)) + end)
+        if wanted == 200:
+            assert b" 200 " in read_answer(connection).partition(b"\r\n")[0]
+            # A second one may be as long, and the parts of a body that come with a head do not count.
+            connection.sendall(call({"prompt": "x", "max_tokens": 1, "user": "u" * (LIMITS.body_bytes - 100)}))
+            assert b" 200 " in read_answer(connection).partition(b"\r\n")[0]
+        else:
+            assert status_and_code(read_to_end(connection)) == (431, "head_too_large")
+
+
 def test_a_head_without_end_is_refused(served):
     with connect(served) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nx: " + b"a" * (LIMITS.head_bytes + 1))
