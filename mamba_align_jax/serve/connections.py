@@ -65,6 +65,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.parser = _Parser(self)
         self._limits, self._on_refusal = limits, on_refusal
         self._head_bytes = 0
+        self._is_in_body = False
+        # It runs while a head is awaited, and while the rest of a body is whose call was refused already.
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -92,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._is_between_calls() and self._head_timer is None:
             self._await_head()
+        is_rest = self._is_between_calls() and self._is_in_body
         # A head that comes in one piece may be no longer than one that comes in many.
         while data and not self.transport.is_closing():
             room = self._limits.head_bytes - self._head_bytes
@@ -104,6 +107,9 @@ class GuardedProtocol(HttpToolsProtocol):
             super().data_received(part)
         if not self._is_between_calls():
             self._head_timer = _stopped(self._head_timer)
+        elif is_rest and not self._is_in_body:
+            self._head_timer = _stopped(self._head_timer)
+            self._await_next_call()
 
     def on_message_begin(self) -> None:
         """Takes note that a call begins, which must not be before the one before it was answered."""
@@ -122,6 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self.parser.is_parsed_again():
             return
+        self._is_in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -134,6 +141,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self.parser.is_parsed_again():
             return
+        self._is_in_body = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -156,8 +164,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.receive_s, self._head_is_late)
 
+    def _await_next_call(self) -> None:
+        """Starts uvicorn's timer, which any read stops, as uvicorn does after an answer."""
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
     def _head_is_late(self) -> None:
-        if not self.transport.is_closing():
+        if self._is_in_body:
+            self.transport.close()  # Its call was answered already.
+        elif not self.transport.is_closing():
             message = f"a call's head must arrive within {self._limits.receive_s:g} s"
             self._refuse(Refusal(408, message, code="head_timeout"))
 

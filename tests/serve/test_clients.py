@@ -105,6 +105,45 @@ def test_half_of_a_body_ends_in_time(served):
         assert status_and_code(read_to_end(connection)) == (408, "body_timeout")
 
 
+REFUSED_EARLY = head(6).replace(b"application/json", b"text/plain")
+
+
+@contextlib.contextmanager
+def refused_early(served):
+    """A connection on which a call was refused before its body came. Afterwards, the client was told nothing more."""
+    late = refused(served, 408, "head_timeout")
+    with connect(served) as connection:
+        connection.sendall(REFUSED_EARLY)
+        assert b" 415 " in read_answer(connection).partition(b"\r\n")[0]
+        yield connection
+    assert refused(served, 408, "head_timeout") == late
+
+
+def test_the_rest_of_a_refused_call_is_no_late_head(served):
+    with refused_early(served) as connection:
+        for part in (b"abc", b"def"):
+            connection.sendall(part)
+            time.sleep(LIMITS.receive_s / 2)
+        time.sleep(LIMITS.receive_s)
+        connection.sendall(call({"prompt": "x", "max_tokens": 1}))
+        assert b" 200 " in read_answer(connection).partition(b"\r\n")[0]
+
+
+def test_a_connection_is_closed_in_time_after_the_rest_of_a_refused_call(served, monkeypatch):
+    monkeypatch.setattr(served.server.config, "timeout_keep_alive", 0.3)
+    with refused_early(served) as connection:
+        connection.sendall(b"abcdef")
+        began = time.monotonic()
+        assert read_to_end(connection) == b""
+        assert time.monotonic() - began < LIMITS.receive_s
+
+
+def test_the_rest_of_a_refused_call_must_come_in_time(served):
+    with refused_early(served) as connection:
+        connection.sendall(b"abc")
+        assert read_to_end(connection) == b""
+
+
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GARBAGE\r\n\r\n", b"GET / SMTP/9\r\n\r\n", b"\x00" * 100]
 )
