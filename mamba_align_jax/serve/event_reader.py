@@ -73,7 +73,10 @@ class EventReader:
         _, number, payload = self._socket.recv_multipart()
         sequence, (moment, events) = int.from_bytes(number, "big"), decode(payload)
         # Between the look above and this batch, another engine may have taken the place of the one that is known.
-        if self._is_disconnected() or (sequence < self._next and moment > self._last_time):
+        if self._is_disconnected():
+            self._start_anew()
+            return self._read_again(end)  # Nobody knows whose batch this is.
+        if sequence < self._next and moment > self._last_time:
             self._start_anew()
         elif sequence < self._next:
             return ()  # It was sent again, and has been read.
@@ -86,11 +89,16 @@ class EventReader:
         self._context.destroy(linger=0)
 
     def _is_disconnected(self) -> bool:
-        """Whether the publisher has gone since the last call. Another one may have its place now."""
+        """Whether the publisher has gone since the last call. Another one may have its place now.
+
+        What it had sent and was not read is dropped, because its numbers could be taken for those of the other one.
+        """
         found = False
         while self._disconnections.poll(0):
             self._disconnections.recv_multipart()
             found = True
+        while found and self._socket.poll(0):
+            self._socket.recv_multipart()
         return found
 
     def _start_anew(self) -> None:

@@ -404,6 +404,35 @@ def test_a_reader_goes_on_with_an_engine_that_starts_anew(tmp_path, publishers, 
     assert mirror.pages == {33}
 
 
+@pytest.mark.parametrize("with_replay", [False, True])
+def test_what_a_dead_engine_had_sent_is_not_taken_for_a_new_ones(tmp_path, publishers, readers, with_replay):
+    """The batch that nobody has read has the number that the new engine's next batch has."""
+    where = [f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay" if with_replay else None]
+    first = publishers(endpoint=where[0], replay=where[1])
+    reader, mirror = readers(first), CacheMirror()
+    end = time.monotonic() + PATIENCE
+    first.publish((CacheCleared(), PageStored(11, None, (1,))))
+    while not mirror.pages and time.monotonic() < end:
+        mirror.apply(reader.read(0.1))
+        if not with_replay:  # A subscription takes some time to arrive.
+            first.publish((CacheCleared(), PageStored(11, None, (1,))))
+    while events := reader.read(0.3):
+        mirror.apply(events)
+    assert mirror.pages == {11}
+    first.publish((PageStored(12, 11, (2,)),))
+    assert reader._socket.poll(1000 * PATIENCE)
+    first.close()
+    second = publishers(endpoint=where[0], replay=where[1])
+    second.publish((CacheCleared(), PageStored(33, None, (9,))))
+    while mirror.pages != {33} and time.monotonic() < end:
+        mirror.apply(reader.read(0.1))
+        assert 12 not in mirror.pages
+        if not with_replay:
+            second.publish((PageStored(33, None, (9,)),))
+    mirror.apply(reader.read(0.3))
+    assert mirror.pages == {33}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
