@@ -43,7 +43,7 @@ async def run_requests(
                     metrics.began(time.perf_counter() - called)
                 metrics.generated(len(update.token_ids))
                 if update.output is not None:
-                    metrics.ended(update.output)
+                    metrics.ended(update.output, time.perf_counter() - called)
                     _check_end(update.output)
                 yield place, update
     except QueueFullError as error:

@@ -99,7 +99,7 @@ class Metrics:
         )
         text = "Between the steps that give a request tokens."
         self._between = self._histogram("vllm:inter_token_latency_seconds", text, _TOKEN_BUCKETS)
-        text = "From a request's arrival to its end."
+        text = "From a call to the end of each of its requests."
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", text, _REQUEST_BUCKETS)
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens.").labels(*self._values)
         self._ends = self._counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
@@ -128,10 +128,10 @@ class Metrics:
         """Takes note of tokens."""
         self._generated.inc(count)
 
-    def ended(self, output: RequestOutput) -> None:
-        """Takes note of a request's end."""
+    def ended(self, output: RequestOutput, seconds: float) -> None:
+        """Takes note of a request's end, so many seconds after its call."""
         self._ends.labels(*self._values, output.finish_reason).inc()
-        self._whole.observe(output.e2e_s)
+        self._whole.observe(seconds)
         times = sorted(set(output.token_times))
         for before, after in itertools.pairwise(times):
             self._between.observe(after - before)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 from fakes.http import Served, wait_until
@@ -90,6 +91,17 @@ def test_calls_move_the_numbers(served):
     moved = [served.metric(name) - before[name] for name in names]
     assert moved == [180, 5, 128, 1, 1, 4, 1]
     assert served.metric("mamba_align:state_blocks_kept") == served.engine.cache.states.pool.num_cached > 0
+
+
+def test_a_request_ends_no_earlier_than_its_first_token_comes(served):
+    """Both are counted from the call on, however long it takes until the engine takes the request."""
+    names = ("vllm:time_to_first_token_seconds_sum", "vllm:e2e_request_latency_seconds_sum")
+    exported(served)
+    before = [served.metric(name) for name in names]
+    served.service.serving._commands.put(lambda: time.sleep(0.5))
+    served.complete("x", max_tokens=1)
+    first, whole = (served.metric(name) - earlier for name, earlier in zip(names, before, strict=True))
+    assert whole >= first > 0.25
 
 
 def test_misses_are_counted_by_their_reason(served):
