@@ -22,7 +22,11 @@ def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Gen
         ValueError: The request can never run.
         Exception: The exception that ended the request.
     """
-    request_id = engine.add_request(prompt, params)
+    yield from _updates(engine, engine.add_request(prompt, params))
+
+
+def _updates(engine: Engine, request_id: int) -> Generator[RequestUpdate, None, None]:
+    """Yields what is new of a request that the engine has."""
     try:
         while True:
             for update in engine.step_outputs():
@@ -65,23 +69,31 @@ class Conversation:
         """Says something, and yields the answer as it comes. An answer that is left early stays as far as it was said.
 
         Raises:
-            ValueError: The conversation has become longer than the model can read, or the template refuses it.
+            ValueError: The conversation has become longer than the model can read, or the template or the engine refuses
+                it. Then nothing was said.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._tokenizer.encode(self._template.render(messages), add_special_tokens=False)
-        room = self._engine.spec.max_model_len - len(prompt)
+        room = self._longest - len(prompt)
         if room < 1:
-            raise ValueError(f"the conversation has {len(prompt)} tokens, and the model reads {len(prompt) + room}")
+            raise ValueError(f"the conversation has {len(prompt)} tokens, and the model reads {self._longest}")
         params, answer = replace(self._params, max_tokens=min(self._params.max_tokens, room)), ""
+        request_id = self._engine.add_request(prompt, params)
         self.output = None
         try:
-            with contextlib.closing(stream(self._engine, prompt, params)) as updates:
+            with contextlib.closing(_updates(self._engine, request_id)) as updates:
                 for update in updates:
                     answer += update.text or ""
                     self.output = update.output
                     yield update.text or ""
         finally:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
+
+    @property
+    def _longest(self) -> int:
+        """The number of tokens of the longest conversation, for which the pools have room."""
+        engine = self._engine
+        return min(engine.spec.max_model_len, (engine.sizes.kv_pages - 1) * engine.config.kv_page_size)
 
     @property
     def cached(self) -> str:

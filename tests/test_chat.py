@@ -72,6 +72,25 @@ def test_answers_end_where_the_model_has_no_more_room(engine, template):
         list(conversation.say("A"))
 
 
+def test_answers_end_where_the_pool_of_pages_has_no_more_room(template):
+    engine = Engine(SPELLER, EngineConfig(**SIZES | dict(num_kv_pages=12)), tokenizer=LETTERS)
+    conversation = Conversation(engine, LETTERS, template, PARAMS)
+    assert "".join(conversation.say(FIRST + FIRST[:18])) == continuation(FIRST + FIRST[:18], 4)
+    with pytest.raises(ValueError, match="has 45 tokens, and the model reads 44"):
+        list(conversation.say("A"))
+
+
+@pytest.mark.parametrize("said", ["A" * 80, "", "~"], ids=["long", "empty", "unknown"])
+def test_a_refused_turn_was_never_said(engine, template, said):
+    """The engine refuses what has no tokens, and tokens that the model does not have."""
+    conversation = Conversation(engine, LETTERS, template, PARAMS)
+    with pytest.raises(ValueError, match="tokens"):
+        list(conversation.say(said))
+    assert conversation.messages == []
+    assert "".join(conversation.say(FIRST)) == continuation(FIRST, 10)
+    assert len(conversation.messages) == 2
+
+
 def converse(conversation, *said, write=None):
     """Says things, and returns what is written and noted."""
     written, notes, said = [], [], list(said)
