@@ -15,6 +15,7 @@ from mamba_align_jax.serve.clients import EventStream
 from mamba_align_jax.serve.fields import Fields
 from mamba_align_jax.serve.generation import Choice
 from mamba_align_jax.serve.keys import cache_salt
+from mamba_align_jax.serve.offsets import TextOffsets
 from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.sampling import make_params, take_sampling
 from mamba_align_jax.serve.service import Service, take_seed
@@ -56,8 +57,9 @@ async def complete(service: Service, request: Request) -> Response | EventStream
         service.check_length(len(one), max_tokens, "prompt")
     asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n)
     echoed = [await _text(service, one) for one in prompts for _ in range(n)] if echo else None
-    name, ends = f"cmpl-{uuid.uuid4().hex}", [0] * len(asked)
-    form = _Form(service, name, int(time.time()), echoed, ends, logprobs is not None, with_ids)
+    shown = [("", 0)] * len(asked) if echoed is None else [*zip(echoed, (len(one) for one, _ in asked), strict=True)]
+    offsets = [TextOffsets(service, *one) for one in shown] if logprobs is not None else None
+    form = _Form(service, f"cmpl-{uuid.uuid4().hex}", int(time.time()), echoed, offsets, with_ids)
     return await service.answer(request, asked, n, form, stream=stream, include_usage=include_usage)
 
 
@@ -103,8 +105,7 @@ class _Form:
         id: The call's name.
         created: When it came, in seconds since 1970.
         echoed: The prompts' texts, one for each choice, if choices begin with them.
-        ends: For each choice, the number of characters of its tokens so far.
-        with_logprobs: Whether log-probabilities are reported.
+        offsets: For each choice, where its next token begins, if log-probabilities are reported.
         with_ids: Whether token ids are.
     """
 
@@ -112,8 +113,7 @@ class _Form:
     id: str
     created: int
     echoed: Sequence[str] | None
-    ends: list[int]
-    with_logprobs: bool
+    offsets: Sequence[TextOffsets] | None
     with_ids: bool
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -153,34 +153,24 @@ class _Form:
         new: Sequence[int],
     ) -> dict[str, Any]:
         content: dict[str, Any] = dict(index=place, text=text, logprobs=None)
-        if self.with_logprobs:
-            content["logprobs"] = self._logprobs(place, tokens, logprobs)
+        if self.offsets is not None:
+            content["logprobs"] = self._logprobs(self.offsets[place], tokens, logprobs)
         content["finish_reason"] = None if output is None else output.finish_reason
         content["stop_reason"] = None if output is None else output.stop_reason
         if self.with_ids:
             content["token_ids"] = list(new)
         return content
 
-    def _logprobs(self, place: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        service, offsets = self.service, []
-        for token in tokens:
-            offsets.append(self.ends[place])
-            self.ends[place] += self._length(place, token)
+    def _logprobs(
+        self, offsets: TextOffsets, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        service = self.service
         return {
             "tokens": [service.token_name(token) for token in tokens],
             "token_logprobs": [None if one is None else service.logprob(one.logprob) for one in logprobs],
             "top_logprobs": [None if one is None else self._top(one) for one in logprobs],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(token) for token in tokens],
         }
-
-    def _length(self, place: int, token: int) -> int:
-        """Returns how many characters a choice's next token has in its text."""
-        text, end = self.service.token_text(token), self.ends[place]
-        if self.echoed is None or end >= len(self.echoed[place]):
-            return len(text)
-        # An echo shows the special tokens that the prompt had as text, and its first word may lack the space before it.
-        shown = (text or self.service.special_text(token), text.removeprefix(" "))
-        return next((len(one) for one in shown if self.echoed[place].startswith(one, end)), len(text))
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
         # The token itself is always among them.

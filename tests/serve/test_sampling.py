@@ -8,7 +8,7 @@ import pytest
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
-from mamba_align_jax.serve import completions
+from mamba_align_jax.serve.offsets import TextOffsets
 
 PROMPT = "def read(self, name):\n    "
 MESSAGES = [{"role": "user", "content": "def read(self):"}]
@@ -96,9 +96,39 @@ def test_places_of_an_echo_are_those_of_its_text(served, monkeypatch):
     monkeypatch.setattr(served.service, "token_text", texts.__getitem__)
     monkeypatch.setattr(served.service, "special_text", {1: "<s>"}.__getitem__)
     for echo, wanted in (("ab c", [0, 0, 2, 4]), ("<s>ab c", [0, 3, 5, 7]), ("<s> ab c", [0, 3, 6, 8])):
-        form = completions._Form(served.service, "", 0, [echo], [0], True, False)
-        assert form._logprobs(0, [1, 2, 3, 4], [None] * 4)["text_offset"] == wanted
-        assert form.ends == [len(echo) + 1]
+        offsets = TextOffsets(served.service, echo, 3)
+        assert [offsets.add(token) for token in (1, 2, 3, 4)] == wanted
+        assert offsets.end == len(echo) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["é😀 x日y", [0x61, 0xC3], [*"é\ufffd\ufffd".encode(), 0x97, 0x62]], ids=range(3))
+def test_each_token_of_whole_characters_is_where_its_place_says(served, prompt, echo, stream):
+    """Others are named by their numbers. The answer's characters are whole, broken, and of one to four tokens."""
+    some = {*"a é日😀".encode(), 0xFF}
+    fields = dict(prompt=prompt, echo=echo, logprobs=0, max_tokens=120, temperature=20, seed=4)
+    fields |= dict(logit_bias={str(token): 100 if token in some else -100 for token in range(256)})
+    choices = [served.complete(**fields)["choices"][0]]
+    if stream:
+        choices = [event["choices"][0] for event in served.events("/v1/completions", fields)]
+    text = "".join(choice["text"] for choice in choices)
+    names, places = ([one for c in choices for one in c["logprobs"][key]] for key in ("tokens", "text_offset"))
+    whole = [(name, place) for name, place in zip(names, places, strict=True) if not name.startswith("token_id:")]
+    assert len(names) > len(whole) > 10
+    assert [text[place : place + len(name)] for name, place in whole] == [name for name, _ in whole]
+    assert places == sorted(places)
+    assert len(text) - 4 <= places[-1] <= len(text)
+
+
+def test_places_do_not_drift_however_long_bytes_are_broken(served, rng):
+    some = [*{*"a é日😀\ufffd".encode()}, 0xFF]
+    for _ in range(200):
+        tokens, offsets = [*rng.choice(some, 60, p=rng.dirichlet(np.full(len(some), 0.3)))], TextOffsets(served.service)
+        for place, token in enumerate(map(int, tokens)):
+            begin = offsets.add(token)
+            if token < 128:
+                assert begin == len(bytes(tokens[:place]).decode(errors="replace"))
 
 
 def test_chats_have_log_probabilities(served):

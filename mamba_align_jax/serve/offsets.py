@@ -1,0 +1,78 @@
+"""Where the tokens of an answer begin in its text."""
+
+from mamba_align_jax.serve.service import Service
+
+# What a tokenizer writes for bytes that are not, or not yet, a character.
+_BROKEN = "\ufffd"
+# A character has at most four bytes, so a token that comes completes one with at most the last three before it. So many
+# tokens are looked at together, so that each token costs the same.
+_MAX_INCOMPLETE, _MAX_OPEN = 3, 16
+
+
+class TextOffsets:
+    """Counts the characters of one choice's text, token by token.
+
+    A token that ends within a character adds none. The one that completes the character adds those of all of them.
+
+    Attributes:
+        end: The number of characters before the next token.
+    """
+
+    def __init__(self, service: Service, echo: str = "", num_echoed: int = 0) -> None:
+        """Begins at the first token.
+
+        Args:
+            service: Knows the texts of tokens.
+            echo: The prompt's text, if the choice begins with it.
+            num_echoed: The number of the prompt's tokens then.
+        """
+        self.end = 0
+        self._service, self._echo, self._num_left = service, echo, num_echoed
+        # The last tokens, which end within a character.
+        self._open: tuple[int, ...] = ()
+
+    def add(self, token: int) -> int:
+        """Takes the next token, and returns where it begins."""
+        if self._echo and self._num_left == 0:
+            # The engine's text begins anew after the prompt's, even within a character.
+            self._open, self.end, self._echo = (), len(self._echo), ""
+        self._num_left -= 1
+        text = self._service.token_text(token)
+        if _BROKEN in text:
+            begin = self.end
+            self._add_open(token)
+            return begin
+        if text or self._echo:
+            # What comes before whole characters is never completed.
+            self._settle(len(self._open))
+        begin = self.end
+        self.end += self._length(token, text)
+        return begin
+
+    def _add_open(self, token: int) -> None:
+        self._open += (token,)
+        if not self._text(len(self._open)).endswith(_BROKEN):
+            self._settle(len(self._open))
+        elif len(self._open) == _MAX_OPEN:
+            count = _MAX_OPEN - _MAX_INCOMPLETE
+            # Several broken bytes may be one replacement character, which is not cut.
+            while count > 1 and len(self._text(count + 1)) == len(self._text(count)):
+                count -= 1
+            self._settle(count)
+
+    def _settle(self, count: int) -> None:
+        """Counts the characters of the first open tokens."""
+        if count:
+            self.end += len(self._text(count))
+            self._open = self._open[count:]
+
+    def _text(self, count: int) -> str:
+        return self._service.tokenizer("prompt").decode(self._open[:count])
+
+    def _length(self, token: int, text: str) -> int:
+        """Returns how many characters a token of whole characters has in the choice's text."""
+        if not self._echo:
+            return len(text)
+        # An echo shows the special tokens that the prompt had as text, and its first word may lack the space before it.
+        shown = (text or self._service.special_text(token), text.removeprefix(" "))
+        return next((len(one) for one in shown if self._echo.startswith(one, self.end)), len(text))
