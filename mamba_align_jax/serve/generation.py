@@ -49,9 +49,16 @@ async def run_requests(
     except QueueFullError as error:
         raise Refusal(429, f"{error}; try again later", code="queue_full", headers={"retry-after": "1"}) from error
     except EngineDeadError as error:
-        raise Refusal(503, "the engine has stopped", code="engine_dead") from error
+        raise stopped(serving) from error
     except ValueError as error:
         raise wrong_value(error) from error
+
+
+def stopped(serving: AsyncEngine) -> Refusal:
+    """Returns the refusal of a call that comes when the engine takes no more: it is stopping, or it has failed."""
+    if serving.error is None:
+        return Refusal(503, "the server is stopping", code="stopping")
+    return Refusal(503, "the engine has stopped", code="engine_dead")
 
 
 def _check_end(output: RequestOutput) -> None:

@@ -20,7 +20,7 @@ from mamba_align_jax.engine.request import RequestUpdate
 from mamba_align_jax.engine.text import Tokenizer
 from mamba_align_jax.serve.clients import EventStream, too_long, while_connected
 from mamba_align_jax.serve.fields import Fields, read_fields
-from mamba_align_jax.serve.generation import Asked, Choice, run_requests, usage
+from mamba_align_jax.serve.generation import Asked, Choice, run_requests, stopped, usage
 from mamba_align_jax.serve.grammars import GrammarCheck
 from mamba_align_jax.serve.keys import Keys
 from mamba_align_jax.serve.metrics import Metrics
@@ -85,10 +85,10 @@ class Service:
         """Checks that calls are taken or will be.
 
         Raises:
-            Refusal: The engine has stopped, or its programs could not be compiled.
+            Refusal: The engine has stopped or was stopped, or its programs could not be compiled.
         """
         if not self.serving.is_running:
-            raise Refusal(503, "the engine has stopped", code="engine_dead")
+            raise stopped(self.serving)
         if self.has_failed_to_compile:
             raise Refusal(503, "the engine's programs could not be compiled", code="engine_dead")
 

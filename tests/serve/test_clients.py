@@ -14,6 +14,7 @@ from serve.conftest import KEYS, LIMITS
 
 from mamba_align_jax import SamplingParams
 from mamba_align_jax.data import encode
+from mamba_align_jax.serve.refusals import Refusal
 from mamba_align_jax.serve.settings import Limits, Settings
 
 LONG = {"prompt": "def read(self):", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -448,6 +449,21 @@ def test_calls_that_have_no_more_time_are_told_that_the_server_stops(engine):
     texts = dict(answers)
     assert json.loads(texts[503])["error"]["code"] == "stopping"
     assert "stopping" in texts.get(200, texts[503])
+
+
+def test_a_call_that_is_complete_when_there_is_no_more_time_is_told_that_the_server_stops(engine):
+    with Served(engine, Settings(warmup="none", limits=Limits(drain_s=0.2))) as served, connect(served) as connection:
+        sent = call(LONG)
+        connection.sendall(sent[:-5])
+        time.sleep(0.1)
+        served.server.should_exit = True
+        wait_until(lambda: not served.service.serving.is_running)
+        connection.sendall(sent[-5:])
+        assert status_and_code(read_to_end(connection)) == (503, "stopping")
+        served.thread.join(60)
+        with pytest.raises(Refusal) as raised:
+            served.service.check_alive()
+        assert raised.value.code == "stopping"
 
 
 @pytest.mark.parametrize("send_s", [1e-4, 1e7])
