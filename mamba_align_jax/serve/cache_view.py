@@ -22,13 +22,14 @@ async def view_cache(service: Service, request: Request) -> Response:
     """
     key, fields = await service.read(request)
     text = fields.take("prompt", _text_or_tokens)
+    param = "messages" if text is None else "prompt"
     salt = cache_salt(key, fields.take("cache_salt", values.text) or "")
     if text is None:
         tokens = await take_prompt(service, fields)
     else:
         tokens = await service.encode(text, "prompt") if isinstance(text, str) else text
     fields.end()
-    service.check_length(len(tokens), 0, "prompt")
+    service.check_length(len(tokens), 0, param)
     engine = service.serving.engine
     # It waits for the step that runs.
     try:

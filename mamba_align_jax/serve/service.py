@@ -216,11 +216,13 @@ class Service:
         return max(value, _LEAST_LOGPROB)
 
     def check_length(self, num_tokens: int, max_tokens: int, param: str) -> None:
-        """Checks that a prompt and its answer fit in the model.
+        """Checks that the prompt that a field has made has tokens, and that it and its answer fit in the model.
 
         Raises:
-            Refusal: They don't.
+            Refusal: It has none, or they don't fit.
         """
+        if num_tokens == 0:
+            raise Refusal(400, f"{param} must make a prompt of at least one token, got none", param=param)
         limit = self.max_model_len
         if num_tokens + max_tokens > limit:
             message = (

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.serve.settings import Limits, Settings
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -148,6 +149,7 @@ WRONG = [
     ("/cache", {"prompt": []}, "prompt", None),
     ("/cache", {"prompt": [256]}, "prompt", None),
     ("/cache", {"prompt": "x" * 513}, "prompt", "context_length_exceeded"),
+    ("/cache", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),
     ("/detokenize", {}, "tokens", None),
     ("/detokenize", {"tokens": [256]}, "tokens", None),
     ("/detokenize", {"tokens": "abc"}, "tokens", None),
@@ -217,6 +219,14 @@ def test_another_model_is_not_found(served):
 @pytest.mark.parametrize("path", ["/v1", "/v1/embeddings", "/../etc/passwd", "/%2e%2e/etc/passwd", "/v1/%00"])
 def test_an_unknown_address_is_not_found(served, path):
     refusal(served.client.get(path), 404)
+
+
+def test_messages_of_which_the_template_makes_nothing_are_named(served, monkeypatch):
+    monkeypatch.setattr(served.service, "template", ChatTemplate(""))
+    for path, fields in ((CHAT, SAY), ("/cache", {"messages": SAY["messages"]})):
+        error = refusal(served.post(path, fields), 400)
+        wanted = "messages must make a prompt of at least one token, got none"
+        assert (error["param"], error["message"]) == ("messages", wanted)
 
 
 def test_a_wrong_method_is_refused(served):
