@@ -47,7 +47,8 @@ def event_listener(options: argparse.Namespace) -> Iterator[Callable[[tuple[Any,
             endpoint, replay = getattr(options, name), getattr(options, f"{name}_replay")
             if endpoint is not None:
                 how = dict(states=states, connect=options.events_connect, topic=options.events_topic)
-                publisher = EventPublisher(endpoint, replay, **how)
+                with _named_by_options(name):
+                    publisher = EventPublisher(endpoint, replay, **how)
                 stack.callback(publisher.close)
                 publishers.append(publisher)
 
@@ -56,3 +57,14 @@ def event_listener(options: argparse.Namespace) -> Iterator[Callable[[tuple[Any,
                 publisher.publish(events)
 
         yield publish
+
+
+@contextlib.contextmanager
+def _named_by_options(name: str) -> Iterator[None]:
+    """Names the option where `EventPublisher` names the argument that has its value."""
+    names = {"endpoint": name, "replay_endpoint": f"{name}_replay", "topic": "events_topic"}
+    try:
+        yield
+    except ValueError as error:
+        argument, _, rest = str(error).removeprefix("EventPublisher: ").partition(" ")
+        raise ValueError(f"--{names.get(argument, argument).replace('_', '-')} {rest}") from error

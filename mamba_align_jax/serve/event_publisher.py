@@ -58,18 +58,16 @@ class EventPublisher:
         Raises:
             ValueError: An address can't be opened, or an argument is of another type.
         """
-        values.text("EventPublisher: endpoint", endpoint)
         self._topic = values.text("EventPublisher: topic", topic).encode()
         self._states = values.flag("EventPublisher: states", states)
         self._max_batches = values.integer("EventPublisher: max_batches", max_batches, 1)
         self._context, self._replay = zmq.Context(), None
         try:
             is_bound = not values.flag("EventPublisher: connect", connect)
-            self._socket, self.endpoint = self._open(zmq.PUB, endpoint, is_bound)
+            self._socket, self.endpoint = self._open(zmq.PUB, "endpoint", endpoint, is_bound)
             self.replay_endpoint = None
             if replay_endpoint is not None:
-                values.text("EventPublisher: replay_endpoint", replay_endpoint)
-                self._replay, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, True)
+                self._replay, self.replay_endpoint = self._open(zmq.ROUTER, "replay_endpoint", replay_endpoint, True)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -88,14 +86,17 @@ class EventPublisher:
         self._queue.put(None)
         self._thread.join()
 
-    def _open(self, kind: int, endpoint: str, is_bound: bool) -> tuple[zmq.Socket, str]:
+    def _open(self, kind: int, name: str, endpoint: str, is_bound: bool) -> tuple[zmq.Socket, str]:
+        """Opens a socket at the address that the argument `name` has. Returns the socket and where it is."""
+        values.text(f"EventPublisher: {name}", endpoint)
         socket = self._context.socket(kind)
         try:
             # A reader that is slow loses old batches only after so many, and asks for them again.
             socket.set_hwm(100_000)
             (socket.bind if is_bound else socket.connect)(endpoint)
         except zmq.ZMQError as error:
-            raise ValueError(f"endpoint must be a ZMQ address that is free, got {endpoint!r}: {error}") from error
+            wanted = f"EventPublisher: {name} must be a ZMQ address that is free"
+            raise ValueError(f"{wanted}, got {endpoint!r}: {error}") from error
         return socket, socket.get_string(zmq.LAST_ENDPOINT) if is_bound else endpoint
 
     def _run(self) -> None:

@@ -42,7 +42,7 @@ class EventReader:
         try:
             self._socket = self._context.socket(zmq.SUB)
             self._disconnections = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._connect(self._socket, endpoint)
+            self._connect(self._socket, "endpoint", endpoint)
             self._socket.subscribe(values.text("EventReader: topic", topic))
             self._ask()
         except BaseException:
@@ -106,12 +106,14 @@ class EventReader:
         self._next, self._has_restarted = 0, True
         self._ask()
 
-    def _connect(self, socket: zmq.Socket, endpoint: str) -> None:
+    def _connect(self, socket: zmq.Socket, name: str, endpoint: str) -> None:
+        """Connects a socket to the address that the argument `name` has."""
+        name = f"EventReader: {name}"
         try:
             socket.set_hwm(100_000)
-            socket.connect(values.text("EventReader: endpoint", endpoint))
+            socket.connect(values.text(name, endpoint))
         except zmq.ZMQError as error:
-            raise ValueError(f"EventReader: endpoint must be a ZMQ address, got {endpoint!r}: {error}") from error
+            raise ValueError(f"{name} must be a ZMQ address, got {endpoint!r}: {error}") from error
 
     def _ask(self) -> None:
         """Asks the replay socket, if there is one, for all batches from the next one on.
@@ -123,7 +125,7 @@ class EventReader:
         if self._replay is not None:
             self._replay.close(linger=0)
         self._replay = self._context.socket(zmq.DEALER)
-        self._connect(self._replay, self._replay_endpoint)
+        self._connect(self._replay, "replay_endpoint", self._replay_endpoint)
         self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
         self._ask_again_at = time.monotonic() + self._patience_s
 

@@ -436,9 +436,12 @@ def test_what_a_dead_engine_had_sent_is_not_taken_for_a_new_ones(tmp_path, publi
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (dict(endpoint="tcp://nowhere"), "endpoint must be a ZMQ address that is free, got 'tcp://nowhere'"),
+        (
+            dict(endpoint="tcp://nowhere"),
+            "EventPublisher: endpoint must be a ZMQ address that is free, got 'tcp://nowhere'",
+        ),
         (dict(endpoint=5), "EventPublisher: endpoint must be text, got 5"),
-        (dict(replay="udp://*:1"), "endpoint must be a ZMQ address that is free"),
+        (dict(replay="udp://*:1"), "EventPublisher: replay_endpoint must be a ZMQ address that is free, got 'udp://"),
         (dict(topic=b"x"), "EventPublisher: topic must be text"),
         (dict(max_batches=0), "EventPublisher: max_batches must be"),
         (dict(states="yes"), "EventPublisher: states must be True or False"),
@@ -458,6 +461,9 @@ def test_a_port_that_is_taken_is_refused(publishers):
 def test_a_reader_refuses_what_is_no_address():
     with pytest.raises(ValueError, match="EventReader: endpoint must be a ZMQ address, got 'nowhere'"):
         EventReader("nowhere")
+    for wrong, wanted in (("nowhere", "a ZMQ address, got 'nowhere'"), (5, "text, got 5")):
+        with pytest.raises(ValueError, match=f"EventReader: replay_endpoint must be {wanted}"):
+            EventReader("tcp://127.0.0.1:5", wrong)
 
 
 def test_nonsense_at_the_replay_socket_is_ignored(publishers, readers, caplog):
@@ -497,6 +503,22 @@ def test_a_replay_address_alone_is_refused():
     with (
         pytest.raises(ValueError, match="state_events_replay must come with state_events, got 'tcp://\\*:1' alone"),
         event_listener(options("--state-events-replay", "tcp://*:1")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("--kv-events", ["--kv-events", "nowhere"]),
+        ("--kv-events-replay", ["--kv-events", ANY_PORT, "--kv-events-replay", "nowhere"]),
+        ("--state-events-replay", ["--state-events", ANY_PORT, "--state-events-replay", "nowhere"]),
+    ],
+)
+def test_an_address_that_is_none_is_refused_by_the_name_of_its_option(name, given):
+    with (
+        pytest.raises(ValueError, match=f"^{name} must be a ZMQ address that is free, got 'nowhere'"),
+        event_listener(options(*given)),
     ):
         pass
 
