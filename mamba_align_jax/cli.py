@@ -186,7 +186,12 @@ def _serve_together(options: argparse.Namespace) -> int:
     size = options.tensor_parallel_size
     values.require(size == 1, "tensor_parallel_size", "left out with --coordinator, which takes all devices", size)
     ids = options.num_processes, options.process_id
-    with Processes(options.coordinator, *ids, local_device_ids=options.local_device_ids) as processes:
+    try:
+        together = Processes(options.coordinator, *ids, local_device_ids=options.local_device_ids)
+    except RuntimeError as error:
+        print(f"mamba-align: {error}", file=sys.stderr)
+        return EXIT_STATUS
+    with together as processes:
         # A model that needs the memory of all devices goes through that of the host.
         with _loading() as loaded, jax.default_device(jax.local_devices(backend="cpu")[0]):
             model = load_model(options.model, options.dtype, loaded)

@@ -5,6 +5,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,17 +69,23 @@ class Connection:
         finally:
             self._lock.release()
 
-    def receive(self, longest: int = _LONGEST) -> Message:
-        """Waits for a message of at most `longest` bytes.
+    def receive(self, longest: int = _LONGEST, seconds: float | None = None) -> Message:
+        """Waits for a message.
+
+        Args:
+            longest: The bytes that it has at most.
+            seconds: Seconds in which all of it must have come; None waits as long as it takes. A number changes the time
+                that `set_timeout` has set.
 
         Raises:
-            OSError: The connection is lost.
+            OSError: The connection is lost, or the time is over.
             ValueError: What came is no message, or a longer one.
         """
-        lengths = _LENGTHS.unpack(self._read(_LENGTHS.size))
+        end = None if seconds is None else time.monotonic() + seconds
+        lengths = _LENGTHS.unpack(self._read(_LENGTHS.size, end))
         if sum(lengths) > longest:
             raise ValueError(f"a message must have at most {longest} bytes, got {sum(lengths)}")
-        head, body = map(self._read, lengths)
+        head, body = (self._read(length, end) for length in lengths)
         try:
             said = json.loads(head)
         except (ValueError, RecursionError) as error:
@@ -88,8 +95,17 @@ class Connection:
                 return Message(name, values, np.frombuffer(body, "<i4").astype(np.int32, copy=False))
         raise ValueError(f"a message must be a list that begins with a name, got {head!r}")
 
-    def _read(self, length: int) -> bytes:
-        found = self._file.read(length)
+    def _read(self, length: int, end: float | None) -> bytes:
+        found = b"" if end is not None else self._file.read(length)
+        while end is not None and len(found) < length:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("a message did not come in time")
+            self._socket.settimeout(left)
+            part = self._file.read1(length - len(found))
+            if not part:
+                break
+            found += part
         if len(found) < length:
             raise ConnectionResetError("the other process has closed the connection")
         return found

@@ -313,7 +313,11 @@ def _facts(engine: _SharedEngine) -> dict[str, str]:
 
 
 def _gather(host: str, num_processes: int) -> dict[int, Connection]:
-    """Lets all other processes connect to this one, and returns their connections by their numbers."""
+    """Lets all other processes connect to this one, and returns their connections by their numbers.
+
+    Raises:
+        RuntimeError: Some did not come in time.
+    """
     found: dict[int, Connection] = {}
     with _listener(host) as listener:
         token = secrets.token_bytes(16)
@@ -321,10 +325,16 @@ def _gather(host: str, num_processes: int) -> dict[int, Connection]:
         end = time.monotonic() + _MEET_S
         while len(found) < num_processes - 1:
             listener.settimeout(max(end - time.monotonic(), 0.01))
-            connection = Connection(listener.accept()[0])
             try:
-                connection.set_timeout(_HELLO_S)
-                name, said, _ = connection.receive(FIRST_MESSAGE)
+                connection = Connection(listener.accept()[0])
+            except TimeoutError:
+                for connection in found.values():
+                    connection.close()
+                missing = ", ".join(str(number) for number in range(1, num_processes) if number not in found)
+                message = f"process 0 at {host} was not reached in {_MEET_S:g} s by the processes {missing}"
+                raise RuntimeError(message) from None
+            try:
+                name, said, _ = connection.receive(FIRST_MESSAGE, _HELLO_S)
                 number = said[1]
                 if name != "hello" or not secrets.compare_digest(said[0], token.hex()) or number in found:
                     raise ValueError("a stranger")

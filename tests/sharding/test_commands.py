@@ -3,10 +3,12 @@
 Both are in this process, over one device each, so that every array can be compared.
 """
 
+import contextlib
 import json
 import signal
 import socket
 import threading
+import time
 import types
 
 import depth
@@ -21,7 +23,7 @@ from mamba_align_jax import Engine, EngineConfig, SamplingParams, cli
 from mamba_align_jax.engine.buckets import Bucket
 from mamba_align_jax.engine.levels import Level
 from mamba_align_jax.engine.runner import StepRunner
-from mamba_align_jax.processes import Processes
+from mamba_align_jax.processes import EXIT_STATUS, Processes, group
 from mamba_align_jax.processes.connection import Connection, Message
 from mamba_align_jax.processes.group import _patient
 from mamba_align_jax.processes.runner import Follower, LeadingRunner
@@ -213,6 +215,48 @@ def test_what_is_no_message_is_refused(sent):
     far.close()
 
 
+def test_message_that_comes_byte_by_byte_has_one_deadline():
+    near, far = connected()
+    sent = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            for byte in b"\0\0\3\x84\0\0\0\0" + b"x" * 100:
+                near._socket.sendall(bytes([byte]))
+                if sent.wait(0.05):
+                    break
+
+    thread, began = threading.Thread(target=drip), time.monotonic()
+    thread.start()
+    with pytest.raises(TimeoutError):
+        far.receive(1024, 0.3)
+    assert 0.25 < time.monotonic() - began < 3
+    sent.set()
+    thread.join()
+    near.close()
+    far.close()
+
+
+def test_processes_that_do_not_come_are_named(monkeypatch):
+    """A stranger, and process 2 of three, are there."""
+    monkeypatch.setattr(group, "_MEET_S", 1.0)
+    come = []
+
+    def shared(port, token):
+        for secret in (bytes(16), token):
+            come.append(Connection(socket.create_connection(("127.0.0.1", port))))
+            come[-1].send("hello", secret.hex(), 2)
+        return port, token
+
+    monkeypatch.setattr(group, "_shared", shared)
+    with pytest.raises(RuntimeError, match=r"process 0 at 127.0.0.1 was not reached in 1 s by the processes 1, 3$"):
+        group._gather("127.0.0.1", 4)
+    for connection in come:
+        with pytest.raises(ConnectionResetError):
+            connection.receive()
+        connection.close()
+
+
 def test_first_signal_waits_for_process_0_and_the_second_does_not(capsys):
     before = signal.getsignal(signal.SIGTERM)
     # A shell starts what it runs in the background with SIGINT ignored, and a second signal would do that.
@@ -255,3 +299,12 @@ def test_command_refuses_options_that_do_not_go_together(capsys):
         assert "the number of this host's devices, got" in capsys.readouterr().err
     assert cli.main(["serve", "--coordinator", "host:1", "--num-processes", "2"]) == 2
     assert "process_id must be a whole number" in capsys.readouterr().err
+
+
+def test_command_ends_if_the_processes_do_not_meet(capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("process 0 was not reached")
+
+    monkeypatch.setattr("mamba_align_jax.processes.Processes", fail)
+    assert cli.main(["serve", "--coordinator", "host:1", "--num-processes", "2", "--process-id", "0"]) == EXIT_STATUS
+    assert capsys.readouterr().err == "mamba-align: process 0 was not reached\n"
