@@ -29,7 +29,7 @@ class _Parser(httptools.HttpRequestParser):
         # As in uvicorn's own parser: what follows a call that is the last one of its connection is no error.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         """Parses what has arrived.
 
         Raises:
@@ -43,11 +43,6 @@ class _Parser(httptools.HttpRequestParser):
             again = self._protocol.parser = _Parser(self._protocol)
             again.feed_data(head)
             again.feed_data(data[upgrade.args[0] :])
-
-    def is_parsed_again(self) -> bool:
-        """Whether the head that is complete asks for another protocol, and is parsed again without that wish."""
-        # CONNECT asks for another one by its name. Its target is no address of this server.
-        return self.should_upgrade() and self.get_method() != b"CONNECT"
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -126,7 +121,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Takes note that a head is complete."""
         self._head_bytes = 0
-        if self.parser.is_parsed_again():
+        if self._is_parsed_again():
             return
         self._is_in_body = True
         super().on_headers_complete()
@@ -139,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Takes note that a call is complete."""
         self._head_bytes = 0
-        if self.parser.is_parsed_again():
+        if self._is_parsed_again():
             return
         self._is_in_body = False
         super().on_message_complete()
@@ -157,6 +152,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """Takes note that the client has caught up."""
         self._send_timer = _stopped(self._send_timer)
         super().resume_writing()
+
+    def _is_parsed_again(self) -> bool:
+        """Whether the head that is complete asks for another protocol, and is parsed again without that wish."""
+        # CONNECT asks for another one by its name. Its target is no address of this server.
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _is_between_calls(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
