@@ -117,6 +117,10 @@ def test_a_drafter_reads_the_tokens_that_a_list_had(tokens, data):
     part = data.draw(st.slices(len(expected)) | st.builds(slice, *[st.none() | st.integers(-12, 12)] * 2))
     assert given[part] == expected[part]
     assert type(given[part]) is list
+    assert given == expected
+    assert given == FirstTokens(expected)
+    assert given != [*expected, 7]
+    assert (given + [7], repr(given)) == ([*expected, 7], repr(expected))
     for place in range(-12, 12):
         if -len(expected) <= place < len(expected):
             assert given[place] == expected[place]
