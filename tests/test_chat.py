@@ -84,7 +84,7 @@ def test_answers_end_where_the_pool_of_pages_has_no_more_room(template):
 def test_a_refused_turn_was_never_said(engine, template, said):
     """The engine refuses what has no tokens, and tokens that the model does not have."""
     conversation = Conversation(engine, LETTERS, template, PARAMS)
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match="token"):
         list(conversation.say(said))
     assert conversation.messages == []
     assert "".join(conversation.say(FIRST)) == continuation(FIRST, 10)
