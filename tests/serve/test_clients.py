@@ -208,6 +208,7 @@ def test_what_follows_a_call_before_its_answer_is_bounded(served, begin, line):
             answer = read_to_end(connection)
         assert b" 408 " not in answer
         assert b'finish_reason":"length' not in answer.replace(b" ", b"")
+    wait_until(lambda: not served.server.server_state.tasks)  # A call may not have reached the engine yet.
     served.wait_until_idle()
 
 
