@@ -120,7 +120,8 @@ def test_a_drafter_reads_the_tokens_that_a_list_had(tokens, data):
     assert given == expected
     assert given == FirstTokens(expected)
     assert given != [*expected, 7]
-    assert (given + [7], repr(given)) == ([*expected, 7], repr(expected))
+    assert given.__add__([7]) == [*expected, 7]
+    assert repr(given) == repr(expected)
     for place in range(-12, 12):
         if -len(expected) <= place < len(expected):
             assert given[place] == expected[place]
