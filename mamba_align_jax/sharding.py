@@ -9,7 +9,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019), for the split of products by colum
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,11 +31,14 @@ def devices(mesh: Mesh) -> int:
     """Returns the number of devices that share a model on the mesh.
 
     Raises:
-        ValueError: the mesh has no axis "tensor".
+        ValueError: `mesh` is no mesh, or has no axis "tensor".
     """
-    if AXIS not in mesh.shape:
-        raise ValueError(f"mesh must have an axis {AXIS!r}, got {tuple(mesh.shape)}")
-    return mesh.shape[AXIS]
+    axes = getattr(mesh, "shape", None)
+    if not isinstance(axes, Mapping):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.200}")
+    if AXIS not in axes:
+        raise ValueError(f"mesh must have an axis {AXIS!r}, got {tuple(axes)}")
+    return axes[AXIS]
 
 
 class Part(NamedTuple):

@@ -56,8 +56,8 @@ def _kernel(refs: Refs, *, block_dim: int, segment: int, unroll: int, dt_softplu
             (B, C), (x, dt, z) = jax.tree.map(lambda value: value.astype(jnp.float32), inputs)
             dt = dt if dt_bias is None else dt + dt_bias.astype(jnp.float32)
             dt = softplus(dt) if dt_softplus else dt
-            # A step of size 0 leaves the state unchanged, to the sign of a zero. The loop therefore needs no second body for
-            # the tokens left over by its last full turn.
+            # A step of size 0 leaves the state unchanged, except for the sign of a zero. The loop therefore needs no second
+            # body for the tokens left over by its last full turn.
             dt = jnp.where(live, dt, 0.0)
             state = state * pt.exp2(rate * dt[None, :, None], interpret) + (dt * x)[None, :, None] * B[:, None, :]
             y = pt.row_sum(state * C[:, None, :])

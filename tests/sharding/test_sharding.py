@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_align_jax.sharding import Part, columns, repeats
+from mamba_align_jax.sharding import Part, columns, devices, repeats
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 1000  # seconds, a few times what it takes on two cores
@@ -53,6 +53,12 @@ def test_queries_find_their_key_heads(key_heads, devices, ratio):
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="must be a multiple of 4 devices, got 6"):
         columns([Part(6, 8)], 4)
+
+
+@pytest.mark.parametrize("mesh", [5, "tensor", None, (1, 2)])
+def test_what_is_no_mesh_is_refused_by_name(mesh):
+    with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh, got "):
+        devices(mesh)
 
 
 @pytest.mark.parametrize("name", ["four_devices.py", "layouts_on_devices.py"])
