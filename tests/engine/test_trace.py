@@ -41,10 +41,10 @@ class Listener:
     def __init__(self, states):
         self.heard, publish, commit = [], states.publish, states.commit
 
-        def published(request, tokens):
-            new = publish(request, tokens)
+        def published(request, tokens, **options):
+            new = publish(request, tokens, **options)
             if new:
-                self.heard.append((request, len(tokens)))
+                self.heard.append((request, new))
             return new
 
         def committed(request, tokens, computed):

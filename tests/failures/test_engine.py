@@ -75,10 +75,11 @@ def test_prompts_below_a_block_are_warned_of(rng, model, caplog):
         engine.add_request(prompt(rng, BLOCK + (number % 4 == 0)), SamplingParams(max_tokens=1))
     run(engine)
     Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1)))
-    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK + 1, prefix_cache="none")))
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK)))
+    Engine(model, EngineConfig(**SIZES | dict(max_model_len=BLOCK, prefix_cache="none")))
     assert [r.getMessage() for r in caplog.records if r.name.endswith("block_size_warning")] == [
         "block_size 8: 24 of the first 32 prompts had no more tokens than that, too few to hit the prefix cache",
-        "block_size 8 is too long for max_model_len 9: no prompt ever hits the prefix cache",
+        "block_size 8 is too long for max_model_len 8: no prompt ever hits the prefix cache",
     ]
 
 
