@@ -79,9 +79,10 @@ def params_for(num_prompts: int, params: Any) -> Sequence[Any]:
 
 
 def seeded(params: Any, n: int) -> list[Any]:
-    """Returns the parameters of each of `n` outputs of one prompt: seed, seed + 1, and so on.
+    """Returns the parameters of each of `n` outputs of one prompt.
 
-    The seed after the largest one is 0.
+    The first output has the seed of `params`, and each of the others has the seed after that of the output before. The seed
+    after the largest one is 0.
 
     Raises:
         ValueError: `n` is not at least 1.

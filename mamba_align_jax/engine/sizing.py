@@ -36,6 +36,10 @@ class PoolSizes:
     state_block_bytes: int
     kv_page_bytes: int
 
+    def longest_sequence(self, max_model_len: int, kv_page_size: int) -> int:
+        """Returns the number of tokens of the longest prompt with its answer, for which the pools have room."""
+        return min(max_model_len, (self.kv_pages - 1) * kv_page_size)
+
 
 def align_config(config: EngineConfig, model: ServedModel) -> AlignConfig:
     """Returns how the model's states are kept. The model already has the layouts of the configuration.

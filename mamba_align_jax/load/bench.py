@@ -32,7 +32,7 @@ from mamba_align_jax.load.rows import Row, append, facts
 from mamba_align_jax.load.runs import decode_idle, free_pools, medians, run_cell
 from mamba_align_jax.load.url import run_url
 
-# The smallest value of each option that is a whole number.
+# The smallest value that each option may have, of the options that take whole numbers.
 _MINIMA = MappingProxyType(
     dict.fromkeys(("seed", "prefix", "suffix", "turn", "drafts"), 0)
     | dict.fromkeys(("runs", "concurrency", "prompts", "prefixes", "output", "vocab_size"), 1)

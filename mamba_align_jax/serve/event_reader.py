@@ -75,7 +75,7 @@ class EventReader:
         # Between the look above and this batch, another engine may have taken the place of the one that is known.
         if self._is_disconnected():
             self._start_anew()
-            return self._read_again(end)  # Nobody knows whose batch this is.
+            return self._read_again(end)  # this batch may be of either engine
         if sequence < self._next and moment > self._last_time:
             self._start_anew()
         elif sequence < self._next:

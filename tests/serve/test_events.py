@@ -406,7 +406,7 @@ def test_a_reader_goes_on_with_an_engine_that_starts_anew(tmp_path, publishers, 
 
 @pytest.mark.parametrize("with_replay", [False, True])
 def test_what_a_dead_engine_had_sent_is_not_taken_for_a_new_ones(tmp_path, publishers, readers, with_replay):
-    """The batch that nobody has read has the number that the new engine's next batch has."""
+    """An unread batch of the dead engine has the number that the reader expects next of the new engine."""
     where = [f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay" if with_replay else None]
     first = publishers(endpoint=where[0], replay=where[1])
     reader, mirror = readers(first), CacheMirror()
