@@ -73,6 +73,11 @@ def thread_index() -> Any:
     return arith.andi(mosaic.thread_idx(), constant(127))
 
 
+def thread_index_again() -> Any:
+    """Does what `thread_index` does, but the compiler does not know it: what follows from it takes no registers before."""
+    return arith.andi(assembly("mov.u32 $0, %tid.x;", "=r", integer(), []), constant(127))
+
+
 def thread_of_program() -> Any:
     """Returns a thread's place in its program, of all warpgroups, int32, in `inline`."""
     return mosaic.thread_idx()
@@ -208,9 +213,15 @@ def sum_over(x: Any, distances: Iterable[int]) -> Any:
     return x
 
 
-def from_lane(x: Any, lane: int) -> Any:
-    """Returns the float32 number of one lane of the warp, in `inline`. All threads of the warp must take part."""
-    return _shuffled(x, lane, 31, nvvm.ShflKind.idx)
+def from_lane(x: Any, lane: int, *, of: int = 32) -> Any:
+    """Returns the float32 number of one of so many neighbouring lanes, in `inline`. All threads of the warp must take part.
+
+    Args:
+        x: This thread's number.
+        lane: The place of the lane among its neighbours.
+        of: Their number, a power of two.
+    """
+    return _shuffled(x, lane, (32 - of) << 8 | 31, nvvm.ShflKind.idx)
 
 
 def _shuffled(x: Any, operand: int, last: int, kind: Any) -> Any:

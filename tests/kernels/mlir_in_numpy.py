@@ -93,6 +93,9 @@ def fake():
     def from_earlier(x, distance):
         return x[np.where(lane % 32 >= distance, lane - distance, lane)]
 
+    def from_lane(x, place, of=32):
+        return x[lane // of * of + place]
+
     def fma(x, y, z):
         return (np.float64(x) * np.float64(y) + np.float64(z)).astype(np.float32)
 
@@ -114,14 +117,14 @@ def fake():
         negf=np.negative,
         select=np.where,
         cmpi=lambda compare, x, y: compare(x, y),
-        CmpIPredicate=SimpleNamespace(eq=np.equal, ult=np.less, uge=np.greater_equal),
+        CmpIPredicate=SimpleNamespace(eq=np.equal, ult=np.less, ugt=np.greater, uge=np.greater_equal),
         bitcast=lambda dtype, x: np.ascontiguousarray(x).view(dtype),
         truncf=lambda dtype, x: x.astype(jnp.bfloat16),
     )
     vector = SimpleNamespace(
         load=load_vector,
         extract=lambda x, _, place: x[:, place[0]],
-        from_elements=lambda _, parts: np.stack(np.broadcast_arrays(*parts), axis=1),
+        from_elements=lambda _, parts: np.stack([np.broadcast_to(x, THREADS) for x in parts], axis=1),
         store=store_vector,
     )
     return SimpleNamespace(
@@ -140,7 +143,9 @@ def fake():
         scf=SimpleNamespace(IfOp=If, yield_=lambda values: blocks[-1].extend(values)),
         vector=vector,
         thread_index=lambda: np.arange(THREADS),
+        thread_index_again=lambda: np.arange(THREADS),
         from_earlier=from_earlier,
+        from_lane=from_lane,
         sum_over=sum_over,
         only_if=lambda condition: insertion_point(Block(condition)),
         repeated=repeated,

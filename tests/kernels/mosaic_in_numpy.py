@@ -105,7 +105,7 @@ def _keep_rows(tile, count):
 def _substitute(system, beta, solution, *, transposed=False):
     """Does what substitution.py does, in float64."""
     for half in range(system.shape[0]):
-        inverse = np.linalg.inv(np.eye(system.shape[1]) + np.tril(system.array[half].astype(np.float64), -1))
+        inverse = np.linalg.inv(np.eye(system.shape[1]) - np.tril(system.array[half].astype(np.float64), -1))
         rest = (inverse * beta.array[half]).astype(np.float32)
         for piece in range(solution.shape[1]):
             is_last = piece == solution.shape[1] - 1

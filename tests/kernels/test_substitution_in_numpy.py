@@ -23,15 +23,13 @@ def test_substitution_inverts_two_systems(rng, monkeypatch, transposed, count):
     system = np.tril(0.3 * rng.normal(size=(2, SIZE, SIZE)), -1).astype(np.float32)
     beta = rng.uniform(size=(2, SIZE)).astype(np.float32)
     tiles = np.where(np.tri(SIZE, k=-1), system, np.float32(np.nan)).reshape(2, 8, 8, 2, 32).swapaxes(2, 3)
-    shape = (2, count, 8, 1, 8, SIZE) if transposed else (2, count, SIZE, SIZE)
-    solution = Memory(np.full(shape, np.nan, jnp.bfloat16))
+    solution = Memory(np.full((2, count, 8, 1, 8, SIZE), np.nan, jnp.bfloat16))
     monkeypatch.setattr(substitution, "pm", fake())
     substitution.substitute(Memory(swizzled(tiles, 4)), Memory(beta), solution, transposed=transposed)
 
-    found = solution.array.astype(np.float64)
-    if transposed:
-        found = swizzled(found, 8).reshape(2, count, SIZE, SIZE).swapaxes(-1, -2)
-    wanted = np.linalg.inv(np.eye(SIZE) + system.astype(np.float64)) * beta[:, None]
+    found = swizzled(solution.array.astype(np.float64), 8).reshape(2, count, SIZE, SIZE)
+    found = found.swapaxes(-1, -2) if transposed else found
+    wanted = np.linalg.inv(np.eye(SIZE) - system.astype(np.float64)) * beta[:, None]
     # So many pieces have a relative error of 2^-8 each.
     np.testing.assert_allclose(found.sum(axis=1), wanted, rtol=2.0 ** (-8 * count), atol=1e-5 * np.abs(wanted).max())
     assert not np.triu(found.sum(axis=1), 1).any()

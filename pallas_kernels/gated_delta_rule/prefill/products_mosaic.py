@@ -98,7 +98,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
                 per_column = lambda n, column_of=column_of: pm.along_columns(column_of(n), SIZE)
                 coarse, fine = (per_row(n) - per_column(n) for n in (_AT.coarse, _AT.fine))
                 between = jnp.exp2(jnp.minimum(LOG2_E * coarse + fine, nothing))
-                system[half] = between * keys * per_row(_AT.beta)
+                system[half] = -(between * keys * per_row(_AT.beta))
                 place.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
                 before, after, total = (jnp.exp2(vector(n)) for n in (_AT.before, _AT.after, _AT.total))
                 kinds = -(before * k_norm), scale * (before * q_norm), after * k_norm, total

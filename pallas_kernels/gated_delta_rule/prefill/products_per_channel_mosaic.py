@@ -182,7 +182,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
         beta = pm.load_per_row(refs.betas.at[half])
         refs.attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
-        system[half] = keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns)
+        system[half] = -(keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns))
         pm.commit()
         pm.when(half == 0)(lambda: fetch(1))
 
@@ -258,7 +258,7 @@ def products_per_channel(
         systems=pm.union(
             pm.tiled(2, 4, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row),
             pm.tiled(2, *_SHAPE, dtype=jnp.float32),
-            pm.shared((2, 1, *_SHAPE), jnp.bfloat16),
+            pm.tiled(2, 1, *_SHAPE, dtype=jnp.bfloat16),
         ),
         attention_tile=pm.tiled(*_SHAPE, dtype=jnp.bfloat16),
         betas=pm.shared((2, SIZE), jnp.float32),

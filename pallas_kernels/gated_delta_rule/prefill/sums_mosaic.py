@@ -63,7 +63,7 @@ def sum_log_decays(
         number = lambda n: pm.arith.constant(index, n)
         real = lambda x: pm.arith.constant(float32, x)
         cast = lambda x: pm.arith.index_cast(index, x)
-        thread = cast(pm.thread_index())
+        thread = cast(pm.thread_index_again())
         warp, lane = pm.arith.divui(thread, number(_WARP)), pm.arith.remui(thread, number(_WARP))
         half, token = pm.arith.divui(thread, number(SIZE)), pm.arith.remui(thread, number(SIZE))
         equal = lambda x, n: pm.arith.cmpi(pm.arith.CmpIPredicate.eq, x, number(n))
