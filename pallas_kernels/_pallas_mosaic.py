@@ -209,8 +209,18 @@ def sum_over(x: Any, distances: Iterable[int]) -> Any:
         distances: Powers of two. Added up are the numbers of threads whose places in the warp differ in these bits only.
     """
     for distance in distances:
-        x = arith.addf(x, _shuffled(x, distance, 31, nvvm.ShflKind.bfly))
+        x = arith.addf(x, from_partner(x, distance))
     return x
+
+
+def from_partner(x: Any, distance: int) -> Any:
+    """Returns the float32 number of another thread, in `inline`. All threads of a warp must take part.
+
+    Args:
+        x: This thread's number.
+        distance: A power of two. The places of two partners in the warp differ in this bit only.
+    """
+    return _shuffled(x, distance, 31, nvvm.ShflKind.bfly)
 
 
 def from_lane(x: Any, lane: int, *, of: int = 32) -> Any:

@@ -43,6 +43,23 @@ def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
     pm.assembly(f"st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
 
 
+def load_words_if(condition: Any, place: Any, first: int = 0) -> list[Any]:
+    """Does what `load_words` does where a condition is met, and returns zeros elsewhere."""
+    result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    clear = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))
+    load = f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
+    text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {clear} {load}}}"
+    found = pm.assembly(text, "=&r,=&r,=&r,=&r,l,r", result, [place, as_integer(condition)])
+    return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
+
+
+def store_words_if(condition: Any, place: Any, words: Sequence[Any], first: int = 0) -> None:
+    """Does what `store_words` does where a condition is met."""
+    store = f"@p st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};"
+    text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {store}}}"
+    pm.assembly(text, "l,r,r,r,r,r", None, [place, *words, as_integer(condition)])
+
+
 def address_in_rows(ref: Any, row: Any, length: int, column: Any) -> Any:
     """Returns the address of an element of rows that follow each other, also beyond the 2^31st element."""
     long = lambda x: arith.extsi(pm.long(), x)

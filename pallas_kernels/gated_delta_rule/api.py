@@ -11,7 +11,7 @@ from pallas_kernels._check import check_layout, checked, require
 from pallas_kernels.blocks import StateLayout, state_dims
 from pallas_kernels.chunks import Chunks, check_prefill
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.gated_delta_rule import pallas_triton, xla
+from pallas_kernels.gated_delta_rule import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.gated_delta_rule.config import Config, PrefillConfig
 from pallas_kernels.gated_delta_rule.prefill import launch, launch_mosaic, states_mosaic
 
@@ -348,7 +348,15 @@ def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, layou
         operands,
         xla=functools.partial(xla.gated_delta_rule_update, **options),
         triton=functools.partial(pallas_triton.gated_delta_rule_update, **options, config=config, interpret=interpret),
+        mosaic_gpu=functools.partial(mosaic_gpu.gated_delta_rule_update, **options),
+        no_mosaic_gpu=_no_update_by_mosaic_gpu(operands, layout, implementation, config, interpret),
     )
+
+
+def _no_update_by_mosaic_gpu(operands, layout, implementation, config, interpret):
+    """Returns the reason why the Mosaic GPU kernel of the update cannot run, or None."""
+    qkv, a, _, _, _, pool = operands[:6]
+    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(qkv, a, pool, layout)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)

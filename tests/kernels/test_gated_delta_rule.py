@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import (
+    IMPLEMENTATIONS,
+    WINDOWS,
+    assert_close,
+    assert_untouched,
+    dirty_pool,
+    how,
+    pack,
+    skip_if_unavailable,
+)
 from oracles.ops import gated_delta_rule, gates
 
 from pallas_kernels import (
@@ -35,7 +44,15 @@ DIMS = {
     "odd": Dims(1, 3, 24, 20),
     "kimi": Dims(2, 2, 128, 128),
     "narrow": Dims(1, 2, 8, 10),
+    "128 x 64": Dims(2, 6, 128, 64),
+    "64 x 128": Dims(1, 1, 64, 128),
 }
+
+# Dims and implementations that only a GPU runs.
+ON_A_GPU = [
+    pytest.param(*each, marks=pytest.mark.gpu)
+    for each in (("grouped", "triton"), ("kimi", "mosaic_gpu"), ("64 x 128", "mosaic_gpu"))
+]
 
 
 def make(rng, lengths, dims, dtype=jnp.float32, state_dtype=jnp.float32, extra_tokens=3, clean=(3, 4, 5), kda=False):
@@ -120,6 +137,14 @@ NUMBERS = [
     ("256 x 64", jnp.bfloat16, jnp.float16, True),
 ]
 
+MOSAIC_NUMBERS = [
+    (jnp.bfloat16, jnp.float32),
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.float16, jnp.float16),
+    (jnp.float32, jnp.float32),
+    (jnp.float32, jnp.bfloat16),
+]
+
 
 @pytest.mark.parametrize(("window", "implementation"), WINDOWS)
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS)
@@ -147,6 +172,15 @@ def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, window
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, (*unpack(qkv, dims), *gated), scale, l2norm)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("l2norm", [True, False])
+@pytest.mark.parametrize(("dtype", "state_dtype"), MOSAIC_NUMBERS)
+@pytest.mark.parametrize("dims", ["kimi", "128 x 64", "64 x 128"])
+def test_update_by_mosaic_gpu_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, window):
+    test_update_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm, window, "mosaic_gpu")
+
+
 @pytest.mark.parametrize(("dims", "dtype", "state_dtype", "l2norm"), NUMBERS[:3])
 def test_update_with_a_window_of_one_matches_the_oracle(rng, dims, dtype, state_dtype, l2norm):
     """A window of one has a Triton kernel of its own."""
@@ -172,8 +206,10 @@ def test_update_with_a_decay_per_key_channel_matches_the_oracle(rng, dims, dtype
     assert_rows_match_the_oracle(lengths, read, write, out, pool, after, inputs, dims.key_dim**-0.5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dims", ["grouped", "odd"])
+@pytest.mark.parametrize(
+    ("dims", "implementation"),
+    [*((dims, each) for dims in ("grouped", "odd") for each in ("xla", "interpret")), *ON_A_GPU],
+)
 def test_update_with_negative_eigenvalues_matches_the_oracle(rng, dims, implementation):
     """beta goes up to 2, as in OLMo."""
     dims = DIMS[dims]
@@ -225,6 +261,11 @@ ALONE = [
         for dims in ("grouped", "kimi")
         for dtype in (jnp.float32, jnp.bfloat16)
     ),
+    *(
+        pytest.param(dims, dtype, "mosaic_gpu", marks=pytest.mark.gpu)
+        for dims in ("kimi", "64 x 128")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ),
 ]
 
 
@@ -272,9 +313,9 @@ def test_update_of_a_row_depends_on_that_row_alone(rng, dims, state_dtype, imple
             np.testing.assert_array_equal(state, wanted[r][1])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_verify_and_single_decodes_agree(rng, implementation):
-    dims = DIMS["grouped"]
+@pytest.mark.parametrize(("dims", "implementation"), [*(("grouped", each) for each in ("xla", "interpret")), *ON_A_GPU])
+def test_verify_and_single_decodes_agree(rng, dims, implementation):
+    dims = DIMS[dims]
     qkv, a, b, A_log, dt_bias, pool = make(rng, [4], dims, extra_tokens=0)
     verified, after = gated_delta_rule_update(
         qkv,
@@ -340,7 +381,9 @@ def test_every_config_computes_the_same_numbers(rng, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("large_pool")
-def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
+    skip_if_unavailable(implementation)
     dims, blocks = Dims(4, 8, 128, 128), 16500
     qkv, a, b, A_log, dt_bias, small = make(rng, [1], dims, extra_tokens=0)
     pool = jnp.zeros((1, blocks, 8, 128, 128), jnp.float32)  # 2.16e9 elements
@@ -354,7 +397,7 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
         static_argnums=3,
         donate_argnums=0,
     )
-    out, pool = step(pool, jnp.array([last]), jnp.array([[last]]), "triton")
+    out, pool = step(pool, jnp.array([last]), jnp.array([[last]]), implementation)
     wanted, after = gated_delta_rule_update(
         qkv, a, b, A_log, dt_bias, small, LAYER, pack([1]), jnp.array([3]), jnp.array([[3]]), implementation="xla"
     )

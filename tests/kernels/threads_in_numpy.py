@@ -102,13 +102,14 @@ def _arithmetic():
         addi=same(np.add), subi=same(np.subtract), muli=same(np.multiply), andi=same(np.bitwise_and),
         minsi=same(np.minimum), maxsi=same(np.maximum), xori=same(np.bitwise_xor),
         divui=same(np.floor_divide), remui=same(np.remainder), shrui=same(np.right_shift),
-        addf=same(np.add), mulf=same(np.multiply), divf=same(np.divide), maximumf=same(np.maximum),
+        addf=same(np.add), subf=same(np.subtract), mulf=same(np.multiply), divf=same(np.divide), maximumf=same(np.maximum),
         negf=lambda x: value(-np.asarray(x)), select=lambda condition, x, y: value(np.where(condition, x, y)),
         index_cast=lambda _, x: np.asarray(x).astype(np.int64),
         cmpi=compare,
         CmpIPredicate=SimpleNamespace(
-            slt=np.less, sge=np.greater_equal, ne=np.not_equal, ult=lambda x, y: unsigned(x) < unsigned(y)
+            slt=np.less, sge=np.greater_equal, eq=np.equal, ne=np.not_equal, ult=lambda x, y: unsigned(x) < unsigned(y)
         ),
+        bitcast=lambda kind, x: value(np.ascontiguousarray(x).view(kind)),
         extf=lambda kind, x: value(np.asarray(x).astype(getattr(kind, "kind", kind))),
         truncf=lambda kind, x: value(np.asarray(x).astype(kind.kind if isinstance(kind, VectorType) else kind)),
     )  # fmt: skip
@@ -227,8 +228,26 @@ def _words(threads):
         numbers = np.ascontiguousarray(word[here, None]).view(ref.dtype)
         ref.array.reshape(-1)[index[here, None] + halves] = numbers[:, halves]
 
+    def of_16_bytes(place, first, condition):
+        """The array of an address, the threads that use it, and the places of what 16 bytes hold."""
+        (ref, index), here = place, np.flatnonzero(np.broadcast_to(condition, THREADS) & threads.mask())
+        size = ref.dtype.itemsize
+        return ref.array.reshape(-1), here, index[here, None] + first // size + np.arange(16 // size)
+
+    def load_words_if(condition, place, first=0):
+        found = np.zeros((THREADS, 4), np.int32)
+        array, here, places = of_16_bytes(place, first, condition)
+        found[here] = np.ascontiguousarray(array[places]).view(np.int32)
+        return [value(found[:, n]) for n in range(4)]
+
+    def store_words_if(condition, place, words, first=0):
+        array, here, places = of_16_bytes(place, first, condition)
+        array[places] = np.ascontiguousarray(np.stack(words, axis=1)[here]).view(array.dtype)
+
     return dict(
         load_if=load_if,
+        load_words_if=load_words_if,
+        store_words_if=store_words_if,
         store_if=store_if,
         address_in_rows=lambda ref, row, length, column: (ref, np.int64(row) * length + np.int64(column)),
         load_words=load,
@@ -252,6 +271,11 @@ def fake(threads):
     def sum_over(x, distances):
         return functools.reduce(lambda total, distance: value(total + total[number ^ distance]), distances, x)
 
+    def repeated(start, stop, body, values):
+        for n in range(int(start[0]), int(stop[0])):
+            values = body(value(np.full(THREADS, n)), list(values))
+        return values
+
     nothing = lambda *arguments, **options: None
     absolute = lambda x: value(np.abs(x))
     of_float32 = lambda function: lambda x: value(function(np.asarray(x)))
@@ -261,7 +285,11 @@ def fake(threads):
         vector=_vectors(threads),
         memref=SimpleNamespace(load=lambda ref, index: value(ref.array[place(ref, index)]), store=store),
         math=SimpleNamespace(
-            exp=of_float32(np.exp), log1p=of_float32(np.log1p), rsqrt=of_float32(APPROXIMATIONS["rsqrt"]), absf=absolute
+            exp=of_float32(np.exp),
+            log1p=of_float32(np.log1p),
+            rsqrt=of_float32(APPROXIMATIONS["rsqrt"]),
+            absf=absolute,
+            fma=lambda x, y, z: value((np.float64(x) * np.float64(y) + np.float64(z)).astype(np.float32)),
         ),
     )
     number = np.arange(THREADS, dtype=np.int32)
@@ -280,7 +308,9 @@ def fake(threads):
         address=lambda ref, index: (ref, np.asarray(index)),
         address_in_row=Address,
         sum_over=sum_over,
-        from_lane=lambda x, lane: value(x[number & ~31 | lane]),
+        from_lane=lambda x, lane, of=32: value(x[number & -of | lane]),
+        from_partner=lambda x, distance: value(x[number ^ distance]),
+        repeated=repeated,
         **dict.fromkeys(("commit", "barrier_of_warpgroups"), nothing),
     )
     return pm, operations
@@ -289,7 +319,7 @@ def fake(threads):
 def install(monkeypatch, threads, pm, operations, modules):
     """Lets the modules, and the arithmetic that they share, run in NumPy."""
     for module in (*modules, code):
-        monkeypatch.setattr(module, "pm", pm)
+        monkeypatch.setattr(module, "pm", pm, raising=False)
         for name, operation in operations.items():
             monkeypatch.setattr(module, name, operation, raising=False)
     for name, function in _words(threads).items():

@@ -14,19 +14,11 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors
+from pallas_kernels.gated_delta_rule.gate_code import Gate
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _PIECE = 32  # keys of a vector that the four lanes of a row have, eight each
 _ROWS = 8  # places that a warp has, and tokens in a tile of the product, which also has their queries
-
-
-class Gate(NamedTuple):
-    """How gates and factors of vectors are computed: see the arguments of `gated_delta_rule_deferred`."""
-
-    lower_bound: float | None
-    allow_neg_eigval: bool
-    scale: float
-    use_qk_l2norm: bool
 
 
 class Inputs(NamedTuple):
@@ -229,11 +221,7 @@ class _Threads:
 
     def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
         """Returns the log decays of all places, 0 for those without an entry. New ones are stored in the ring."""
-        raw, rate, bound = arith.addf(raw, bias), math.exp(rate), self.gate.lower_bound
-        if bound is None:
-            decay = arith.negf(arith.mulf(rate, _softplus(raw)))
-        else:
-            decay = arith.mulf(code.number(bound), _sigmoid(arith.mulf(rate, raw)))
+        decay = self.gate.log_decay(raw, rate, bias)
         is_new, exists = self.is_new(self.lane), self.exists(self.lane)
         with pm.only_if(_all(is_new, _is_set(self.keeps_decays), code.is_less(self.warp, 1))):
             memref.store(decay, self.inputs.ring_g, [code.index(code.total(self.group.place, self.lane))])
@@ -333,8 +321,9 @@ class _Threads:
             where = [code.index(each) for each in (pm.constant(self.number), index, own[0])]
             vector.store(code.from_parts(seen), self.results.weight, where, alignment=8)
             memref.store(arith.mulf(of_state, factor), self.results.factors, [_offset(index, at.of_state + of_group)])
-        beta = arith.mulf(_sigmoid(beta), code.number(2.0 if self.gate.allow_neg_eigval else 1.0))
-        memref.store(arith.mulf(beta, factors[0]), self.results.factors, [_offset(token, at.of_key + of_group)])
+        memref.store(
+            arith.mulf(self.gate.beta(beta), factors[0]), self.results.factors, [_offset(token, at.of_key + of_group)]
+        )
 
 
 def _all(*conditions: Any) -> Any:
@@ -357,14 +346,3 @@ def _offset(index: Any, first: int) -> Any:
 
 def _float32(x: Any) -> Any:
     return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
-
-
-def _softplus(x: Any) -> Any:
-    """Returns log(1 + exp(x))."""
-    large = arith.maximumf(x, code.number(0.0))
-    return arith.addf(large, math.log1p(math.exp(arith.negf(math.absf(x)))))
-
-
-def _sigmoid(x: Any) -> Any:
-    """Returns 1 / (1 + exp(-x))."""
-    return arith.divf(code.number(1.0), arith.addf(code.number(1.0), math.exp(arith.negf(x))))

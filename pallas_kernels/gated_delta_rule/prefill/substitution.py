@@ -1,11 +1,11 @@
 """Inverts triangular systems on Hopper GPUs by forward substitution. Four neighbouring threads share four columns.
 
 All products and sums are in float32, in a fixed order, so the error is only rounding, whatever the systems hold. Rows are
-found in groups of eight, of which each of the four threads has two, in all of its columns. A thread therefore loads a quarter
-of a system's elements and multiplies each of them four times. The threads tell each other the rows that they find.
+found in groups of eight, of which each of the four threads has two, in all of its columns. So a thread loads a quarter of a
+system's elements and multiplies each of them four times. The threads tell each other the rows that they find.
 
 A column has no elements above its own row. The four columns of a thread are 16 apart, so all warps have equal work, and
-columns take part one after the other. The code is in loops, because cores take long to fetch instructions that they run once.
+columns take part one after the other. The code is in loops, because cores take long to fetch instructions that run once.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 
 SIZE = 64  # the rows of a system
-_GROUP = 8  # rows that are found one after the other, and then taken out of all rows below them: those of a tile's piece
+_GROUP = (
+    8  # rows that are found one after the other, and then taken out of all rows below them: those of a tile's piece
+)
 _GROUPS = SIZE // _GROUP
 _VECTOR = 4  # elements that are loaded at once
 _TEAM = 4  # threads that share as many columns
@@ -33,8 +35,8 @@ def substitute(system: Any, beta: Any, solution: Any, *, transposed: bool = Fals
     Args:
         system: -L below its diagonal, which is all that is used. float32 [2, 64, 64], `tiled`.
         beta: The factors of the columns. float32 [2, 64].
-        solution: Receives the results in pieces of bfloat16, the largest first. bfloat16 [2, pieces, 64, 64], `tiled`. It may
-            take the place of `system`.
+        solution: Receives the results in pieces of bfloat16, the largest first. bfloat16 [2, pieces, 64, 64], `tiled`. It
+            may take the place of `system`.
         transposed: Whether the results are stored transposed, two elements of a column at a time.
     """
 
