@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_mosaic import arith, ir, vector
+from pallas_kernels._pallas_mosaic import arith, ir, math, vector
 
 _LOG2_E = 1.4426950408889634
 
@@ -235,6 +235,12 @@ def multiply_tile(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     found = pm.assembly(text, constraints, result, [*left, *right, *sums], has_effects=False)
     return [pm.element_of_struct(found, place, f32) for place in range(4)]
+
+
+def softplus(x: Any) -> Any:
+    """Returns log(1 + exp(x)) of a float32 number."""
+    large = arith.maximumf(x, number(0.0))
+    return arith.addf(large, math.log1p(math.exp(arith.negf(math.absf(x)))))
 
 
 def sigmoid(x: Any) -> Any:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._check import checked, require
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.selective_state_update import pallas_triton, xla
+from pallas_kernels.selective_state_update import mosaic_gpu, pallas_triton, xla
 from pallas_kernels.selective_state_update.config import Config
 
 
@@ -96,4 +97,19 @@ def _update(operands, dt_softplus, implementation, config, interpret):
         pallas_triton.selective_state_update, dt_softplus=dt_softplus, config=config, interpret=interpret
     )
     xla_update = functools.partial(xla.selective_state_update, dt_softplus=dt_softplus)
-    return dispatch("selective_state_update", implementation, operands, xla=xla_update, triton=triton)
+    return dispatch(
+        "selective_state_update",
+        implementation,
+        operands,
+        xla=xla_update,
+        triton=triton,
+        mosaic_gpu=functools.partial(mosaic_gpu.selective_state_update, dt_softplus=dt_softplus),
+        no_mosaic_gpu=_no_mosaic_gpu(operands, implementation, config, interpret),
+    )
+
+
+def _no_mosaic_gpu(operands, implementation, config, interpret):
+    """Returns the reason why the Mosaic GPU kernel cannot run, or None. A named one may run on another device."""
+    x, dt, A, B, _, pool, *_, D, _, dt_bias = operands
+    reason = pm.unavailable(implementation, config, interpret)
+    return reason or mosaic_gpu.unsupported(x, dt, A, D, dt_bias, B, pool)

@@ -42,6 +42,22 @@ def pack(lengths, padding_rows=0):
     return jnp.asarray(np.concatenate([ends, np.full(padding_rows, ends[-1])]), jnp.int32)
 
 
+def mixed_rows(window):
+    """Returns lengths, read blocks and write blocks of a mixed batch.
+
+    It has verify rows, an empty row, a fresh row, rows whose read block is the first or last block that they write,
+    skipped writes, and padding rows.
+    """
+    lengths = [1, window, 0, 1, min(2, window), window]
+    read = [3, 4, 5, 0, 4, 5]
+    write = np.zeros((8, window), np.int32)
+    write[:6, 0] = [3, 6, 7, 8, 0, 9]
+    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
+    write[5, -1] = 5
+    write[6:] = 20
+    return lengths, read, write
+
+
 def dirty_pool(rng, shape, dtype, clean=()):
     """Makes a pool that is NaN except for the blocks in `clean`, as the memory of a recycled pool may be."""
     pool = np.full(shape, np.nan, np.float32)

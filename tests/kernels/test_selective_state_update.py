@@ -1,12 +1,23 @@
 """selective_state_update: outputs and states against the oracle, and the bitwise promises."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.common import IMPLEMENTATIONS, WINDOWS, assert_close, assert_untouched, dirty_pool, how, pack
+from kernels.common import (
+    IMPLEMENTATIONS,
+    WINDOWS,
+    assert_close,
+    assert_untouched,
+    dirty_pool,
+    how,
+    mixed_rows,
+    pack,
+    skip_if_unavailable,
+)
 from oracles.ops import selective_state_update as oracle
 
 from pallas_kernels import selective_state_update
@@ -32,6 +43,8 @@ DIMS = {
     "mamba2 128": Dims(2, 16, 128, 1),
     "mamba2 256": Dims(2, 8, 256, 1),
     "mamba2 odd": Dims(3, 10, 24, 3),
+    "64 x 128": Dims(4, 64, 128, 2),
+    "128 x 64": Dims(2, 128, 64, 1),
     "mamba1": Dims(1, 40, 16),
     "mamba1 odd": Dims(1, 37, 20),
 }
@@ -64,6 +77,26 @@ def in_float64(tree):
     return jax.tree.map(lambda v: np.asarray(v.astype(jnp.float32), np.float64), tree)
 
 
+def assert_rows_match_the_oracle(lengths, read, write, out, before, after, arguments, options):
+    """Checks the outputs, every state that was kept, and that nothing else in the pool changed."""
+    (x, dt, A, B, C), given = in_float64(arguments), in_float64(options)
+    written, ends = [], np.cumsum([0, *lengths])
+    for r, n in enumerate(lengths):
+        tokens = slice(ends[r], ends[r] + n)
+        per_row = given | {name: given[name][tokens] for name in given if name == "z"}
+        wanted, states = oracle(x[tokens], dt[tokens], A, B[tokens], C[tokens], state_of(before, read[r]), **per_row)
+        # A token's output sums state_dim products of a state, to which n tokens have added one product each.
+        terms = 4 * (n + 1) * before.shape[-1]
+        assert_close(out[tokens], wanted, out.dtype, terms, f"row {r}")
+        for t in range(n):
+            if write[r, t]:
+                written.append(write[r, t])
+                assert_close(state_of(after, write[r, t]), states[t], after.dtype, terms, f"state {r}, {t}")
+    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
+    assert_untouched(before, after, written)
+    assert_untouched(before[:LAYER], after[:LAYER], written=())
+
+
 @pytest.mark.parametrize(("window", "implementation"), [*WINDOWS, (1, "interpret")])
 @pytest.mark.parametrize(
     ("dims", "dtype", "state_dtype"),
@@ -81,39 +114,38 @@ def in_float64(tree):
     ],
 )
 def test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, implementation):
-    dims = DIMS[dims]
-    # Verify rows, an empty row, a fresh row, rows whose read block is the first or last block that they write, skipped
-    # writes, padding rows.
-    lengths = [1, window, 0, 1, min(2, window), window]
-    read = [3, 4, 5, 0, 4, 5]
-    write = np.zeros((8, window), np.int32)
-    write[:6, 0] = [3, 6, 7, 8, 0, 9]
-    write[1, 1:], write[5, 1:] = range(10, 10 + window - 1), range(13, 13 + window - 1)
-    write[5, -1] = 5
-    write[6:] = 20
-    arguments, pool, options = make(rng, lengths, dims, dtype, state_dtype)
+    lengths, read, write = mixed_rows(window)
+    arguments, pool, options = make(rng, lengths, DIMS[dims], dtype, state_dtype)
     rows = pack(lengths, padding_rows=2), jnp.array([*read, 5, 0]), jnp.asarray(write)
     out, after = selective_state_update(*arguments, pool, LAYER, *rows, **options, **how(implementation))
-    (x, dt, A, B, C), given = in_float64(arguments), in_float64(options)
-    written, ends = [], np.cumsum([0, *lengths])
-    for r, n in enumerate(lengths):
-        tokens = slice(ends[r], ends[r] + n)
-        per_row = given | dict(z=given["z"][tokens])
-        wanted, states = oracle(x[tokens], dt[tokens], A, B[tokens], C[tokens], state_of(pool, read[r]), **per_row)
-        # A token's output sums state_dim products of a state, to which n tokens have added one product each.
-        terms = 4 * (n + 1) * dims.state_dim
-        assert_close(out[tokens], wanted, dtype, terms, f"row {r}")
-        for t in range(n):
-            if write[r, t]:
-                written.append(write[r, t])
-                assert_close(state_of(after, write[r, t]), states[t], state_dtype, terms, f"state {r}, {t}")
-    assert not np.asarray(out[sum(lengths) :].astype(jnp.float32)).any()
-    assert_untouched(pool, after, written)
-    assert_untouched(pool[:LAYER], after[:LAYER], written=())
+    assert_rows_match_the_oracle(lengths, read, write, out, pool, after, arguments, options)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dims", ["mamba2", "mamba1"])
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (jnp.bfloat16, jnp.float32),
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.float16),
+        (jnp.float32, jnp.float32),
+        (jnp.float32, jnp.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("dims", ["64 x 128", "128 x 64"])
+def test_update_by_mosaic_gpu_matches_the_oracle(rng, dims, dtype, state_dtype, window):
+    test_update_matches_the_oracle(rng, dims, dtype, state_dtype, window, "mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("dims", "implementation"),
+    [
+        *itertools.product(("mamba2", "mamba1"), IMPLEMENTATIONS[:2]),
+        *(pytest.param(dims, "triton", marks=pytest.mark.gpu) for dims in ("mamba2", "mamba1")),
+        pytest.param("64 x 128", "mosaic_gpu", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize(("given", "dt_softplus"), [((), True), (("D",), False), (("z", "dt_bias"), True)], ids=str)
 def test_optional_arguments_match_the_oracle(rng, dims, given, dt_softplus, implementation):
     dims, lengths = DIMS[dims], [2, 1]
@@ -139,6 +171,11 @@ ALONE = [
     *(
         pytest.param(dims, dtype, "triton", marks=pytest.mark.gpu)
         for dims in ("mamba2", "mamba2 128", "mamba1")
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ),
+    *(
+        pytest.param(dims, dtype, "mosaic_gpu", marks=pytest.mark.gpu)
+        for dims in ("64 x 128", "128 x 64")
         for dtype in (jnp.float32, jnp.bfloat16)
     ),
 ]
@@ -207,7 +244,9 @@ def test_every_config_computes_the_same_numbers(rng, dims, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("large_pool")
-def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng, implementation):
+    skip_if_unavailable(implementation)
     dims, blocks = Dims(8, 128, 128), 16500
     arguments, small, options = make(rng, [1], dims, extra_tokens=0)
     last = blocks - 1
@@ -215,7 +254,7 @@ def test_update_reaches_blocks_beyond_2_to_the_31_elements(rng):
     fill = lambda: jnp.zeros((1, blocks, 8, 128, 128)).at[0, last].set(small[LAYER, 3]).at[0, wrapped].set(7.0)
     step = jax.jit(
         lambda pool, block: selective_state_update(
-            *arguments, pool, 0, pack([1]), block, block[None], **options, implementation="triton"
+            *arguments, pool, 0, pack([1]), block, block[None], **options, implementation=implementation
         ),
         donate_argnums=0,
     )

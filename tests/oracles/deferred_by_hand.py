@@ -13,11 +13,11 @@ import pytest
 from kernels import threads_in_numpy
 from kernels.threads_in_numpy import Ref
 
-from pallas_kernels.gated_delta_rule import gate_code
+from pallas_kernels.gated_delta_rule import _gate_code
+from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred import weights
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.weights import Group, Inputs, Results
-from pallas_kernels.gated_delta_rule.gate_code import Gate
 
 
 def wide(array):
@@ -88,7 +88,7 @@ def compute(*arguments):
     """Runs `store_weights` in NumPy."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         threads = threads_in_numpy.Threads()
-        threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), (weights, gate_code))
+        threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), (weights, _gate_code))
         weights.store_weights(*arguments)
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
 from pallas_kernels.blocks import NULL_BLOCK
+from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors, sizes
 from pallas_kernels.gated_delta_rule.deferred.weights import Group, Inputs, Results, store_weights
-from pallas_kernels.gated_delta_rule.gate_code import Gate
 
 _VALUES = 64  # value dims of a program: the rows of a product on tensor cores
 _LENGTHS = (16, 32)  # of groups: the widths of tiles of corrections

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.deferred._factors import Factors
-from pallas_kernels.gated_delta_rule.gate_code import Gate
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _PIECE = 32  # keys of a vector that the four lanes of a row have, eight each

@@ -18,18 +18,12 @@ class Gate(NamedTuple):
         """Returns the log decay of a token, given its raw projection, `A_log` and `dt_bias`, all in float32."""
         raw, rate = arith.addf(raw, bias), math.exp(rate)
         if self.lower_bound is None:
-            return arith.negf(arith.mulf(rate, _softplus(raw)))
+            return arith.negf(arith.mulf(rate, code.softplus(raw)))
         return arith.mulf(code.number(self.lower_bound), _sigmoid(arith.mulf(rate, raw)))
 
     def beta(self, raw: Any) -> Any:
         """Returns the strength of a token's correction, given its raw projection in float32."""
         return arith.mulf(_sigmoid(raw), code.number(2.0 if self.allow_neg_eigval else 1.0))
-
-
-def _softplus(x: Any) -> Any:
-    """Returns log(1 + exp(x))."""
-    large = arith.maximumf(x, code.number(0.0))
-    return arith.addf(large, math.log1p(math.exp(arith.negf(math.absf(x)))))
 
 
 def _sigmoid(x: Any) -> Any:

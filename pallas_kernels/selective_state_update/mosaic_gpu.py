@@ -1,0 +1,91 @@
+"""selective_state_update on Hopper GPUs, for Mamba-2. The state rows of a warp are channels of one head.
+
+Products are fused with sums, which a kernel that XLA gives to Triton's compiler cannot do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _state_warps
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, math
+from pallas_kernels._state_warps import State, Warp
+
+
+def unsupported(
+    x: jax.Array, dt: jax.Array, A: jax.Array, D: jax.Array | None, dt_bias: jax.Array | None, B: jax.Array,
+    pool: jax.Array,
+) -> str | None:  # fmt: skip
+    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+    of_head = dict(dt=(dt, 2), A=(A, 1), D=(D, 1), dt_bias=(dt_bias, 1))
+    for name, (array, ndim) in of_head.items():
+        if array is not None and array.ndim != ndim:
+            return f"{name} must have a number per head, got {list(array.shape)}"
+    return _state_warps.unsupported(pool, x, B)
+
+
+class _StateSpace:
+    """The recurrence of one head. `refs` are `x`, `dt`, `A`, `B`, `C`, and `D`, `z` and `dt_bias` if there are any."""
+
+    def __init__(self, refs: Any, warp: Warp, dt_softplus: bool) -> None:
+        self.refs, self.warp, self.dt_softplus, self.head = refs, warp, dt_softplus, warp.place.head
+        heads, groups = ir.MemRefType(refs.x.type).shape[1], ir.MemRefType(refs.B.type).shape[1]
+        self.group = arith.divui(self.head, pm.constant(heads // groups))
+        self.rate = warp.load_number(refs.A, self.head)
+        optional = lambda name: warp.load_number(getattr(refs, name), self.head) if hasattr(refs, name) else None
+        self.skip, self.bias = optional("D"), optional("dt_bias")
+
+    def take(self, token: Any) -> list[Any]:
+        """Loads the lane's part of B and C, the step size, and the input and the gate of its own state row."""
+        refs, warp = self.refs, self.warp
+        vectors = [warp.load_columns(ref, token, self.group, warp.column) for ref in (refs.B, refs.C)]
+        channels = [refs.x, refs.z] if hasattr(refs, "z") else [refs.x]
+        of_row = [warp.load_number(ref, token, self.head, warp.own_row) for ref in channels]
+        return [*vectors, warp.load_number(refs.dt, token, self.head), *of_row]
+
+    def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
+        """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""
+        B, C, dt, x, *z = inputs
+        B, C = (code.parts(code.wide(each)) for each in (B, C))
+        dt = dt if self.bias is None else arith.addf(dt, self.bias)
+        dt = code.softplus(dt) if self.dt_softplus else dt
+        decay = math.exp(arith.mulf(self.rate, dt))
+        after = []
+        for part, factor in zip(state, self.warp.of_each_load(arith.mulf(dt, x)), strict=True):
+            after.append([math.fma(factor, k, arith.mulf(decay, s)) for k, s in zip(B, part, strict=True)])
+        y = self.warp.times(after, C)
+        y = y if self.skip is None else math.fma(self.skip, x, y)
+        return (arith.mulf(y, code.silu(*z)) if z else y), after
+
+
+def selective_state_update(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    query_start_loc: jax.Array,
+    read_block: jax.Array,
+    write_blocks: jax.Array,
+    D: jax.Array | None,
+    z: jax.Array | None,
+    dt_bias: jax.Array | None,
+    *,
+    dt_softplus: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel. See api.py."""
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    return _state_warps.advance_states(
+        "selective_state_update",
+        lambda refs, warp: _StateSpace(refs, warp, dt_softplus),
+        {name: array for name, array in inputs.items() if array is not None},
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        pool,
+        layer,
+        (query_start_loc, read_block, write_blocks),
+    )
