@@ -131,8 +131,8 @@ def gated_delta_rule_update(
         use_qk_l2norm: Whether queries and keys are normalised to unit length first.
         layout: The layout of the states: "VK" [value_heads, value_dim, key_dim] or "KV" [value_heads, key_dim,
             value_dim].
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
+            on any CUDA GPU, and XLA that can run the arguments.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -141,7 +141,8 @@ def gated_delta_rule_update(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+            layout "VK", a decay per head, value_dim in multiples of 64, and 128, 256 or 512 bytes of keys per value dim.
     """
     check_layout("gated_delta_rule_update", layout, StateLayout)
     value_heads, value_dim, key_dim = state_dims(pool, layout)

@@ -69,8 +69,8 @@ def selective_state_update(
         z: Raw gate of the outputs, or None.
         dt_bias: Bias that is added to `dt` before the softplus, per head or per channel, or None.
         dt_softplus: Whether a softplus is applied to `dt`.
-        implementation: "xla" or "triton". None selects Triton if the program is lowered for CUDA and the kernel can run
-            the arguments, and XLA otherwise.
+        implementation: "xla", "triton" or "mosaic_gpu". None selects the first of Mosaic GPU, on a Hopper GPU, Triton,
+            on any CUDA GPU, and XLA that can run the arguments.
         config: Launch configuration of the Triton kernel. None selects the default.
         interpret: Whether to run the Triton kernel's body as plain JAX, on any platform.
 
@@ -79,7 +79,8 @@ def selective_state_update(
 
     Raises:
         ValueError: if a shape or dtype breaks the contract.
-        UnsupportedError: if `implementation` is "triton" and the kernel cannot run these arguments.
+        UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+            parameters per head, as Mamba-2 has, head_dim in multiples of 64, and 128, 256 or 512 bytes of state per channel.
     """
     require(
         B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,

@@ -512,6 +512,25 @@ def test_deferred_states_lower_by_mosaic_gpu(state_dtype, tokens):
         assert "selective_state_deferred_weights" in text
 
 
+UPDATES = [
+    *((lower_gated_delta_rule, case) for case in gated_delta_rule_cases.UPDATE_CASES),
+    *((lower_selective_state_update, case) for case in selective_state_update_cases.CASES),
+]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize(("lower", "case"), UPDATES, ids=lambda x: getattr(x, "name", ""))
+def test_updates_lower_by_mosaic_gpu(lower, case):
+    """Those with a decay, or parameters, per head do, in the default layout, if a state row fills a lane's loads."""
+    is_mamba = lower is lower_selective_state_update
+    is_other = case.is_mamba1 if is_mamba else not case.packed or case.layout == "KV" or case.key_dim == 96
+    if not is_other:
+        assert lower("NVIDIA H200", case, implementation="mosaic_gpu").count("@mosaic_gpu_v2(") == 1
+        return
+    with pytest.raises(UnsupportedError, match=r"must|no such kernel"):
+        lower("NVIDIA H200", case, implementation="mosaic_gpu")
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
 @pytest.mark.parametrize(
     ("lower", "cases", "module"),
