@@ -241,6 +241,9 @@ def one_line(capsys):
 def test_a_bad_url_is_refused_by_name(capsys):
     assert main(["bench", "--url=127.0.0.1:8000"]) == 2
     assert "url must begin with http:// or https://" in one_line(capsys)
+    for port in ("99999", "a"):
+        assert main(["bench", f"--url=http://127.0.0.1:{port}"]) == 2
+        assert f"url must have a port from 0 to 65535 or none, got 'http://127.0.0.1:{port}'" in one_line(capsys)
     assert main(["bench", "--url=http://127.0.0.1:1/a b"]) == 2
     assert "url must be one that HTTP allows, got 'http://127.0.0.1:1/a b'" in one_line(capsys)
     # No one listens on the port that a closed socket had.

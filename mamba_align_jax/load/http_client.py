@@ -55,8 +55,12 @@ class Server:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must begin with http:// or https:// and name a host, got {self.url!r}")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ValueError(f"url must have a port from 0 to 65535 or none, got {self.url!r}") from None
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname, parts.port, timeout=self.timeout_s)
+        connection = kind(parts.hostname, port, timeout=self.timeout_s)
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
