@@ -27,10 +27,12 @@ MIN_SPAN_US = 20_000  # the shortest time over which a span is measured
 
 
 def time_ours(benchmark: KernelBenchmark, **options: Any) -> Callable[[], float]:
-    """Returns a function that measures once and returns microseconds per turn."""
-    launch = _launch(
-        lambda inputs: benchmark.run(TURNS, inputs, implementation=benchmark.implementation, **options), benchmark
-    )
+    """Compiles, and returns a function that measures once and returns microseconds per turn.
+
+    `options` are the op's, by default the implementation that the op selects.
+    """
+    options = options or dict(implementation=benchmark.implementation)
+    launch = _launch(lambda inputs: benchmark.run(TURNS, inputs, **options), benchmark)
     return lambda: time_per_turn(launch, TURNS, benchmark.kernel)
 
 

@@ -1,12 +1,14 @@
-"""Times launch configurations of an op over its cases: `python -m benchmarks.tune --op NAME`.
+"""Times launch configurations of an op's Triton kernel over its cases: `python -m benchmarks.tune --op NAME`.
 
-The fastest ones are written into the op's `config.py` by hand, with the machine that measured them.
+The configurations of a case are compiled at the same time, and timed one after the other. The fastest ones are written into
+the op's `config.py` by hand, with the machine that measured them.
 """
 
 import argparse
 import ast
 import dataclasses
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -86,11 +88,13 @@ CONFIGS: dict[str, list[Any]] = {
 
 
 def time_each(benchmark: Any, configs: list[Any]) -> list[tuple[float, Any]]:
-    """Returns (microseconds, configuration) of the configurations that compile, the fastest first."""
+    """Returns (microseconds, configuration) of the configurations that compile, the fastest first. None is the default."""
+    with ThreadPoolExecutor() as pool:
+        compiled = [pool.submit(time_ours, benchmark, implementation="triton", config=config) for config in configs]
     timed = []
-    for config in configs:
+    for config, each in zip(configs, compiled, strict=True):
         try:
-            timed.append((time_ours(benchmark, config=config)(), config))
+            timed.append((each.result()(), config))
         except jax.errors.JaxRuntimeError as error:
             print(f"{config}: {str(error).splitlines()[0]}", flush=True)
     return sorted(timed, key=lambda entry: entry[0])
@@ -110,11 +114,13 @@ def main() -> None:
         if options.case and case.name not in options.case:
             continue
         benchmark = make(case)
-        now = time_ours(benchmark)()
         widest = getattr(case, "key_dim", getattr(case, "state_dim", 0))
-        best = time_each(benchmark, [c for c in configs if options.config or getattr(c, "segment", 0) <= widest])[:5]
+        fitting = [c for c in configs if options.config or getattr(c, "segment", 0) <= widest]
+        timed = time_each(benchmark, [None, *fitting])
+        now = "; ".join(f"{us:.2f} us" for us, config in timed if config is None)
+        best = [(us, config) for us, config in timed if config is not None][:5]
         assert float(benchmark.error(implementation="triton", config=best[0][1])) <= benchmark.tolerance, best[0]
-        print(f"{case.name}: now {now:.2f} us; " + "; ".join(f"{us:.2f} {config}" for us, config in best), flush=True)
+        print(f"{case.name}: now {now}; " + "; ".join(f"{us:.2f} {config}" for us, config in best), flush=True)
 
 
 if __name__ == "__main__":

@@ -235,6 +235,18 @@ def test_a_sweep_has_every_combination_of_settings():
     assert [dataclasses.astuple(config) for config in configs] == [(1, 3, 4), (1, 5, 4), (2, 3, 4), (2, 5, 4)]
 
 
+def test_configurations_that_compile_are_timed_and_the_fastest_comes_first(monkeypatch, capsys):
+    def time_ours(benchmark, *, implementation, config):
+        assert (benchmark, implementation) == ("a case", "triton")
+        if config == 7:
+            raise jax.errors.JaxRuntimeError("too much shared memory\nand more")
+        return lambda: float(config or 5)
+
+    monkeypatch.setattr(tune, "time_ours", time_ours)
+    assert tune.time_each("a case", [None, 9, 7, 2]) == [(2.0, 2), (5.0, None), (9.0, 9)]
+    assert capsys.readouterr().out == "7: too much shared memory\n"
+
+
 def test_the_span_of_a_turn_is_the_difference_of_two_runs(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
