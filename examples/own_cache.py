@@ -149,6 +149,7 @@ def step(model, tokens, batch, updates, additions, pool, state, tables, decode_r
     tables = ma.update_block_tables(tables, updates)
     state = ma.add_requests(state, additions)
     state, indices = ma.begin_step(SPEC, state, batch, tables)
+    pool = ma.migrate(SPEC, pool, indices)
     at = ma.LayerStep.create(batch, indices, num_decode_rows=decode_rows, num_tokens=tokens.shape[0])
 
     def recur(number, block, xBC, dt):

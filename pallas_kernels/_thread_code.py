@@ -152,7 +152,7 @@ def vector_type(length: int, kind: Any) -> Any:
 
 def number(value: float) -> Any:
     """Returns a float32 number."""
-    return arith.constant(ir.F32Type.get(), value)
+    return arith.constant(ir.F32Type.get(), float(value))
 
 
 def splat(value: float) -> Any:

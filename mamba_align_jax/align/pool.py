@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.align.config import AlignConfig
+from mamba_align_jax.align.config import AlignConfig, ConvState
 from pallas_kernels import NULL_BLOCK
 
 
@@ -24,6 +24,12 @@ def _shapes(spec: AlignConfig, num_blocks: int) -> list[list[jax.ShapeDtypeStruc
         ]
         for group in spec.groups
     ]
+
+
+def _uncut(array: Any, kind: Any) -> tuple[Any, ...]:
+    """Returns what a device's part of an array has in common with the whole array, of which it may have some channels."""
+    length = array.shape[2 if kind.layout == "SD" else 3] if isinstance(kind, ConvState) and array.ndim == 4 else None
+    return array.shape[0], array.ndim, jnp.dtype(array.dtype), length
 
 
 def _ring_shapes(spec: AlignConfig) -> list[list[jax.ShapeDtypeStruct]]:
@@ -151,6 +157,24 @@ class StatePool:
             sharding = _only_sharding(states[0][0])
         rings = _new_rings("StatePool.from_arrays: sharding", spec, sharding)
         return cls(states=tuple(map(tuple, states)), rings=rings)
+
+    def check(self, spec: AlignConfig) -> None:
+        """Raises ValueError if the pool was made for another spec. A device of several may have a part of the channels."""
+        wanted = _shapes(spec, 1)
+        fits = list(map(len, self.states)) == list(map(len, wanted)) and all(
+            _uncut(array, kind) == _uncut(other, kind)
+            for group, arrays, others in zip(spec.groups, self.states, wanted, strict=True)
+            for kind, array, other in zip(group.states, arrays, others, strict=True)
+        )
+        show = lambda groups: [[f"{array.dtype}{list(array.shape)}" for array in group] for group in groups]
+        if not fits:
+            raise ValueError(
+                f"StatePool: states must be made for this spec, {show(wanted)} with any number of blocks, "
+                f"got {show(self.states)}"
+            )
+        if (self.rings is not None) != spec.is_deferred:
+            has = "no rings" if self.rings is None else "rings"
+            raise ValueError(f"StatePool: rings must be those of policy {spec.policy!r}, got a pool with {has}")
 
     @property
     def num_blocks(self) -> int:

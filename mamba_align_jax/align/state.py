@@ -44,7 +44,10 @@ class AlignState:
         return cls(num_computed_tokens=fill(0), num_accepted_tokens=fill(1), running_column=fill(-1), state_pos=base)
 
     def check(self, spec: AlignConfig) -> None:
-        """Raises ValueError if the state was made for a spec that has another policy."""
+        """Raises ValueError if the state was made for a spec that has another policy or number of slots."""
+        slots = self.num_computed_tokens.shape[0]
+        if slots != spec.max_num_seqs:
+            raise ValueError(f"AlignState: slots must be max_num_seqs = {spec.max_num_seqs}, got {slots}")
         if spec.is_deferred != (self.state_pos is not None):
             made = "'deferred'" if self.state_pos is not None else "'copy_free' or 'pre_copy'"
             raise ValueError(f"AlignState: policy must be the one it was made for, {made}, got {spec.policy!r}")

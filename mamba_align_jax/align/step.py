@@ -126,9 +126,13 @@ def begin_step(
         The state with the new running columns, and where each row reads and writes.
 
     Raises:
-        ValueError: The tables do not have the groups and slots of `spec`, or have too few columns, or `state` was made
-            for another policy.
+        ValueError: An argument is something else, the tables do not have the groups and slots of `spec`, or have too few
+            columns, or `state` was made for another policy or number of slots.
     """
+    values.instance("begin_step: spec", spec, AlignConfig)
+    values.instance("begin_step: state", state, AlignState)
+    values.instance("begin_step: batch", batch, StepBatch)
+    values.instance("begin_step: tables", tables, BlockTables)
     tables.check(spec)
     state.check(spec)
     size = spec.state_block_size
@@ -217,7 +221,12 @@ def migrate(
 
     Under policy "deferred" it writes the states from which chunks after verify rows continue. A caller whose chunks
     never follow verify rows may leave it out.
+
+    Raises:
+        ValueError: `pool` is something else, or was made for another spec.
     """
+    values.instance("migrate: pool", pool, StatePool)
+    pool.check(spec)
     if indices.folds is not None:
         return settle(spec, pool, indices.folds, implementation=implementation)
     return copy_states(spec, pool, indices.migration, implementation=implementation)
@@ -326,7 +335,9 @@ def finish_step(
         The state and the pool for the next step. Padding rows and rows without tokens change nothing.
 
     Raises:
-        ValueError: `num_sampled` is something else.
+        ValueError: `num_sampled` is something else, `pool` was made for another spec, or its arrays changed places.
     """
+    values.instance("finish_step: pool", pool, StatePool)
+    pool.check(spec)
     state, plan = plan_finish(spec, state, batch, indices, num_sampled, tables)
     return state, copy_states(spec, pool, plan, implementation=implementation)

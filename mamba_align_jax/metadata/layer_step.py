@@ -127,7 +127,18 @@ class LayerStep:
         return cls(rows=rows, chunks=chunks, layer=jnp.int32(0), implementation=implementation)
 
     def at(self, layer: int | jax.Array, group: int = 0) -> "LayerStep":
-        """Returns the same step for layer `layer` of group `group`."""
+        """Returns the same step for another layer.
+
+        Args:
+            layer: Index of the layer among the layers of its group. A number that is too large is not noticed.
+            group: Index of the group.
+
+        Raises:
+            ValueError: There is no such group, or `layer` is negative or no whole number.
+        """
+        groups = self.rows.decode.recurrent_read.shape[0]
+        group = values.integer("LayerStep.at: group", group, 0, max(groups - 1, 0))
+        layer = layer if isinstance(layer, jax.Array) else values.integer("LayerStep.at: layer", layer, 0)
         return replace(self, layer=jnp.int32(layer), group=group)
 
     def apply(

@@ -142,6 +142,7 @@ def gated_delta_rule_update(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+            arrays of 16 or 32 bits and no `config`, on JAX 0.11.2 or newer,
             layout "VK", a decay per head, value_dim in multiples of 64, and 128, 256 or 512 bytes of keys per value dim.
     """
     check_layout("gated_delta_rule_update", layout, StateLayout)
@@ -356,8 +357,8 @@ def _update(operands, lower_bound, allow_neg_eigval, scale, use_qk_l2norm, layou
 
 def _no_update_by_mosaic_gpu(operands, layout, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernel of the update cannot run, or None."""
-    qkv, a, _, _, _, pool = operands[:6]
-    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(qkv, a, pool, layout)
+    *inputs, pool = operands[:6]
+    return pm.unavailable(implementation, config, interpret) or mosaic_gpu.unsupported(inputs, pool, layout)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)

@@ -19,13 +19,14 @@ from pallas_kernels.gated_delta_rule._gate_code import Gate
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 
-def unsupported(qkv: jax.Array, a: jax.Array, pool: jax.Array, layout: StateLayout) -> str | None:
-    """Returns the reason why the kernel cannot run these arguments, or None if it can."""
+def unsupported(inputs: Sequence[jax.Array], pool: jax.Array, layout: StateLayout) -> str | None:
+    """Returns the reason why the kernel cannot run these arguments, or None if it can. `inputs` are those before `pool`."""
     if layout != "VK":
         return f"layout must be 'VK', got {layout!r}"
+    a = inputs[1]
     if a.ndim != 2:
         return f"a must have a decay per head [tokens, value_heads], got {list(a.shape)}"
-    return _state_warps.unsupported(pool, qkv)
+    return _state_warps.unsupported(pool, *inputs)
 
 
 class _DeltaRule:

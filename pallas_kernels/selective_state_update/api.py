@@ -80,6 +80,7 @@ def selective_state_update(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
+            arrays of 16 or 32 bits and no `config`, on JAX 0.11.2 or newer,
             parameters per head, as Mamba-2 has, head_dim in multiples of 64, and 128, 256 or 512 bytes of state per channel.
     """
     require(
@@ -111,6 +112,6 @@ def _update(operands, dt_softplus, implementation, config, interpret):
 
 def _no_mosaic_gpu(operands, implementation, config, interpret):
     """Returns the reason why the Mosaic GPU kernel cannot run, or None. A named one may run on another device."""
-    x, dt, A, B, _, pool, *_, D, _, dt_bias = operands
+    x, dt, A, B, C, pool, _, _, _, _, D, z, dt_bias = operands
     reason = pm.unavailable(implementation, config, interpret)
-    return reason or mosaic_gpu.unsupported(x, dt, A, D, dt_bias, B, pool)
+    return reason or mosaic_gpu.unsupported(x, dt, A, B, C, pool, D, z, dt_bias)

@@ -16,15 +16,15 @@ from pallas_kernels._state_warps import State, Warp
 
 
 def unsupported(
-    x: jax.Array, dt: jax.Array, A: jax.Array, D: jax.Array | None, dt_bias: jax.Array | None, B: jax.Array,
-    pool: jax.Array,
+    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, pool: jax.Array, D: jax.Array | None,
+    z: jax.Array | None, dt_bias: jax.Array | None,
 ) -> str | None:  # fmt: skip
     """Returns the reason why the kernel cannot run these arguments, or None if it can."""
     of_head = dict(dt=(dt, 2), A=(A, 1), D=(D, 1), dt_bias=(dt_bias, 1))
     for name, (array, ndim) in of_head.items():
         if array is not None and array.ndim != ndim:
             return f"{name} must have a number per head, got {list(array.shape)}"
-    return _state_warps.unsupported(pool, x, B)
+    return _state_warps.unsupported(pool, *(each for each in (x, dt, A, B, C, D, z, dt_bias) if each is not None))
 
 
 class _StateSpace:

@@ -18,6 +18,7 @@ from mamba_align_jax import (
     ConvState,
     CopyPlan,
     GroupSpec,
+    LayerStep,
     RecurrentState,
     StatePool,
     StepBatch,
@@ -396,6 +397,64 @@ def test_an_update_may_repeat_an_entry():
 def test_bad_specs_are_refused(message):
     with raises(message):
         BAD_SPECS[message]()
+
+
+def started(spec):
+    """Returns the batch of one row, and what `begin_step` needs and returns."""
+    batch, tables = StepBatch.from_host(spec, 1, [0], [0, 1], [0]), BlockTables.create(spec)
+    state, indices = begin_step(spec, AlignState.create(spec), batch, tables)
+    return batch, tables, state, indices
+
+
+OTHER_POOLS = {
+    "fewer drafts": lambda spec: StatePool.create(make_spec(num_speculative_tokens=0), 8),
+    "fewer groups": lambda spec: StatePool.create(make_spec(groups=spec.groups[:1]), 8),
+    "arrays in another order": lambda spec: StatePool.create(spec, 8).with_group(
+        0, StatePool.create(spec, 8).states[0][::-1]
+    ),
+    "another dtype": lambda spec: jax.tree.map(lambda x: x.astype(jnp.float16), StatePool.create(spec, 8)),
+    "another policy": lambda spec: replace(StatePool.create(spec, 8), rings=((),) * len(spec.groups)),
+    "no pool": lambda spec: StatePool.create(spec, 8).states,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_POOLS)
+def test_a_pool_that_was_made_for_another_spec_is_refused(name):
+    """It would lose states silently."""
+    spec = make_spec()
+    batch, tables, state, indices = started(spec)
+    pool = OTHER_POOLS[name](spec)
+    with pytest.raises(ValueError, match=r"(StatePool|migrate|finish_step): (states|rings|pool) must be"):
+        migrate(spec, pool, indices)
+    with pytest.raises(ValueError, match=r"(StatePool|migrate|finish_step): (states|rings|pool) must be"):
+        finish_step(spec, state, pool, batch, indices, 1, tables)
+
+
+def test_slots_of_another_number_are_refused():
+    spec = make_spec()
+    few = AlignState.create(make_spec(max_num_seqs=1))
+    batch, tables, *_ = started(spec)
+    with raises(f"AlignState: slots must be max_num_seqs = {spec.max_num_seqs}, got 1"):
+        begin_step(spec, few, batch, tables)
+
+
+@pytest.mark.parametrize("name", ["spec", "state", "batch", "tables"])
+def test_the_step_names_an_argument_of_another_kind(name):
+    spec = make_spec()
+    batch, tables, state, _ = started(spec)
+    given = dict(spec=spec, state=state, batch=batch, tables=tables) | {name: [1]}
+    with raises(f"begin_step: {name} must be"):
+        begin_step(**given)
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted"), [((0, 2), "group must be at most 1, got 2"), ((0, -1), "group"), ((-1, 0), "layer")]
+)
+def test_a_layer_of_no_group_is_refused(where, wanted):
+    batch, _, _, indices = started(make_spec())
+    step = LayerStep.create(batch, indices, num_decode_rows=1, num_tokens=1)
+    with raises(f"LayerStep.at: {wanted}"):
+        step.at(*where)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 7), (1, 4, 8), (2, 3, 8), (4, 8)], ids=str)

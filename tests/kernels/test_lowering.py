@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
@@ -529,6 +530,21 @@ def test_updates_lower_by_mosaic_gpu(lower, case):
         return
     with pytest.raises(UnsupportedError, match=r"must|no such kernel"):
         lower("NVIDIA H200", case, implementation="mosaic_gpu")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
+@pytest.mark.parametrize("options", [dict(scale=1, lower_bound=-5), dict(scale=np.float32(0.5))], ids=str)
+@pytest.mark.parametrize("name", ["float32", "float8_e4m3fn"])
+def test_the_update_takes_any_real_number_and_leaves_narrow_gates_to_triton(name, options):
+    f32, heads = jnp.float32, array(name, 4)
+    inputs = array(jnp.bfloat16, 8, 1024), array(f32, 8, 4), array(f32, 8, 4), heads, array(f32, 4)
+    given = *inputs, array(f32, 2, 9, 4, 128, 128), array(jnp.int32), rows(5), rows(4), array(jnp.int32, 4, 3)
+    run = lambda *x: gated_delta_rule_update(*x, **options, implementation="mosaic_gpu")
+    if name == "float32":
+        assert "mosaic_gpu" in lower("NVIDIA H200", run, *given, donated=(5,))
+        return
+    with pytest.raises(UnsupportedError, match="arrays must have 16 or 32 bits"):
+        lower("NVIDIA H200", run, *given, donated=(5,))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic GPU kernels need JAX 0.11.2")
