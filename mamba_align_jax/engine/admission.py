@@ -1,7 +1,7 @@
 """Which requests an engine takes: those that can run on it some time."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mamba_align_jax import _values as values
@@ -91,4 +91,14 @@ def seeded(params: Any, n: int) -> list[Any]:
         return [params]
     params = SamplingParams() if params is None else params
     values.require(isinstance(params, SamplingParams), "params", "SamplingParams or None", params)
-    return [replace(params, seed=(params.seed + number) % NUM_SEEDS) for number in range(n)]
+    return [with_seed(params, params.seed + number) for number in range(n)]
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """Returns the same parameters with another seed, of which the last 31 bits count.
+
+    The other fields were checked when `params` was made. To check them again takes a millisecond if there are many biases.
+    """
+    other = copy.copy(params)
+    object.__setattr__(other, "seed", seed % NUM_SEEDS)
+    return other

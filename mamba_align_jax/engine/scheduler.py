@@ -90,7 +90,7 @@ class Plan:
         prefill: Rows that run known tokens.
         is_short: True if rows were left out because there were too few blocks while results were unread.
         awaits_token: True if a request has no row because its grammar must know a token that is unread.
-        failed: The requests for which the drafter raised, each with the exception. They have no rows.
+        failed: The requests for which the drafter or the grammar raised, each with the exception. They have no rows.
     """
 
     decode: list[Row] = field(default_factory=list)
@@ -327,7 +327,7 @@ class Scheduler:
                 request.keep = self.cache.checkpoints(len(request.prompt), request.checkpoint_at, hit.junction)
             used, blocked = self._plan_chunk(plan, request, budget, hit)
             if not used:
-                # The request keeps its place, and none overtakes it.
+                # The request keeps its place, and none overtakes it; if it has failed, it leaves before the next plan.
                 request.num_computed = 0
                 if not request.is_counted:
                     # It may end before it uses what was found.
@@ -357,6 +357,14 @@ class Scheduler:
         end = self.cache.chunk_end(start, budget, self.max_num_batched_tokens, request.prefill_end, stops)
         if end == 0:
             return 0, False
+        masks = None
+        if end == request.prefill_end:
+            try:
+                # Before anything is allocated, so that a request whose grammar fails ends without a trace.
+                _, masks = _allowed(request, [])
+            except Exception as error:
+                plan.failed.append((request, error))
+                return 0, False
         allocation = self.cache.allocate(request.id, start, start, end - start, hit=hit, keep=request.keep)
         lacks_blocks = allocation is None
         if lacks_blocks and (end := self.cache.shorter_end(request.id, start, end, hit)):
@@ -368,8 +376,7 @@ class Scheduler:
             request.num_admissions += 1
         row = Row(request, start, end - start, True, allocation, enters=hit is not None)
         row.scores_prompt = request.lacks_prompt_logprobs
-        if row.samples:
-            _, row.masks = _allowed(request, [])
+        row.masks = masks if row.samples else None
         plan.prefill.append(self._planned(row))
         return end - start, lacks_blocks
 

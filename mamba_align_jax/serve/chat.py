@@ -40,6 +40,7 @@ async def chat(service: Service, request: Request) -> Response | EventStream:
         fields.refuse(name, neutral, "is not supported")
     tokens = await take_prompt(service, fields)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
+    service.check_count(n)
     stream, include_usage = take_stream(fields)
     with_logprobs = fields.take("logprobs", values.flag) or False
     top_logprobs = fields.take("top_logprobs", values.integer, 0, limits.logprobs)

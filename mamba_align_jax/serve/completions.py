@@ -34,6 +34,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     key, fields = await service.read(request)
     prompts = fields.need("prompt", _prompts, limits)
     n = fields.take("n", values.integer, 1, limits.choices) or 1
+    service.check_count(n * len(prompts))
     stream, include_usage = take_stream(fields)
     echo = fields.take("echo", values.flag) or False
     logprobs = fields.take("logprobs", values.integer, 0, limits.logprobs)
@@ -44,6 +45,7 @@ async def complete(service: Service, request: Request) -> Response | EventStream
     fields.refuse("suffix", ("",), "is not supported")
     found = take_sampling(fields, service.settings)
     fields.end()
+    has_seed = "seed" in found
     found |= {"seed": take_seed(found), "cache_salt": cache_salt(key, salt)}
     if logprobs is not None:
         found["logprobs"] = logprobs
@@ -55,8 +57,8 @@ async def complete(service: Service, request: Request) -> Response | EventStream
         max_tokens = max(1, min(16, left, found.get("max_tokens", left)))
     for one in tokens:
         service.check_length(len(one), max_tokens, "prompt")
-    asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n)
-    echoed = [await _text(service, one) for one in prompts for _ in range(n)] if echo else None
+    asked = service.choices_of(tokens, make_params(found | {"max_tokens": max_tokens}), n, has_seed=has_seed)
+    echoed = [text for one in prompts for text in n * [await _text(service, one)]] if echo else None
     shown = [("", 0)] * len(asked) if echoed is None else [*zip(echoed, (len(one) for one, _ in asked), strict=True)]
     offsets = [TextOffsets(service, *one) for one in shown] if logprobs is not None else None
     form = _Form(service, f"cmpl-{uuid.uuid4().hex}", int(time.time()), echoed, offsets, with_ids)
@@ -93,7 +95,7 @@ def _prompts(name: str, value: Any, limits: Limits) -> list[Prompt]:
 
 
 async def _text(service: Service, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else service.tokenizer("prompt").decode(prompt, skip_special_tokens=False)
+    return prompt if isinstance(prompt, str) else await service.decode(prompt, "prompt")
 
 
 @dataclass(frozen=True)

@@ -146,12 +146,23 @@ class GuardedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Gives a client that reads more slowly than it is answered a while to catch up."""
         super().pause_writing()
-        self._send_timer = self.loop.call_later(self._limits.send_s, self.transport.abort)
+        self._await_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """Takes note that the client has caught up."""
         self._send_timer = _stopped(self._send_timer)
         super().resume_writing()
+
+    def _await_reader(self, num_unread: int) -> None:
+        self._send_timer = self.loop.call_later(self._limits.send_s, self._reader_is_late, num_unread)
+
+    def _reader_is_late(self, num_unread: int) -> None:
+        """Ends the connection of a client that has read nothing, but not of one that reads a long answer slowly."""
+        num_left = self.transport.get_write_buffer_size()
+        if num_left < num_unread:
+            self._await_reader(num_left)
+        else:
+            self.transport.abort()
 
     def _is_parsed_again(self) -> bool:
         """Whether the head that is complete asks for another protocol, and is parsed again without that wish."""

@@ -27,9 +27,6 @@ async def run_requests(
     Raises:
         Refusal: The engine takes one of the requests not at all or not now, or an exception ended one.
     """
-    room = serving.engine.config.max_waiting
-    if room is not None and len(requests) > room:  # To try again would not help: all are queued before one can run.
-        raise Refusal(400, f"n times the number of prompts must be at most {room}, got {len(requests)}", param="n")
     called = time.perf_counter()
     is_known, began = [False] * len(requests), [False] * len(requests)
     try:

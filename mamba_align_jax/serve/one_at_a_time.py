@@ -28,7 +28,7 @@ class OneAtATime:
             Exception: What the function raises.
         """
         if self._count >= self._limit:
-            raise overloaded("too many chats and grammars wait to be read")
+            raise overloaded("too many chats, long texts and grammars wait to be read")
         self._count += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))

@@ -88,7 +88,9 @@ def _logit_bias(name: str, value: Any, limits: Limits) -> dict[int, float]:
     values.require(isinstance(value, Mapping) and len(value) <= limits.logit_bias, name, wanted, value)
     bias = {}
     for token, number in value.items():
-        values.require(token.isdecimal() and token.isascii() and len(token) < 11, name, wanted, token)
+        is_token = token.isdecimal() and token.isascii() and len(token) < 11
+        # "01" would be another name of token 1.
+        values.require(is_token and str(int(token)) == token, name, wanted, token)
         bias[int(token)] = values.number(name, number, -100, 100, wanted)
     return bias
 

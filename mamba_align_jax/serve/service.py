@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mamba_align_jax import _values as values
-from mamba_align_jax.engine.admission import NUM_SEEDS, seeded
+from mamba_align_jax.engine.admission import NUM_SEEDS, seeded, with_seed
 from mamba_align_jax.engine.async_engine import AsyncEngine
 from mamba_align_jax.engine.chat_template import ChatTemplate
 from mamba_align_jax.engine.config import SamplingParams
@@ -28,8 +28,12 @@ from mamba_align_jax.serve.one_at_a_time import OneAtATime
 from mamba_align_jax.serve.refusals import Refusal, json_response, overloaded
 from mamba_align_jax.serve.settings import Settings
 
-# Chats that may wait to be rendered, and grammars to be checked.
+# Chats that may wait to be rendered, long texts to be read, and grammars to be checked.
 _MAX_WAITING = 64
+# The number of characters of a text that is read quickly.
+_LONG_TEXT = 2**16
+# The number of tokens of an answer that is written quickly, even with all log-probabilities.
+_LONG_ANSWER = 256
 # As vLLM writes the logarithm of 0.
 _LEAST_LOGPROB = -9999.0
 
@@ -68,7 +72,7 @@ class Service:
         self.serving, self.settings, self.template = serving, settings, template
         self.keys = Keys(settings.api_keys)
         self.metrics = Metrics(serving.engine, settings.model_name)
-        self._rendering, self._compiling = OneAtATime(_MAX_WAITING), OneAtATime(_MAX_WAITING)
+        self._rendering, self._reading, self._compiling = (OneAtATime(_MAX_WAITING) for _ in range(3))
         self._grammars = GrammarCheck(settings.limits.grammar_s)
         self.is_ready, self.is_stopping, self.started = False, False, int(time.time())
         self.has_failed_to_compile = False
@@ -143,8 +147,19 @@ class Service:
         Raises:
             Refusal: The model has no tokenizer.
         """
-        encode = self.tokenizer(param).encode
-        return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+        encode = functools.partial(self.tokenizer(param).encode, text, add_special_tokens=add_special_tokens)
+        if len(text) > _LONG_TEXT:
+            # A few long texts would otherwise take all threads for seconds, and short ones would wait for them.
+            return await self._reading.run(encode)
+        return await asyncio.to_thread(encode)
+
+    async def decode(self, tokens: Sequence[int], param: str) -> str:
+        """Returns the text of tokens, special ones too. Other calls go on meanwhile.
+
+        Raises:
+            Refusal: The model has no tokenizer.
+        """
+        return await asyncio.to_thread(self.tokenizer(param).decode, tokens, skip_special_tokens=False)
 
     async def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -231,9 +246,30 @@ class Service:
             )
             raise Refusal(400, message, param=param, code="context_length_exceeded")
 
-    def choices_of(self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int) -> list[Asked]:
-        """Returns the requests for n choices to each prompt: the seed is the next number for each choice."""
-        return [(prompt, one) for prompt in prompts for one in seeded(params, n)]
+    def check_count(self, count: int) -> None:
+        """Checks that the queue can hold a call's requests, before any work is done for them.
+
+        Raises:
+            Refusal: It can't. To try again would not help: all are queued before one can run.
+        """
+        room = self.serving.engine.config.max_waiting
+        if room is not None and count > room:
+            raise Refusal(400, f"n times the number of prompts must be at most {room}, got {count}", param="n")
+
+    def choices_of(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, *, has_seed: bool = True
+    ) -> list[Asked]:
+        """Returns the requests for n choices to each prompt: the seed is the next number for each choice.
+
+        Without a seed of the caller's, each prompt has one that nobody can guess, so that equal prompts get answers of
+        their own.
+        """
+        if has_seed:
+            own = seeded(params, n)
+            return [(prompt, one) for prompt in prompts for one in own]
+        return [
+            (prompt, one) for prompt in prompts for one in seeded(with_seed(params, secrets.randbelow(NUM_SEEDS)), n)
+        ]
 
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool
@@ -259,7 +295,10 @@ class Service:
 
         await while_connected(request.receive, gather())
         num_tokens = sum(len(choice.token_ids) for choice in choices)
-        return json_response(form.whole(choices) | {"usage": usage(choices, num_tokens, n)})
+        num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
+        write = lambda: json_response(form.whole(choices) | {"usage": usage(choices, num_tokens, n)})
+        # Log-probabilities of many tokens take a while to write, in which other calls go on.
+        return await asyncio.to_thread(write) if num_scores > _LONG_ANSWER else write()
 
     async def _events(
         self, asked: Sequence[Asked], n: int, form: Form, include_usage: bool

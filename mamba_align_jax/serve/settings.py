@@ -8,6 +8,7 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 
 WARMUPS = ("none", "usual", "full")
+_LONGEST_S = 86400.0  # a day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Limits:
         logprobs: Number of the most likely tokens that are reported for each token.
         messages: Number of messages of a chat.
         grammar_bytes: Size of a JSON schema.
-        grammar_s: Seconds that a JSON schema may take to compile.
+        grammar_s: Seconds that a JSON schema may take to compile, more than 0 and at most a day.
         connections: Number of connections that are open at once.
         receive_s: Seconds in which a call's head must have arrived, and then its body.
         send_s: Seconds for which a client may leave an answer unread.
@@ -53,7 +54,11 @@ class Limits:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name.endswith("_s"):
+            if item.name == "grammar_s":
+                # 0 would be no limit, and the system's timers don't go on for ever.
+                wanted = f"a number of seconds, greater than 0 and at most {_LONGEST_S:g}"
+                value = values.number(item.name, value, values.FLOAT32_MIN, _LONGEST_S, wanted)
+            elif item.name.endswith("_s"):
                 value = values.number(item.name, value, 0, values.FLOAT32_MAX, "seconds, at least 0")
             else:
                 value = values.integer(item.name, value, 1)

@@ -36,4 +36,4 @@ async def detokenize(service: Service, request: Request) -> Response:
     vocab_size = service.serving.engine.model_config.vocab_size
     tokens = fields.need("tokens", values.integers, 0, vocab_size - 1)
     fields.end()
-    return json_response({"prompt": service.tokenizer("tokens").decode(tokens, skip_special_tokens=False)})
+    return json_response({"prompt": await service.decode(tokens, "tokens")})

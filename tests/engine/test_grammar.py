@@ -284,3 +284,20 @@ def test_what_a_grammar_needs_is_named(tokenizer):
         Grammar("json_object", "{}")
     with pytest.raises(ValueError, match="text must be not empty"):
         Grammar("regex")
+
+
+@pytest.mark.parametrize("stepping", ["plain", "async_drafts"])
+def test_grammar_that_no_token_can_begin_disturbs_no_other_request(tokenizer, stepping):
+    engine = Engine(MODEL, EngineConfig(**SIZES | STEPPING[stepping]), tokenizer=tokenizer)
+    first = engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    # No token has a capital letter.
+    wrong, third = engine.add_request([1, 2], params_of("Z+")), engine.add_request([3], SamplingParams(max_tokens=4))
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert (outputs[wrong].finish_reason, type(outputs[wrong].error)) == ("error", RuntimeError)
+    assert (outputs[first].finish_reason, outputs[third].finish_reason) == ("length", "length")
+    assert (engine.stats.preemptions, engine.stats.prefill_tokens) == (0, 5 + 1)
+    assert (engine.cache.states.pool.num_held, engine.cache.kv.pool.num_held) == (0, 0)

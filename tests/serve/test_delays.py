@@ -1,0 +1,156 @@
+"""One call delays no other, a refused one costs little, and a slow reader gets all of its answer."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from fakes.http import Served
+
+from mamba_align_jax.engine.admission import NUM_SEEDS, seeded, with_seed
+from mamba_align_jax.engine.config import SamplingParams
+from mamba_align_jax.serve.settings import Limits, Settings
+
+
+class Slow:
+    """A tokenizer whose `name` takes a while."""
+
+    def __init__(self, tokenizer, name, seconds):
+        self._tokenizer, self._name, self._seconds = tokenizer, name, seconds
+
+    def __getattr__(self, name):
+        found = getattr(self._tokenizer, name)
+        if name != self._name:
+            return found
+
+        def slow(value, **options):
+            if len(value) > 100:
+                time.sleep(self._seconds)
+            return found(value, **options)
+
+        return slow
+
+
+def longest_wait(served, ask):
+    """How long /health takes while `ask` runs in a thread, at most."""
+    thread, waits = threading.Thread(target=ask), []
+    with served.new_client() as client:
+        client.get("/health")
+        thread.start()
+        while thread.is_alive():
+            begin = time.monotonic()
+            client.get("/health")
+            waits.append(time.monotonic() - begin)
+            time.sleep(0.01)
+    thread.join()
+    return max(waits)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/detokenize", {"tokens": [65] * 200}),
+        ("/v1/completions", {"prompt": [[65] * 200] * 2, "n": 4, "echo": True, "max_tokens": 0}),
+    ],
+)
+def test_tokens_become_text_while_other_calls_go_on(served, monkeypatch, path, fields):
+    engine = served.engine
+    monkeypatch.setattr(engine, "tokenizer", Slow(engine.tokenizer, "decode", 3.0))
+    begin = time.monotonic()
+    assert longest_wait(served, lambda: served.post(path, fields)) < 1.5
+    assert time.monotonic() - begin < 15  # each prompt is decoded once, and not for each choice
+
+
+def test_long_texts_are_read_one_at_a_time_and_short_ones_beside_them(served, monkeypatch):
+    """Each takes a thread of those that all calls share, of which there are few more than processors."""
+    engine, active, most = served.engine, [], []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **options):
+            if len(text) > 100:
+                active.append(text)
+                most.append(len(active))
+                time.sleep(0.1)
+                active.pop()
+            return tokenizer.encode(text, **options)
+
+    tokenizer = engine.tokenizer
+    monkeypatch.setattr("mamba_align_jax.serve.service._LONG_TEXT", 100)
+    monkeypatch.setattr(engine, "tokenizer", Watched())
+
+    def ask():
+        with served.new_client() as client:
+            assert client.post("/v1/completions", json={"prompt": "x" * 2000}).status_code == 400
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    assert served.post("/tokenize", {"prompt": "x"}).json()["count"] == 1
+    for thread in threads:
+        thread.join()
+    assert (len(most), max(most)) == (12, 1)
+
+
+def test_a_call_of_too_many_choices_is_refused_before_anything_is_made_of_it(served, monkeypatch):
+    def fail(*args, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(served.service, "choices_of", fail)
+    monkeypatch.setattr(served.service, "encode", fail)
+    reply = served.post("/v1/completions", {"prompt": ["x"] * 128, "n": 2})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+
+def test_another_seed_is_the_only_difference():
+    params = SamplingParams(logit_bias={3: 1}, seed=NUM_SEEDS - 1, top_k=4)
+    first, second = seeded(params, 2)
+    assert (first, second) == (params, SamplingParams(logit_bias={3: 1}, seed=0, top_k=4))
+    assert with_seed(params, 2**40 + 5).seed == 5
+    assert params.seed == NUM_SEEDS - 1
+
+
+def test_equal_prompts_of_one_call_without_a_seed_get_answers_of_their_own(served):
+    reply = served.complete(["def f("] * 4, max_tokens=16, temperature=1.5)
+    assert len({choice["text"] for choice in reply["choices"]}) > 1
+    reply = served.complete(["def f("] * 2, max_tokens=16, temperature=1.5, seed=3)
+    assert len({choice["text"] for choice in reply["choices"]}) == 1
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(engine, reads):
+    limits = Limits(send_s=2.0, connections=4)
+    body = json.dumps({"prompt": "x" * 3_000_000}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with Served(engine, Settings(warmup="none", limits=limits)) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", served.port))
+        client.sendall(head % len(body) + body)
+        got = client.recv(2**16)
+        begin, _, rest = got.partition(b"\r\n\r\n")
+        size, got = int(begin.lower().split(b"content-length: ")[1].split(b"\r\n")[0]), len(rest)
+        if not reads:
+            time.sleep(5)
+        try:
+            while got < size and (part := client.recv(2**18)):
+                got += len(part)
+                if reads:
+                    time.sleep(0.05)
+        except ConnectionError:
+            pass
+        assert (got == size) == reads
+
+
+@pytest.mark.parametrize("grammar_s", [0, 1e10])
+def test_a_grammar_always_has_a_limit_that_the_system_has_timers_for(grammar_s):
+    with pytest.raises(ValueError, match="grammar_s must be a number of seconds"):
+        Limits(grammar_s=grammar_s)
+
+
+def test_a_token_has_one_name_among_the_biases(served):
+    reply = served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "logit_bias": {"65": 100, "065": -100}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
