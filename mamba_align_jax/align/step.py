@@ -129,7 +129,6 @@ def begin_step(
         ValueError: An argument is something else, the tables do not have the groups and slots of `spec`, or have too few
             columns, or `state` was made for another policy or number of slots.
     """
-    values.instance("begin_step: spec", spec, AlignConfig)
     values.instance("begin_step: state", state, AlignState)
     values.instance("begin_step: batch", batch, StepBatch)
     values.instance("begin_step: tables", tables, BlockTables)
