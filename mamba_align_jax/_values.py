@@ -15,6 +15,7 @@ T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 # The smallest and the largest number that float32 holds in full precision.
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, float(np.finfo(np.float32).max)
+_LONGEST_S = 86400.0  # a day
 
 
 def require(condition: bool, name: str, wanted: str, got: object) -> None:
@@ -57,6 +58,13 @@ def number(name: str, value: Any, minimum: float, maximum: float, wanted: str) -
     require(isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_), name, wanted, value)
     require(bool(minimum <= value <= maximum), name, wanted, value)
     return float(value)
+
+
+def time_limit(name: str, value: Any) -> float:
+    """Returns a number of seconds, of which 0 would be no limit, and the system's timers don't go on for ever."""
+    return number(
+        name, value, FLOAT32_MIN, _LONGEST_S, f"a number of seconds, greater than 0 and at most {_LONGEST_S:g}"
+    )
 
 
 def flag(name: str, value: Any) -> bool:

@@ -74,7 +74,11 @@ def thread_index() -> Any:
 
 
 def thread_index_again() -> Any:
-    """Does what `thread_index` does, but the compiler does not know it: what follows from it takes no registers before."""
+    """Returns what `thread_index` returns, but reads it anew.
+
+    The compiler does not know that the two are equal. So it computes nothing from this one before the place where it is
+    read, where it would be kept in registers over the code between.
+    """
     return arith.andi(assembly("mov.u32 $0, %tid.x;", "=r", integer(), []), constant(127))
 
 

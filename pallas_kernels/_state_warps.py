@@ -158,11 +158,6 @@ class Warp:
                 pm.repeated(code.index(start), code.index(end), step_in_loop, values)
         self._clear()
 
-    def load_number(self, ref: Any, *at: Any) -> Any:
-        """Loads a number as float32."""
-        x = memref.load(ref, [code.index(each) for each in at])
-        return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
-
     def load_columns(self, ref: Any, *at: Any) -> Any:
         """Loads the numbers of the lane's columns as a vector. `at` is the place of the first one."""
         kind = ir.MemRefType(ref.type).element_type

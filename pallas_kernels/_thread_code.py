@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_mosaic import arith, ir, math, vector
+from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 
 _LOG2_E = 1.4426950408889634
 
@@ -32,10 +32,7 @@ def moved(address: Any, offset: Any) -> Any:
 
 def load_words(place: Any, first: int = 0) -> list[Any]:
     """Loads four words of the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
-    result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    text = f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
-    found = pm.assembly(text, "=r,=r,=r,=r,l", result, [place])
-    return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
+    return _four_words(f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];", "=r,=r,=r,=r,l", [place])
 
 
 def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
@@ -45,11 +42,16 @@ def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
 
 def load_words_if(condition: Any, place: Any, first: int = 0) -> list[Any]:
     """Does what `load_words` does where a condition is met, and returns zeros elsewhere."""
-    result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
     clear = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))
     load = f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
     text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {clear} {load}}}"
-    found = pm.assembly(text, "=&r,=&r,=&r,=&r,l,r", result, [place, as_integer(condition)])
+    return _four_words(text, "=&r,=&r,=&r,=&r,l,r", [place, as_integer(condition)])
+
+
+def _four_words(text: str, constraints: str, operands: Sequence[Any]) -> list[Any]:
+    """Writes instructions that return four words."""
+    result = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    found = pm.assembly(text, constraints, result, operands)
     return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
 
 
@@ -88,6 +90,12 @@ def load(ref: Any, place: Any, count: int) -> Any:
     """Loads 2 or 8 neighbours from memory with one axis, as a vector. Their place is a multiple of their number."""
     kind = ir.MemRefType(ref.type).element_type
     return vector.load(vector_type(count, kind), ref, [index(place)], alignment=min(16, count * pm.bytes_of(kind)))
+
+
+def load_number(ref: Any, *at: Any) -> Any:
+    """Loads a number as float32. `at` is its place, an integer for each axis of the array."""
+    x = memref.load(ref, [index(each) for each in at])
+    return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
 
 
 def wide(values: Any) -> Any:

@@ -79,7 +79,7 @@ def params_for(num_prompts: int, params: Any) -> Sequence[Any]:
 
 
 def seeded(params: Any, n: int) -> list[Any]:
-    """Returns the parameters of each of `n` outputs of one prompt.
+    """Returns a set of parameters for each of the `n` outputs of a prompt.
 
     The first output has the seed of `params`, and each of the others has the seed after that of the output before. The seed
     after the largest one is 0.

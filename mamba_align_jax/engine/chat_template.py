@@ -19,8 +19,6 @@ from mamba_align_jax.engine.worker import Worker
 _SCRIPT = Path(__file__).with_name("_template_worker.py")
 # What transformers hands to every template. A template may ask whether it is none.
 _UNUSED = MappingProxyType({"tools": None, "documents": None})
-# A day. The system's timers don't go on for ever.
-_LONGEST_S = 86400.0
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -41,8 +39,7 @@ class ChatTemplate:
         """
         values.require(isinstance(source, str), "source", "text", source)
         values.instance("variables", variables, Mapping, optional=True)
-        wanted = f"a number of seconds, greater than 0 and at most {_LONGEST_S:g}"
-        self.time_limit = values.number("time_limit", time_limit, values.FLOAT32_MIN, _LONGEST_S, wanted)
+        self.time_limit = values.time_limit("time_limit", time_limit)
         self.source, self.variables = source, dict(variables or {})
         self._lock = threading.Lock()
         self._worker = self._start()

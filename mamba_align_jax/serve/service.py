@@ -264,12 +264,8 @@ class Service:
         Without a seed of the caller's, each prompt has one that nobody can guess, so that equal prompts get answers of
         their own.
         """
-        if has_seed:
-            own = seeded(params, n)
-            return [(prompt, one) for prompt in prompts for one in own]
-        return [
-            (prompt, one) for prompt in prompts for one in seeded(with_seed(params, secrets.randbelow(NUM_SEEDS)), n)
-        ]
+        first = lambda: params if has_seed else with_seed(params, secrets.randbelow(NUM_SEEDS))
+        return [(prompt, one) for prompt in prompts for one in seeded(first(), n)]
 
     async def answer(
         self, request: Request, asked: Sequence[Asked], n: int, form: Form, *, stream: bool, include_usage: bool

@@ -8,7 +8,6 @@ from mamba_align_jax import _values as values
 from mamba_align_jax.engine.config import SamplingParams
 
 WARMUPS = ("none", "usual", "full")
-_LONGEST_S = 86400.0  # a day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,7 @@ class Limits:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "grammar_s":
-                # 0 would be no limit, and the system's timers don't go on for ever.
-                wanted = f"a number of seconds, greater than 0 and at most {_LONGEST_S:g}"
-                value = values.number(item.name, value, values.FLOAT32_MIN, _LONGEST_S, wanted)
+                value = values.time_limit(item.name, value)
             elif item.name.endswith("_s"):
                 value = values.number(item.name, value, 0, values.FLOAT32_MAX, "seconds, at least 0")
             else:

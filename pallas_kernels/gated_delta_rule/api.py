@@ -142,8 +142,8 @@ def gated_delta_rule_update(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
-            arrays of 16 or 32 bits and no `config`, on JAX 0.11.2 or newer,
-            layout "VK", a decay per head, value_dim in multiples of 64, and 128, 256 or 512 bytes of keys per value dim.
+            arrays of 16 or 32 bits, layout "VK", a decay per head, value_dim in multiples of 64, 128, 256 or 512 bytes of
+            keys per value dim, and no `config`, and needs JAX 0.11.2 or newer.
     """
     check_layout("gated_delta_rule_update", layout, StateLayout)
     value_heads, value_dim, key_dim = state_dims(pool, layout)

@@ -40,14 +40,14 @@ class _DeltaRule:
         query = code.total(code.scaled(key_head, key_dim), warp.column)
         value = code.total(pm.constant(2 * key_channels), code.scaled(self.head, value_dim), warp.own_row)
         self.channels = query, code.total(query, pm.constant(key_channels)), value
-        self.rate, self.bias = (warp.load_number(ref, self.head) for ref in (refs.A_log, refs.dt_bias))
+        self.rate, self.bias = (code.load_number(ref, self.head) for ref in (refs.A_log, refs.dt_bias))
 
     def take(self, token: Any) -> list[Any]:
         """Loads the lane's part of the query and the key, the value of its own state row, and the gates."""
         *of_keys, of_value = self.channels
         vectors = [self.warp.load_columns(self.refs.qkv, token, channel) for channel in of_keys]
-        gates = [self.warp.load_number(ref, token, self.head) for ref in (self.refs.a, self.refs.b)]
-        return [*vectors, self.warp.load_number(self.refs.qkv, token, of_value), *gates]
+        gates = [code.load_number(ref, token, self.head) for ref in (self.refs.a, self.refs.b)]
+        return [*vectors, code.load_number(self.refs.qkv, token, of_value), *gates]
 
     def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
         """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""

@@ -80,8 +80,8 @@ def selective_state_update(
     Raises:
         ValueError: if a shape or dtype breaks the contract.
         UnsupportedError: if `implementation` names a kernel that cannot run these arguments. The one of "mosaic_gpu" takes
-            arrays of 16 or 32 bits and no `config`, on JAX 0.11.2 or newer,
-            parameters per head, as Mamba-2 has, head_dim in multiples of 64, and 128, 256 or 512 bytes of state per channel.
+            arrays of 16 or 32 bits, parameters per head, as Mamba-2 has, head_dim in multiples of 64, 128, 256 or 512 bytes
+            of state per channel, and no `config`, and needs JAX 0.11.2 or newer.
     """
     require(
         B.shape[1] > 0 and x.shape[1] % B.shape[1] == 0,

@@ -34,8 +34,8 @@ class _StateSpace:
         self.refs, self.warp, self.dt_softplus, self.head = refs, warp, dt_softplus, warp.place.head
         heads, groups = ir.MemRefType(refs.x.type).shape[1], ir.MemRefType(refs.B.type).shape[1]
         self.group = arith.divui(self.head, pm.constant(heads // groups))
-        self.rate = warp.load_number(refs.A, self.head)
-        optional = lambda name: warp.load_number(getattr(refs, name), self.head) if hasattr(refs, name) else None
+        self.rate = code.load_number(refs.A, self.head)
+        optional = lambda name: code.load_number(getattr(refs, name), self.head) if hasattr(refs, name) else None
         self.skip, self.bias = optional("D"), optional("dt_bias")
 
     def take(self, token: Any) -> list[Any]:
@@ -43,8 +43,8 @@ class _StateSpace:
         refs, warp = self.refs, self.warp
         vectors = [warp.load_columns(ref, token, self.group, warp.column) for ref in (refs.B, refs.C)]
         channels = [refs.x, refs.z] if hasattr(refs, "z") else [refs.x]
-        of_row = [warp.load_number(ref, token, self.head, warp.own_row) for ref in channels]
-        return [*vectors, warp.load_number(refs.dt, token, self.head), *of_row]
+        of_row = [code.load_number(ref, token, self.head, warp.own_row) for ref in channels]
+        return [*vectors, code.load_number(refs.dt, token, self.head), *of_row]
 
     def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
         """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""

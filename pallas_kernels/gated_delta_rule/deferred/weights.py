@@ -152,7 +152,7 @@ class _Threads:
             keys, exists = self.keys_of(place), self.exists(place)
             firsts = range(0, self.vectors // 2, _ROWS)
             tiles = [self.vectors_of(first) for first in firsts]
-            betas = [self.load_number(self.inputs.b, self.token_of(first)) for first in firsts]
+            betas = [code.load_number(self.inputs.b, self.token_of(first)) for first in firsts]
             raw, stored, rate, bias = self.load_decay()
             # Vectors are used and stored before anything else, so that their registers are free again.
             products = [self.products(tile, keys) for tile in tiles]
@@ -207,16 +207,12 @@ class _Threads:
         """The address of this lane's first numbers in a row of an array [rows, key_dim], or of a part of a wider one."""
         return pm.address_in_row(ref, row, self.column)
 
-    def load_number(self, ref: Any, index: Any) -> Any:
-        """Loads a number as float32."""
-        return _float32(memref.load(ref, [code.index(index)]))
-
     def load_decay(self) -> tuple[Any, Any, Any, Any]:
         """Loads what the log decay of the place that has the lane's number is computed from, and the one in the ring."""
         inputs, zero = self.inputs, pm.constant(0)
         at = self.token_at(self.lane), code.total(self.group.place, self.lane), zero, zero
         refs = inputs.a, inputs.ring_g, inputs.A_log, inputs.dt_bias
-        raw, stored, rate, bias = (self.load_number(ref, index) for ref, index in zip(refs, at, strict=True))
+        raw, stored, rate, bias = (code.load_number(ref, index) for ref, index in zip(refs, at, strict=True))
         return raw, stored, rate, bias
 
     def log_decays(self, raw: Any, stored: Any, rate: Any, bias: Any) -> list[Any]:
@@ -342,7 +338,3 @@ def _is_above(number: int, x: Any) -> Any:
 
 def _offset(index: Any, first: int) -> Any:
     return code.index(code.total(index, pm.constant(first)))
-
-
-def _float32(x: Any) -> Any:
-    return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)

@@ -63,7 +63,7 @@ def substitute(system: Any, beta: Any, solution: Any, *, transposed: bool = Fals
             found = _find_groups(system, half, member, own, first, last, rows[first:])
             rows = rows[:first] + found
         pm.warpgroup_barrier()  # all threads have read the systems
-        (_store_transposed if transposed else _store)(rows, solution, half, member, own, columns)
+        (_store_transposed if transposed else _store)(rows, solution, half, own, columns)
 
     pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
 
@@ -180,9 +180,7 @@ def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:
     return [*found, list(values)]
 
 
-def _store(
-    rows: Sequence[Rows], solution: Any, half: Any, member: Any, own: Sequence[Any], columns: Sequence[Any]
-) -> None:
+def _store(rows: Sequence[Rows], solution: Any, half: Any, own: Sequence[Any], columns: Sequence[Any]) -> None:
     """Stores a thread's elements, one at a time, where the swizzle puts them."""
     for group, of_group in enumerate(rows):
         for row, values in zip(own, of_group, strict=True):
@@ -195,7 +193,7 @@ def _store(
 
 
 def _store_transposed(
-    rows: Sequence[Rows], solution: Any, half: Any, member: Any, own: Sequence[Any], columns: Sequence[Any]
+    rows: Sequence[Rows], solution: Any, half: Any, own: Sequence[Any], columns: Sequence[Any]
 ) -> None:
     """Stores the transpose of a thread's elements, two of a column at a time, where the swizzle puts them."""
     vector = lambda dtype: pm.ir.VectorType.get([len(_SLOTS)], dtype)
