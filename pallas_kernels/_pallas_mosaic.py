@@ -82,6 +82,11 @@ def thread_index_again() -> Any:
     return arith.andi(assembly("mov.u32 $0, %tid.x;", "=r", integer(), []), constant(127))
 
 
+def warp_barrier() -> None:
+    """Waits until all threads of the warp are here, and sees what they have stored to shared memory, in `inline`."""
+    assembly("bar.warp.sync 0xffffffff;", "", None, [])
+
+
 def thread_of_program() -> Any:
     """Returns a thread's place in its program, of all warpgroups, int32, in `inline`."""
     return mosaic.thread_idx()

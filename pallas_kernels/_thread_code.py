@@ -2,7 +2,8 @@
 
 All functions are for `pm.inline`.
 
-Source: the registers of the product are those of "mma.m16n8k16" in NVIDIA's PTX ISA, section "Matrix fragments".
+Source: the registers of the products are those of "mma.m16n8k16" and "mma.m16n8k8" in NVIDIA's PTX ISA, in the sections
+"Matrix fragments".
 """
 
 from collections.abc import Sequence
@@ -173,6 +174,11 @@ def index(x: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), x)
 
 
+def indices(*numbers: Any) -> list[Any]:
+    """Returns integers as the place of an element in memory with several axes."""
+    return [index(x) for x in numbers]
+
+
 def total(first: Any, *others: Any) -> Any:
     """Returns the sum of integers."""
     for other in others:
@@ -201,6 +207,11 @@ def over(x: Any, count: int) -> Any:
 def is_less(x: Any, limit: int) -> Any:
     """Returns whether an integer is less than a constant."""
     return arith.cmpi(arith.CmpIPredicate.slt, x, pm.constant(limit))
+
+
+def is_equal(x: Any, number: int) -> Any:
+    """Returns whether an integer is a constant."""
+    return arith.cmpi(arith.CmpIPredicate.eq, x, pm.constant(number))
 
 
 def differs(x: Any, number: int) -> Any:
@@ -236,9 +247,27 @@ def multiply_tile(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]
         right: Words of the column, of the first inputs and of the last ones.
         kind: The type of the numbers in the words, bfloat16 or float16.
     """
-    f32, name = ir.F32Type.get(), "bf16" if isinstance(kind, ir.BF16Type) else "f16"
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
-    text += " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    return _multiply(f"m16n8k16 {'bf16' if isinstance(kind, ir.BF16Type) else 'f16'}", sums, left, right)
+
+
+def multiply_tile_of_tf32(sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    """Adds a product of tiles [16, 8] and [8, 8] to a warp's sums, which are as in `multiply_tile`, on tensor cores.
+
+    Args:
+        sums: The four sums.
+        left: Float32 numbers, of which the last 13 bits are ignored, of the first row and of the second one: of the input
+            `lane % 4`, and then of the fourth one after it.
+        right: The same two inputs of the column.
+    """
+    bits = lambda numbers: [arith.bitcast(pm.integer(), x) for x in numbers]
+    return _multiply("m16n8k8 tf32", sums, bits(left), bits(right))
+
+
+def _multiply(kind: str, sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    """Writes a product of a warp. `kind` has the tiles' sizes and the type of the numbers in the words."""
+    f32, (sizes, name) = ir.F32Type.get(), kind.split()
+    text = f"mma.sync.aligned.{sizes}.row.col.f32.{name}.{name}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, "
+    text += "{$8, $9}, {$10, $11, $12, $13};"
     result = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     found = pm.assembly(text, constraints, result, [*left, *right, *sums], has_effects=False)

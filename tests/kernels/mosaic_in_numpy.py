@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernels import mlir_in_numpy
+from kernels import threads_in_numpy
 
 from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
 
@@ -102,22 +102,26 @@ def _keep_rows(tile, count):
     tile.array[int(count) :] = 0
 
 
-def _substitute(system, beta, solution, *, transposed=False):
-    """Does what substitution.py does, in float64."""
+def _invert(system, beta, solution):
+    """Does what inverse_mosaic.py does, in float64."""
     for half in range(system.shape[0]):
         inverse = np.linalg.inv(np.eye(system.shape[1]) - np.tril(system.array[half].astype(np.float64), -1))
         rest = (inverse * beta.array[half]).astype(np.float32)
         for piece in range(solution.shape[1]):
             is_last = piece == solution.shape[1] - 1
             part = rest if is_last else (rest.view(np.int32) & np.int32(-65536)).view(np.float32)
-            solution.array[half, piece] = (part.T if transposed else part).astype(solution.dtype)
+            solution.array[half, piece] = part.T.astype(solution.dtype)
             rest = rest - part
 
 
-def _sum_log_decays(g, beta, start, count, heads, *refs):
-    """Runs sums_mosaic.py for all threads."""
-    of = lambda ref: mlir_in_numpy.Memory(ref.array)
-    sums_mosaic.sum_log_decays(of(g), of(beta), int(start), int(count), [int(x) for x in heads], *map(of, refs))
+def _threads_run(function):
+    """Returns a function of sums_mosaic.py, which runs for all threads, for the refs and numbers of this file."""
+
+    def run(*arguments):
+        of = lambda x: threads_in_numpy.Ref(x.array) if isinstance(x, Ref) else x
+        return function(*map(of, arguments))
+
+    return run
 
 
 def _loop(start, stop):
@@ -158,7 +162,9 @@ def patch(monkeypatch, module):
     )
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", _Jax())
-    monkeypatch.setattr(module, "substitute", _substitute)
-    monkeypatch.setattr(sums_mosaic, "pm", mlir_in_numpy.fake())
-    monkeypatch.setattr(module, "sum_log_decays", _sum_log_decays, raising=False)
+    monkeypatch.setattr(module, "invert", _invert)
+    threads = threads_in_numpy.Threads()
+    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic])
+    for name in ("load_gates", "sum_log_decays", "scale_tokens"):
+        monkeypatch.setattr(module, name, _threads_run(getattr(sums_mosaic, name)), raising=False)
     return program

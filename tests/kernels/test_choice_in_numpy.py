@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 from kernels.chain_in_numpy import choice
-from kernels.mlir_in_numpy import sum_over
+from kernels.threads_in_numpy import sum_over
 
 from pallas_kernels.product_chain import Experts, _choice
 

@@ -92,14 +92,15 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
         attention_tile=memory(BFLOAT16, 2, *SQUARE),
         per_row=memory(FLOAT32, 2, len(Factors()), SIZE),
         per_column=memory(FLOAT32, 2, 2, SIZE),
-        norms=memory(FLOAT32, SIZE),
+        norms=memory(FLOAT32, 2, SIZE),
         sums=memory(FLOAT32, 3, 4),
         kinds=memory(FLOAT32, 2, 4, SIZE),
         full=None,
     )
 
     def one(refs, chunk, key_head):
-        per_head.make_products(SimpleNamespace(**refs), place, chunk, key_head, **call.options)
+        bounds = refs["cu_chunk_seqlens"][chunk], refs["cu_chunk_seqlens"][chunk + 1]
+        per_head.make_products(SimpleNamespace(**refs), place, chunk, key_head, bounds, **call.options)
 
     given = dict(q=call.q, k=call.k, g=call.g, beta=call.beta)
     found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)
@@ -116,22 +117,30 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
 @pytest.mark.parametrize("key_dim", [64, 128])
 def test_products_per_channel_are_those_of_the_triton_kernels(rng, monkeypatch, key_dim, use_qk_l2norm):
     """A program takes two value heads, of which the last may be alone."""
-    heads, tile, tiles = 3, (SIZE, per_channel.KEYS), key_dim // per_channel.KEYS
+    heads, tile, decays = 3, (SIZE, per_channel.KEYS), (SIZE, per_channel.DECAYS)
+    of_head = lambda tile: (key_dim // tile[1], *tile)
     call = draw(rng, heads, heads, key_dim, use_qk_l2norm, kda=True)
     outputs = {name: memory(x.dtype, *x.shape) for name, x in call.wanted.items()}
-    tokens = {name: memory(BFLOAT16, tiles, *tile) for name in "kq"}
-    log_decays, cut = memory(FLOAT32, tiles, *tile), memory(BFLOAT16, 2, SIZE, key_dim)
-    systems = memory(BFLOAT16, 2, 4, *tile), memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, 1, *SQUARE)
+    tokens = {name: memory(BFLOAT16, *of_head(tile)) for name in "kq"}
+    log_decays, cut = memory(FLOAT32, *of_head(decays)), memory(BFLOAT16, 2, SIZE, key_dim)
+    systems = memory(BFLOAT16, 2, 2, *tile), memory(FLOAT32, 2, *SQUARE), memory(BFLOAT16, 2, 1, *SQUARE)
     scratch = dict(tokens=(tokens, tokens), log_decays=(log_decays, log_decays, cut), systems=systems)
-    scratch |= dict(attention_tile=memory(BFLOAT16, *SQUARE), betas=memory(FLOAT32, 2, SIZE))
-    scratch |= dict(norms=memory(FLOAT32, SIZE), total=memory(FLOAT32, 2, key_dim), full=None)
+    scratch |= dict(square=memory(BFLOAT16, *SQUARE), betas=memory(FLOAT32, 2, SIZE))
+    scratch |= dict(
+        norms=memory(FLOAT32, SIZE),
+        token=memory(FLOAT32, SIZE),
+        total=memory(FLOAT32, 2, key_dim),
+        full=None,
+        span_full=None,
+    )
     given = dict(q=call.q, k=call.k, g=call.g, beta=per_channel.of_chunks(call.beta, call.chunks))
-    given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK), levels=per_channel.levels())
+    given |= dict(spans=decay_spans(SIZE, per_channel.BLOCK))
 
     def one(refs, chunk, pair):
         arrays = refs | scratch
         per_channel.kernel([*arrays], *arrays.values(), **call.options)
 
     found = run(monkeypatch, per_channel, call, (heads + 1) // 2, given, outputs, one)
+    found["solve"] = found["solve"].swapaxes(-1, -2)
     # Both round the same numbers, of which sums in another order may have another last bit, to bfloat16.
     assert_alike(found, call, dict.fromkeys(found, (2**-7, 1e-5)))

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kernels.mlir_in_numpy import Memory, fake
+from kernels import threads_in_numpy
+from kernels.threads_in_numpy import Ref, Threads
 
 from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
@@ -27,11 +28,13 @@ def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count)
     start, heads, size = 3, (4, 1), (3 + count, 5)
     g, beta = (-0.1 * np.abs(rng.normal(size=size))).astype(np.float32), rng.uniform(size=size).astype(np.float32)
     g[start + count // 2] *= scale
-    empty = lambda *shape: Memory(np.full(shape, np.nan, np.float32))
-    per_row, per_column = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE)
-    monkeypatch.setattr(sums_mosaic, "pm", fake())
-    refs = Memory(g), Memory(beta)
-    sums_mosaic.sum_log_decays(*refs, start, count, heads, per_row, per_column, empty(3, 4))
+    empty = lambda *shape: Ref(np.full(shape, np.nan, np.float32))
+    per_row, per_column, scales = empty(2, len(Factors()), SIZE), empty(2, 2, SIZE), empty(2, 4, SIZE)
+    threads, norms = Threads(), Ref(rng.uniform(1, 2, size=(2, SIZE)).astype(np.float32))
+    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic])
+    gates = sums_mosaic.load_gates(Ref(g), Ref(beta), start, count, heads)
+    sums_mosaic.sum_log_decays(*gates, per_row, per_column, empty(3, 4))
+    sums_mosaic.scale_tokens(per_row, norms, scales)
 
     np.testing.assert_array_equal(per_column.array, per_row.array[:, :2])
     for half, head in enumerate(heads):
@@ -43,6 +46,11 @@ def test_sums_of_log_decays_are_those_of_float64(rng, monkeypatch, scale, count)
         np.testing.assert_allclose(found.before, log2 * exact, rtol=1e-6)
         np.testing.assert_allclose(found.after, log2 * (exact[-1] - exact), rtol=1e-6)
         np.testing.assert_allclose(found.total, np.full(SIZE, log2 * exact[-1]), rtol=1e-6)
+        of_key, of_query = norms.array.astype(np.float64)
+        before, after, total = np.exp(exact), np.exp(exact[-1] - exact), np.full(SIZE, np.exp(exact[-1]))
+        wanted = -before * of_key, before * of_query, after * of_key, total
+        # The exponents have a relative error of 1e-6.
+        np.testing.assert_allclose(scales.array[half], wanted, rtol=1e-6 * (1 + np.abs(exact[-1])), atol=1e-37)
         apart = found.coarse[:, None] - found.coarse, found.fine[:, None] - found.fine
         wanted, is_later = exact[:, None] - exact, np.tri(SIZE, k=-1, dtype=bool)
         np.testing.assert_allclose(

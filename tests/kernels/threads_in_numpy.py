@@ -103,6 +103,7 @@ def _arithmetic():
         minsi=same(np.minimum), maxsi=same(np.maximum), xori=same(np.bitwise_xor),
         divui=same(np.floor_divide), remui=same(np.remainder), shrui=same(np.right_shift),
         addf=same(np.add), subf=same(np.subtract), mulf=same(np.multiply), divf=same(np.divide), maximumf=same(np.maximum),
+        minimumf=same(np.minimum),
         negf=lambda x: value(-np.asarray(x)), select=lambda condition, x, y: value(np.where(condition, x, y)),
         index_cast=lambda _, x: np.asarray(x).astype(np.int64),
         cmpi=compare,
@@ -178,6 +179,20 @@ def multiply_tile(sums, left, right, kind):
     return [value(before + part) for before, part in zip(sums, parts, strict=True)]
 
 
+def multiply_tile_of_tf32(sums, left, right):
+    """The tensor core's product of 16 rows, 8 inputs and 8 outputs, for each warp."""
+    warps, cut = THREADS // 32, lambda x: (np.ascontiguousarray(x).view(np.int32) & -(1 << 13)).view(np.float32)
+    a, b = np.zeros((warps, 16, 8), np.float32), np.zeros((warps, 8, 8), np.float32)
+    for n, numbers in enumerate(left):
+        half, rows = divmod(n, 2)
+        a[:, 8 * rows : 8 * rows + 8, 4 * half : 4 * half + 4] = cut(numbers).reshape(warps, 8, 4)
+    for half, numbers in enumerate(right):
+        b[:, 4 * half : 4 * half + 4] = cut(numbers).reshape(warps, 8, 4).swapaxes(1, 2)
+    product = (a @ b).reshape(warps, 2, 8, 4, 2)
+    parts = [product[:, rows, :, :, n].reshape(THREADS) for rows in range(2) for n in range(2)]
+    return [value(before + part) for before, part in zip(sums, parts, strict=True)]
+
+
 APPROXIMATIONS = {"ex2": np.exp2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x)}
 
 
@@ -218,8 +233,9 @@ def _words(threads):
 
     def load_if(condition, place, bits):
         (ref, index), here = place, np.broadcast_to(condition, THREADS) & threads.mask()
-        found, halves = np.zeros((THREADS, 2), ref.dtype), np.arange(bits // 16)
-        found[np.flatnonzero(here)[:, None], halves] = ref.array.reshape(-1)[index[here, None] + halves]
+        size = ref.dtype.itemsize
+        found, places = np.zeros((THREADS, 4 // size), ref.dtype), np.arange(bits // 8 // size)
+        found[np.flatnonzero(here)[:, None], places] = ref.array.reshape(-1)[index[here, None] + places]
         return value(found.view(np.int32)[:, 0])
 
     def store_if(condition, place, word, bits):
@@ -258,6 +274,12 @@ def _words(threads):
     )
 
 
+def sum_over(x, distances):
+    """Does what `pm.sum_over` does to the numbers of all threads."""
+    number = np.arange(len(x))
+    return functools.reduce(lambda total, distance: value(total + total[number ^ distance]), distances, x)
+
+
 def fake(threads):
     """Returns what stands for `pm`, and for the modules of operations by their names."""
 
@@ -267,9 +289,6 @@ def fake(threads):
     def store(x, ref, index):
         here = threads.mask()
         ref.array[tuple(x[here] for x in place(ref, index))] = np.broadcast_to(x, THREADS)[here]
-
-    def sum_over(x, distances):
-        return functools.reduce(lambda total, distance: value(total + total[number ^ distance]), distances, x)
 
     def repeated(start, stop, body, values):
         for n in range(int(start[0]), int(stop[0])):
@@ -299,19 +318,21 @@ def fake(threads):
         pack_of_spread=_fragments.pm.pack_of_spread,
         fragments_of_spread=lambda registers, length: Held(list(registers)),
         thread_of_program=lambda: value(number),
-        thread_index=lambda: value(number & 127),
+        **dict.fromkeys(("thread_index", "thread_index_again"), lambda: value(number & 127)),
         constant=lambda number: value(np.full(THREADS, number, np.int32)),
         integer=lambda: np.dtype(np.int32),
         type_of=jnp.dtype,
         bytes_of=lambda kind: np.dtype(kind).itemsize,
-        tiling=lambda dtype, swizzle: (),
+        SWIZZLE=128,
+        tiling=lambda dtype, **options: (),
         address=lambda ref, index: (ref, np.asarray(index)),
         address_in_row=Address,
         sum_over=sum_over,
+        from_earlier=lambda x, distance: value(x[np.where(number % 32 >= distance, number - distance, number)]),
         from_lane=lambda x, lane, of=32: value(x[number & -of | lane]),
         from_partner=lambda x, distance: value(x[number ^ distance]),
         repeated=repeated,
-        **dict.fromkeys(("commit", "barrier_of_warpgroups"), nothing),
+        **dict.fromkeys(("commit", "barrier_of_warpgroups", "warpgroup_barrier", "warp_barrier"), nothing),
     )
     return pm, operations
 
@@ -325,4 +346,5 @@ def install(monkeypatch, threads, pm, operations, modules):
     for name, function in _words(threads).items():
         monkeypatch.setattr(code, name, function)
     monkeypatch.setattr(code, "multiply_tile", multiply_tile)
+    monkeypatch.setattr(code, "multiply_tile_of_tf32", multiply_tile_of_tf32)
     monkeypatch.setattr(code, "approximate", lambda name, x: value(APPROXIMATIONS[name](np.asarray(x))))

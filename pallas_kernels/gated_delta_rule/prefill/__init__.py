@@ -12,7 +12,7 @@ the state (the UT transform).
 
 On Hopper GPUs launch_mosaic.py runs other kernels for bfloat16 inputs. products_mosaic.py makes what the first two kernels
 make with a decay per head, and sums_mosaic.py sums the log decays for it. products_per_channel_mosaic.py does so with a
-decay per key channel, and substitution.py inverts for both. The states are carried by states_mosaic.py, or where there is
+decay per key channel, and inverse_mosaic.py inverts for both. The states are carried by states_mosaic.py, or where there is
 much work in many rows by heads_mosaic.py (forms_mosaic.py chooses), and carry_mosaic.py has what both do. With a decay per
 head all of it is one launch (per_head_mosaic.py); with one per key channel the states are (per_channel_mosaic.py).
 

@@ -95,8 +95,6 @@ class Head:
         """Returns the products that make a chunk's corrections, given its values and what the state knows of them."""
         wanted = v - known if self.per_channel else v + self.of_tokens(0, at) * known
         solve = [self.refs.squares["solve"].at[at, n] for n in self.pieces]
-        if self.per_channel:  # they are transposed if there is a decay per head
-            solve = [x.T for x in solve]
         numbers = self.pieces
         return [(self.piece(wanted, i), solve[j]) for i in numbers for j in numbers if i + j < len(numbers)]
 

@@ -112,19 +112,25 @@ def prefill(
             of_helpers = has_one.astype(jnp.int32)
         count = jnp.where(is_maker, div(items - first + step - 1, step), of_helpers)
 
-        def one(n, here):
+        def bounds_of(item):
+            """Returns the bounds of an item's chunk, or of the last chunk if there is no such item."""
+            chunk = jnp.minimum(div(item, jnp.int32(key_heads)), number - 1)
+            return refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
+
+        def one(n, carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
-            here = pm.computed(here)
+            here, bounds = pm.computed(carry[0]), carry[1:]
             place = products_mosaic.place_of(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = div(item, jnp.int32(key_heads)), rem(item, jnp.int32(key_heads))
+            following = bounds_of(item + step)
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-            products_mosaic.make_products(refs, place, chunk, key_head, **options)
+            products_mosaic.make_products(refs, place, chunk, key_head, bounds, **options)
             pm.wait_for_copies_out(0)
             pm.signal(counters.at[item])
-            return here
+            return here, *following
 
-        jax.lax.fori_loop(0, count, one, warpgroup)
+        jax.lax.fori_loop(0, count, one, (warpgroup, *bounds_of(first)))
 
         def carry(own, memory, barriers):
             part, rest = rem(index, jnp.int32(own.parts)), div(index, jnp.int32(own.parts))

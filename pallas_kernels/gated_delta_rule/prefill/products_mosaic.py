@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_triton import LOG2_E
-from pallas_kernels.gated_delta_rule.prefill.substitution import SIZE, substitute
-from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, sum_log_decays
+from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
+from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, load_gates, scale_tokens, sum_log_decays
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _SHAPE = SIZE, SIZE
 _AT = Factors()
 
 
-def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: bool):
+def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_l2norm: bool):
     """Handles one chunk and key head, by one warpgroup.
 
     Args:
@@ -27,6 +27,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
         place: The warpgroup's shared memory and barriers by name, see `memory`.
         chunk: The chunk, which may be empty.
         key_head: The key head.
+        bounds: The chunk's first token, and the token after its last one.
         scale: The factor of queries.
         use_qk_l2norm: Whether queries and keys are normalised.
     """
@@ -34,7 +35,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
     pieces = range(refs.solve.shape[0])
     tiles, repeats = range(refs.k.shape[2] // SIZE), refs.g.shape[1] // refs.k.shape[1]
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
-    start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
+    start, end = bounds
     row, column, nothing = pm.rows(_SHAPE), pm.columns(_SHAPE), pm.zeros(_SHAPE, jnp.float32)
 
     def head_of(pair, half):
@@ -43,8 +44,8 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
         return key_head * repeats + jnp.minimum(number, repeats - 1), number < repeats
 
     def sum_decays(pair):
-        memory = place.per_row, place.per_column, place.sums
-        sum_log_decays(refs.g, refs.beta, start, end - start, [head_of(pair, half)[0] for half in (0, 1)], *memory)
+        gates = load_gates(refs.g, refs.beta, start, end - start, [head_of(pair, half)[0] for half in (0, 1)])
+        sum_log_decays(*gates, place.per_row, place.per_column, place.sums)
 
     def norm_of(tiles_of):
         """Returns the factors that normalise a chunk's keys or queries, [tokens]."""
@@ -70,40 +71,34 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
                     pm.keep_rows(tile.at[n], end - start)
             pm.commit()
 
-        k_norm: Any = 1.0
-        q_norm: Any = 1.0
-        if use_qk_l2norm:
-            # Norms come before the products, and one after the other: tokens in float32 would not fit beside them.
-            k_norm = pm.computed(norm_of(k))
-            q_norm = pm.computed(norm_of(q))
-            place.norms[...] = k_norm
-            pm.commit()
+        # Norms come before the products, and one after the other: tokens in float32 would not fit beside them.
+        norms = [
+            pm.computed(norm_of(x)) if use_qk_l2norm else pm.zeros_per_row(SIZE, jnp.float32) + 1.0 for x in (k, q)
+        ]
+        norms[1] = scale * norms[1]
+        for n, norm in enumerate(norms):
+            place.norms[n] = norm
+        pm.commit()
         keys, queries = pm.multiply_all(
             _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]]
         )
-        if use_qk_l2norm:
-            of_columns = pm.along_columns(pm.load_per_column(place.norms), SIZE)
-            keys = keys * (pm.along_rows(k_norm, SIZE) * of_columns)
-            queries = queries * (pm.along_rows(scale * q_norm, SIZE) * of_columns)
-        else:
-            queries = scale * queries
-        # Of the products of keys, `substitute` uses those with earlier keys only.
+        of_columns = pm.along_columns(pm.load_per_column(place.norms.at[0]), SIZE)
+        keys, queries = (
+            x * (pm.along_rows(norm, SIZE) * of_columns) for x, norm in zip((keys, queries), norms, strict=True)
+        )
+        # Of the products of keys, `invert` uses those with earlier keys only.
         queries = jnp.where(column <= row, queries, nothing)
 
         def of_pair(pair, _):
             for half in (0, 1):
-                vector = lambda n, half=half: pm.load_per_row(place.per_row.at[half, n])
-                per_row = lambda n, vector=vector: pm.along_rows(vector(n), SIZE)
+                per_row = lambda n, half=half: pm.along_rows(pm.load_per_row(place.per_row.at[half, n]), SIZE)
                 column_of = lambda n, half=half: pm.load_per_column(place.per_column.at[half, n])
                 per_column = lambda n, column_of=column_of: pm.along_columns(column_of(n), SIZE)
                 coarse, fine = (per_row(n) - per_column(n) for n in (_AT.coarse, _AT.fine))
                 between = jnp.exp2(jnp.minimum(LOG2_E * coarse + fine, nothing))
                 system[half] = -(between * keys * per_row(_AT.beta))
                 place.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
-                before, after, total = (jnp.exp2(vector(n)) for n in (_AT.before, _AT.after, _AT.total))
-                kinds = -(before * k_norm), scale * (before * q_norm), after * k_norm, total
-                for kind, values in enumerate(kinds):
-                    place.kinds[half, kind] = values
+            scale_tokens(place.per_row, place.norms, place.kinds)
             pm.commit()
             for half in range(0, 2, together):
                 head, is_own = head_of(pair, half)
@@ -120,7 +115,7 @@ def make_products(refs, place, chunk, key_head, *, scale: float, use_qk_l2norm: 
                 def _(half=half, head=head):
                     pm.copy_out(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
-            substitute(system, place.per_row.at[:, _AT.beta], solution, transposed=True)
+            invert(system, place.per_row.at[:, _AT.beta], solution)
             pm.commit()
             pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(pair + 1))
             for half in (0, 1):
@@ -160,7 +155,7 @@ def memory(warpgroups: int, dtype: Any) -> list[tuple[Any, ...]]:
         attention_tile=pm.tiled(warpgroups, 2, *_SHAPE, dtype=jnp.bfloat16),
         per_row=pm.shared((warpgroups, 2, len(_AT), SIZE), jnp.float32),
         per_column=pm.shared((warpgroups, 2, 2, SIZE), jnp.float32),
-        norms=pm.shared((warpgroups, SIZE), jnp.float32),
+        norms=pm.shared((warpgroups, 2, SIZE), jnp.float32),
         sums=pm.shared((warpgroups, 3, 4), jnp.float32),
         kinds=pm.shared((warpgroups, 2, 4, SIZE), jnp.float32),
     )

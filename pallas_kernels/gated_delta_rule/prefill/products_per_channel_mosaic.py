@@ -1,7 +1,7 @@
 """The first two prefill kernels in one, on Hopper GPUs, for a decay per key channel.
 
 It computes what `products_per_channel` in products.py and inverse.py compute. A program has one chunk and two value heads,
-one after the other, and solves both of their systems at once. Keys come in tiles of 32.
+one after the other, and solves both of their systems at once. Keys come in tiles of 64, and log decays in tiles of 32.
 """
 
 import functools
@@ -10,21 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
+from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.products import MAX_EXPONENT, decay_spans
-from pallas_kernels.gated_delta_rule.prefill.substitution import SIZE, substitute
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _SHAPE = SIZE, SIZE
-KEYS = 32  # the keys of a tile, whose rows of float32 log decays have as many bytes as tensor cores can swizzle
-_TILE = SIZE, KEYS
+KEYS = 64  # the keys of a tile, whose rows have as many bytes as tensor cores can swizzle
+DECAYS = 32  # those of a tile of log decays, which are float32
 BLOCK = 16  # tokens of a block that is decayed from its middle
 _LEVELS = 2  # a chunk's halves, and their halves: keys are decayed to the cut between two of them
+_BEFORE, _AFTER = _LEVELS + 1, _LEVELS + 2  # the spans from the chunk's start to each token, and from it to the end
 _PIECES = 2  # bfloat16 numbers that stand for a float32 log decay in sums
 
 
@@ -40,9 +40,10 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
     pair, chunk = pm.axis_index("pair"), pm.axis_index("chunk")
     heads = refs.g.shape[1]
     key_dim, repeats = refs.k.shape[2], heads // refs.k.shape[1]
-    tiles = range(key_dim // KEYS)
+    tiles, tiles_of_decays = range(key_dim // KEYS), range(key_dim // DECAYS)
     start, end = refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
-    nothing = pm.zeros(_SHAPE, jnp.float32)
+    row, nothing = pm.rows(_SHAPE).astype(jnp.float32), pm.zeros(_SHAPE, jnp.float32)
+    apart = (pm.rows(_SHAPE) & -BLOCK) ^ (pm.columns(_SHAPE) & -BLOCK)  # less than `BLOCK` for tokens of one block
 
     def head_of(half):
         """Returns a value head, and whether the pair's other half does not have it too."""
@@ -58,47 +59,56 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         for n in tiles:
             for name in ("k", "q"):
                 pm.copy_in(getattr(refs, name).at[here, key_head, keys_of(n)], token_rows[name].at[n], refs.full)
-            pm.copy_in(refs.g.at[here, head, keys_of(n)], decay_rows.at[n], refs.full)
+        for n in tiles_of_decays:
+            pm.copy_in(refs.g.at[here, head, pm.slice_of(n * DECAYS, DECAYS)], decay_rows.at[n], refs.full)
         pm.copy_in(refs.beta.at[head, chunk], refs.betas.at[half], refs.full)
 
     def wide(name, n):
         return pm.load(token_tiles[name].at[n]).astype(jnp.float32)
 
     def cut_log_decays(values):
-        """Puts log decays [tokens, keys], one tile after the other, into the place of what is there, in pieces."""
-        values = [pieces(value, _PIECES) for value in values]
+        """Puts log decays [tokens, keys] into the place of what is there, in pieces."""
+        parts = pieces(values, _PIECES)
         pm.commit()  # no warp still reads what the memory had
-        for n in tiles:
-            for piece in range(_PIECES):
-                decay_pieces[piece, :, keys_of(n)] = values[n][piece]
+        for n, part in enumerate(parts):
+            decay_pieces[n] = part
         pm.commit()
 
-    def sums(span, first, count):
-        """Returns the sums of log decays over some spans of tokens, [tokens, keys] for each of `count` tiles of keys."""
-        ones = pm.load_directly(refs.spans.at[span])
-        here = pm.slice_of(first * KEYS, count * KEYS)
-        pairs = [(lambda: ones, decay_pieces.at[piece, :, here]) for piece in range(_PIECES)]
-        (total,) = pm.multiply_all((SIZE, count * KEYS), [pairs])
-        return [total[:, n * KEYS : (n + 1) * KEYS] for n in range(count)]
+    def fetch_span(span):
+        """Fetches the matrix whose ones are the tokens to sum over, into the place of the last one."""
+        pm.copy_in(refs.spans.at[span], refs.square, refs.span_full)
 
-    def products(exponents, first, sign, half):
-        """Returns the products of keys, and of queries, with earlier keys, over some tiles of keys.
+    def sums(keys, count):
+        """Returns the sums of log decays over spans of tokens, float32 [tokens, count], for a slice of `count` keys."""
+        pairs = [(refs.square, decay_pieces.at[piece, :, keys]) for piece in range(_PIECES)]
+        return pm.multiply_all((SIZE, count), [pairs])[0]
+
+    def decays_over_next(next_span):
+        """Waits for the span that is on its way, fetches the next one, and returns the decays over it for each tile."""
+        pm.wait(refs.span_full)
+        exponents = sums(pm.slice_of(0, key_dim), key_dim)
+        pm.commit()  # no warp still multiplies what the memory had
+        fetch_span(next_span)
+        return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
+
+    def products(half, n, is_last, fetch_next):
+        """Returns the products of keys, and of queries, with earlier keys, over a tile of keys, decayed over a span.
 
         Args:
-            exponents: The exponents of the decays, [tokens, keys], for each of these tiles.
-            first: The number of the first tile.
-            sign: 1.0 if the earlier keys are decayed by the same exponents, and -1.0 if they are decayed backwards.
             half: The number of the head in the pair.
+            n: The number of the tile.
+            is_last: Whether this is the last level, where earlier keys are decayed backwards. Elsewhere they are decayed
+                like the later ones.
+            fetch_next: Fetches the next level's span, if this is the level's last tile.
         """
+        exponent = sums(keys_of(n), KEYS)
         pm.commit()  # no warp still multiplies what the memory had
-        later = []
-        for n, exponent in enumerate(exponents):
-            k, decay = wide("k", first + n), jnp.exp2(exponent)
-            later.append([(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", first + n))])
-            operands[half, first + n] = (jnp.exp2(sign * exponent) * k).astype(jnp.bfloat16)
+        fetch_next()
+        k, decay = wide("k", n), jnp.exp2(exponent)
+        later = [(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", n))]
+        operands[half, n] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if is_last else later[0]
         pm.commit()
-        of = lambda which: [(lambda x=x: x[which], operands.at[half, first + n].T) for n, x in enumerate(later)]
-        return pm.multiply_all(_SHAPE, [of(0), of(1)])
+        return pm.multiply_all(_SHAPE, [[(lambda x=x: x, operands.at[half, n].T)] for x in later])
 
     def of_head(half, _):
         head, is_stored = head_of(half)
@@ -106,10 +116,8 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
 
         @pm.when(end - start < SIZE)
         def _():
-            @pm.loop(0, len(tiles))
-            def _(n):
-                for tile in (token_tiles["k"].at[n], token_tiles["q"].at[n], decay_tiles.at[n]):
-                    pm.keep_rows(tile, end - start)
+            for ref in (token_tiles["k"], token_tiles["q"], decay_tiles):
+                pm.loop(0, ref.shape[0])(lambda n, ref=ref: pm.keep_rows(ref.at[n], end - start))
 
             pm.commit()
 
@@ -125,80 +133,74 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             norms = dict.fromkeys("kq", pm.zeros_per_row(SIZE, jnp.float32) + 1.0)
         norms["q"] = scale * norms["q"]
         refs.norms[...] = norms["k"]
-        log_decays = [LOG2_E * pm.load(decay_tiles.at[n]) for n in tiles]
-        for n in tiles:
-            refs.total[half, keys_of(n)] = jnp.exp2(jnp.sum(log_decays[n], axis=0))
+        log_decays = LOG2_E * jnp.concatenate([pm.load(decay_tiles.at[n]) for n in tiles_of_decays], axis=1)
+        refs.total[half] = jnp.exp2(jnp.sum(log_decays, axis=0))
         cut_log_decays(log_decays)
 
         # The next kernel reads keys and queries that are decayed from the chunk's start, and keys decayed to its end.
-        def put(name, of, decays, first, place):
-            """Sends two tiles of decayed keys or queries, normalised, to the arrays that the next kernel reads."""
-            norm = pm.along_rows(norms[of], KEYS)
-            for n in (0, 1):
-                operands[half, place + n] = (decays[n] * (wide(of, first + n) * norm)).astype(jnp.bfloat16)
+        def put(name, of, decay, n, place):
+            """Sends a tile of decayed keys or queries, normalised, to the array that the next kernel reads."""
+            pm.wait_for_copies_out(1, wait_read_only=True)  # the last tile is elsewhere
+            operands[half, place] = (decay * (wide(of, n) * pm.along_rows(norms[of], KEYS))).astype(jnp.bfloat16)
             pm.commit()
 
             @pm.when(is_stored)
             def _():
-                for n in (0, 1):
-                    target = getattr(refs, name).at[0, head, chunk, :, keys_of(first + n)]
-                    pm.copy_out(operands.at[half, place + n], target)
+                pm.copy_out(operands.at[half, place], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
 
-        before = sums(_LEVELS + 1, 0, len(tiles))
-        for first in tiles[::2]:
-            decays = [jnp.exp2(x) for x in before[first : first + 2]]
-            put("k_before", "k", decays, first, 0)
-            put("q_before", "q", decays, first, 2)
-            pm.wait_for_copies_out(0, wait_read_only=True)
-        after = sums(_LEVELS + 2, 0, len(tiles))
-        for first in tiles[::2]:
-            put("k_after", "k", [jnp.exp2(x) for x in after[first : first + 2]], first, first)
+        for n, decay in enumerate(decays_over_next(_AFTER)):
+            put("k_before", "k", decay, n, 0)
+            put("q_before", "q", decay, n, 1)
+        for n, decay in enumerate(decays_over_next(0)):
+            put("k_after", "k", decay, n, n)
         pm.wait_for_copies_out(0, wait_read_only=True)
 
-        # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
-        def bounded(n):
-            parts = [pm.load(decay_pieces.at[piece, :, keys_of(n)]).astype(jnp.float32) for piece in range(_PIECES)]
-            return jnp.maximum(parts[0] + parts[1], -MAX_EXPONENT / (BLOCK // 2))
-
         def of_level(level, found):
-            sign = jnp.where(level < _LEVELS, 1.0, -1.0)
+            """Multiplies the tokens of one level, and puts their products into what has been found."""
+            is_last = level is _LEVELS
 
-            def of_tiles(part, total):
-                # Two tiles at a time: the exponents of all of them would not fit into the registers.
-                first = 2 * part
-                new = products(sums(level, first, 2), first, sign, half)
-                return [x + y for x, y in zip(total, new, strict=True)]
+            def of_tile(n, total):
+                # One tile at a time: the exponents of all of them would not fit into the registers.
+                pm.when(n == 0)(lambda: pm.wait(refs.span_full))
+                fetch_next = lambda: pm.when((n == len(tiles) - 1) & (not is_last))(lambda: fetch_span(level + 1))
+                return [x + y for x, y in zip(total, products(half, n, is_last, fetch_next), strict=True)]
 
-            both = jax.lax.fori_loop(0, len(tiles) // 2, of_tiles, [nothing, nothing])
-            is_here = pm.load_directly(refs.levels) == level.astype(jnp.float32)
+            both = jax.lax.fori_loop(0, len(tiles), of_tile, [nothing, nothing])
+            low, high = (jax.lax.shift_right_logical(jnp.int32(n * BLOCK), jnp.int32(level)) & -BLOCK for n in (2, 4))
+            is_here = (apart >= low) & (apart < high)
             return [jnp.where(is_here, new, old) for new, old in zip(both, found, strict=True)]
 
-        cut_log_decays([bounded(n) for n in tiles])
-        keys, queries = jax.lax.fori_loop(0, _LEVELS + 1, of_level, [nothing, nothing])
-        is_own = pm.load_directly(refs.levels) == float(_LEVELS + 1)
-        queries = jnp.where(is_own, pm.along_rows(qk, SIZE), queries)
-
+        # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
+        parts = [pm.load(decay_pieces.at[n]).astype(jnp.float32) for n in range(_PIECES)]
+        cut_log_decays(jnp.maximum(sum(parts[1:], parts[0]), -MAX_EXPONENT / (BLOCK // 2)))
+        keys, queries = of_level(_LEVELS, jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing]))
         pm.commit()
+        # The compiler would keep the numbers of columns in registers for all of the kernel, so memory has them.
+        later = row - pm.along_columns(pm.load_per_column(refs.token), SIZE)
+        queries = jnp.where(later > 0, queries, jnp.where(later == 0, pm.along_rows(qk, SIZE), nothing))
         of_columns = pm.along_columns(pm.load_per_column(refs.norms), SIZE)
         beta = pm.load_per_row(refs.betas.at[half])
-        refs.attention_tile[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
+        refs.square[...] = (queries * (pm.along_rows(norms["q"], SIZE) * of_columns)).astype(jnp.bfloat16)
         system[half] = -(keys * (pm.along_rows(beta * norms["k"], SIZE) * of_columns))
         pm.commit()
         pm.when(half == 0)(lambda: fetch(1))
 
         @pm.when(is_stored)
         def _():
-            pm.copy_out(refs.attention_tile, refs.attention.at[0, head, chunk])
+            pm.copy_out(refs.square, refs.attention.at[0, head, chunk])
             pm.copy_out(refs.total.at[half], refs.decay.at[head, chunk])
 
         pm.wait_for_copies_out(0, wait_read_only=True)
+        pm.when(half == 0)(lambda: fetch_span(_BEFORE))
 
     @pm.when(end > start)
     def _():
         fetch(0)
+        fetch_span(_BEFORE)
+        refs.token[...] = jnp.max(row, axis=1)
         jax.lax.fori_loop(0, 2, of_head, None)
         pm.commit()
-        substitute(system, refs.betas, solution)
+        invert(system, refs.betas, solution)
         pm.commit()
         for half in (0, 1):
             head, is_own = head_of(half)
@@ -209,17 +211,6 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
                     pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
 
         pm.wait_for_copies_out(0, wait_read_only=True)
-
-
-def levels() -> jax.Array:
-    """Returns which of a chunk's levels multiplies two tokens, float32 [tokens, tokens].
-
-    Where the row is the later token, tokens of different halves have 0, those of different halves of a half 1, and those of
-    one block 2. A token and itself have 3, and what no level multiplies has -1.
-    """
-    row, column = np.arange(SIZE)[:, None], np.arange(SIZE)[None, :]
-    apart = np.where((row ^ column) >= SIZE // 2, 0, np.where((row ^ column) >= BLOCK, 1, _LEVELS))
-    return jnp.asarray(np.where(column < row, apart, np.where(column == row, _LEVELS + 1, -1)), jnp.float32)
 
 
 def of_chunks(beta: jax.Array, chunks: Chunks) -> jax.Array:
@@ -243,28 +234,31 @@ def products_per_channel(
     """Launches the kernel. Returns `solve`, `attention`, `q_before`, `k_before`, `k_after` and `decay` for states.py."""
     (_, _, key_dim), heads, number = k.shape, g.shape[1], chunks.seq_idx.shape[0]
     given = dict(cu_chunk_seqlens=chunks.cu_chunk_seqlens, q=q, k=k, g=g, beta=of_chunks(beta, chunks))
-    given |= dict(spans=decay_spans(SIZE, BLOCK), levels=levels())
+    given |= dict(spans=decay_spans(SIZE, BLOCK))
     array, of_chunk = jax.ShapeDtypeStruct, (heads, number)
     square, keys = array((1, *of_chunk, *_SHAPE), jnp.bfloat16), array((1, *of_chunk, SIZE, key_dim), jnp.bfloat16)
     outputs = dict(solve=square, attention=square, q_before=keys, k_before=keys, k_after=keys)
     outputs |= dict(decay=array((*of_chunk, key_dim), jnp.float32))
-    tiles, bytes_of_row = key_dim // KEYS, 2 * KEYS
-    pieces_of_decays = pm.tiled(_PIECES, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=bytes_of_row)
+    tiles, decay_tiles, decay_bytes = key_dim // KEYS, key_dim // DECAYS, 2 * DECAYS
+    pieces_of_decays = pm.tiled(_PIECES, SIZE, key_dim, dtype=jnp.bfloat16, swizzle=decay_bytes)
     scratch: dict[str, Any] = dict(
-        tokens=pm.union(*pm.views_of_tokens(dict.fromkeys("kq", (tiles, *_TILE)), k.dtype, swizzle=bytes_of_row)),
+        tokens=pm.union(*pm.views_of_tokens(dict.fromkeys("kq", (tiles, SIZE, KEYS)), k.dtype)),
         # Log decays are replaced by their pieces.
-        log_decays=pm.union(*pm.views_of_tokens((tiles, *_TILE), jnp.float32), pieces_of_decays),
+        log_decays=pm.union(*pm.views_of_tokens((decay_tiles, SIZE, DECAYS), jnp.float32), pieces_of_decays),
         # What is multiplied and stored on the way to a system takes its place, and solutions do afterwards.
         systems=pm.union(
-            pm.tiled(2, 4, *_TILE, dtype=jnp.bfloat16, swizzle=bytes_of_row),
+            pm.tiled(2, 2, SIZE, KEYS, dtype=jnp.bfloat16),
             pm.tiled(2, *_SHAPE, dtype=jnp.float32),
             pm.tiled(2, 1, *_SHAPE, dtype=jnp.bfloat16),
         ),
-        attention_tile=pm.tiled(*_SHAPE, dtype=jnp.bfloat16),
+        # First spans of tokens, whose tiles are as those of the log decays' pieces, and then the products of queries.
+        square=pm.tiled(*_SHAPE, dtype=jnp.bfloat16, swizzle=decay_bytes),
         betas=pm.shared((2, SIZE), jnp.float32),
         norms=pm.shared((SIZE,), jnp.float32),
+        token=pm.shared((SIZE,), jnp.float32),
         total=pm.shared((2, key_dim), jnp.float32),
-        full=pm.Barrier(num_arrivals=3 * tiles + 1),
+        full=pm.Barrier(num_arrivals=2 * tiles + decay_tiles + 1),
+        span_full=pm.Barrier(num_arrivals=1),
     )
     results = pm.kernel(
         functools.partial(kernel, [*given, *outputs, *scratch], scale=scale, use_qk_l2norm=use_qk_l2norm),

@@ -1,4 +1,4 @@
-"""Sums of a chunk's log decays on Hopper GPUs, a token of one of two heads per thread.
+"""Sums of a chunk's log decays on Hopper GPUs, and the factors that they give, a token of one of two heads per thread.
 
 Sums over the tokens before each token have no lowering in Mosaic GPU, so this is written in operations of MLIR.
 """
@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, memref
 from pallas_kernels._pallas_triton import LOG2_E
 
 SIZE = 64  # the tokens of a chunk
 _WARP = 32  # threads of a warp
+_STEPS = 1, 2, 4, 8, 16  # distances of threads whose sums are added, one after the other
 
 
 class Factors(NamedTuple):
@@ -35,17 +39,8 @@ class Factors(NamedTuple):
     beta: Any = 5
 
 
-def sum_log_decays(
-    g: Any,
-    beta: Any,
-    start: jax.Array,
-    count: jax.Array,
-    heads: Sequence[jax.Array],
-    per_row: Any,
-    per_column: Any,
-    sums: Any,
-) -> None:
-    """Writes the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
+def load_gates(g: Any, beta: Any, start: Any, count: Any, heads: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Loads the log decays and correction strengths of a chunk for two heads, by one warpgroup.
 
     Args:
         g: Log decays, float32 [tokens, heads], in the GPU's memory.
@@ -53,72 +48,117 @@ def sum_log_decays(
         start: The chunk's first token.
         count: The number of its tokens.
         heads: The two heads.
+
+    Returns:
+        Both, float32 [2 * 64] in the layout `pm.spread`, 0 for places without a token.
+    """
+
+    def body(_: Any, g: Any, beta: Any, start: Any, count: Any, head: Any, other_head: Any) -> Any:
+        thread = pm.thread_index_again()
+        half, token = _place(thread)
+        is_live = arith.cmpi(arith.CmpIPredicate.slt, token, count)
+        column = arith.select(code.is_equal(half, 0), head, other_head)
+
+        def load(ref: Any) -> jax.Array:
+            place = code.address_in_rows(ref, code.total(start, token), ir.MemRefType(ref.type).shape[1], column)
+            return code.array([arith.bitcast(ir.F32Type.get(), code.load_if(is_live, place, 32))])
+
+        return load(g), load(beta)
+
+    loaded = [(2 * SIZE, jnp.float32)] * 2
+    log_decays, strengths = pm.inline(body, (g, ()), (beta, ()), start, count, *heads, results=loaded)
+    return log_decays, strengths
+
+
+def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, per_column: Any, sums: Any) -> None:
+    """Writes the `Factors` of a chunk for two heads, by one warpgroup, whose warps no longer read the memory's old values.
+
+    Args:
+        log_decays: What `load_gates` returns.
+        strengths: The same.
         per_row: Receives the factors. float32 [2, factors, 64], in shared memory.
         per_column: Receives the first two of them once more. float32 [2, 2, 64], in shared memory.
         sums: Memory for sums of warps, float32 [3, 4], in shared memory.
     """
 
-    def body(_: Any, g, beta, start, count, head_0, head_1, per_row, per_column, sums) -> None:
-        index, float32 = pm.ir.IndexType.get(), pm.ir.F32Type.get()
-        number = lambda n: pm.arith.constant(index, n)
-        real = lambda x: pm.arith.constant(float32, x)
-        cast = lambda x: pm.arith.index_cast(index, x)
-        thread = cast(pm.thread_index_again())
-        warp, lane = pm.arith.divui(thread, number(_WARP)), pm.arith.remui(thread, number(_WARP))
-        half, token = pm.arith.divui(thread, number(SIZE)), pm.arith.remui(thread, number(SIZE))
-        equal = lambda x, n: pm.arith.cmpi(pm.arith.CmpIPredicate.eq, x, number(n))
-        head = pm.arith.select(equal(half, 0), cast(head_0), cast(head_1))
-        is_live = pm.arith.cmpi(pm.arith.CmpIPredicate.ult, token, cast(count))
-        loaded: Any = pm.scf.IfOp(is_live, [float32, float32], has_else=True)
-        with pm.ir.InsertionPoint(loaded.then_block):
-            at = [pm.arith.addi(cast(start), token), head]
-            pm.scf.yield_([pm.memref.load(g, at), pm.memref.load(beta, at)])
-        with pm.ir.InsertionPoint(loaded.else_block):
-            pm.scf.yield_([real(0.0), real(0.0)])
-        x, strength = loaded.results
+    def body(_: Any, log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
+        thread = pm.thread_index_again()
+        half, token = _place(thread)
+        warp, lane = arith.shrui(thread, pm.constant(5)), arith.andi(thread, pm.constant(_WARP - 1))
+        (x,), (strength,) = code.elements(log_decays), code.elements(strengths)
+        nothing = code.number(0.0)
 
         def share(kind: int, value: Any, is_source: Any) -> list[Any]:
             """Returns a value of the first and of the second warp of this thread's head."""
             with pm.only_if(is_source):
-                pm.memref.store(value, sums, [number(kind), warp])
+                memref.store(value, sums, code.indices(pm.constant(kind), warp))
             pm.warpgroup_barrier()
-            first = pm.arith.muli(half, number(2))
-            places = first, pm.arith.addi(first, number(1))
-            return [pm.memref.load(sums, [number(kind), place]) for place in places]
+            places = [code.total(code.scaled(half, 2), pm.constant(n)) for n in (0, 1)]
+            return [memref.load(sums, code.indices(pm.constant(kind), place)) for place in places]
 
         def running(kind: int, x: Any) -> tuple[Any, Any]:
             """Returns the sum of the values up to this token, and that of all."""
-            for distance in (1, 2, 4, 8, 16):
-                has_earlier = pm.arith.cmpi(pm.arith.CmpIPredicate.uge, lane, number(distance))
-                earlier = pm.arith.select(has_earlier, pm.from_earlier(x, distance), real(0.0))
-                x = pm.arith.addf(x, earlier)
-            first, second = share(kind, x, equal(lane, _WARP - 1))
-            in_second = equal(pm.arith.remui(warp, number(2)), 1)
-            return pm.arith.addf(x, pm.arith.select(in_second, first, real(0.0))), pm.arith.addf(second, first)
+            for distance in _STEPS:
+                has_earlier = arith.cmpi(arith.CmpIPredicate.sge, lane, pm.constant(distance))
+                x = arith.addf(x, arith.select(has_earlier, pm.from_earlier(x, distance), nothing))
+            first, second = share(kind, x, code.is_equal(lane, _WARP - 1))
+            in_second = code.is_equal(arith.andi(warp, pm.constant(1)), 1)
+            return arith.addf(x, arith.select(in_second, first, nothing)), arith.addf(second, first)
 
-        total = pm.sum_over(x, (1, 2, 4, 8, 16))
-        magic = pm.arith.mulf(pm.arith.addf(*share(0, total, equal(lane, 0))), real(-4.0))
-        rounded = pm.arith.subf(pm.arith.addf(x, magic), magic)
+        total = pm.sum_over(x, _STEPS)
+        magic = arith.mulf(arith.addf(*share(0, total, code.is_equal(lane, 0))), code.number(-4.0))
+        rounded = arith.subf(arith.addf(x, magic), magic)
         coarse, coarse_total = running(1, rounded)
-        fine, fine_total = running(2, pm.arith.subf(x, rounded))
+        fine, fine_total = running(2, arith.subf(x, rounded))
 
         def log2_of(a: Any, b: Any) -> Any:
-            return pm.arith.mulf(pm.arith.minimumf(pm.arith.addf(a, b), real(0.0)), real(LOG2_E))
+            return arith.mulf(arith.minimumf(arith.addf(a, b), nothing), code.number(LOG2_E))
 
-        rest = [pm.arith.subf(whole, part) for whole, part in ((coarse_total, coarse), (fine_total, fine))]
+        rest = [arith.subf(whole, part) for whole, part in ((coarse_total, coarse), (fine_total, fine))]
         found = Factors(
             coarse=coarse,
-            fine=pm.arith.mulf(fine, real(LOG2_E)),
+            fine=arith.mulf(fine, code.number(LOG2_E)),
             before=log2_of(coarse, fine),
             after=log2_of(*rest),
             total=log2_of(coarse_total, fine_total),
             beta=strength,
         )
         for n, value in enumerate(found):
-            pm.memref.store(value, per_row, [half, number(n), token])
+            memref.store(value, per_row, code.indices(half, pm.constant(n), token))
         for n, value in enumerate(found[:2]):
-            pm.memref.store(value, per_column, [half, number(n), token])
+            memref.store(value, per_column, code.indices(half, pm.constant(n), token))
         pm.warpgroup_barrier()
 
-    refs = [(x, ()) for x in (per_row, per_column, sums)]
-    pm.inline(body, (g, ()), (beta, ()), start, count, *heads, *refs)
+    pm.inline(body, log_decays, strengths, *((x, ()) for x in (per_row, per_column, sums)))
+
+
+def scale_tokens(per_row: Any, norms: Any, scales: Any) -> None:
+    """Writes by what the next kernel scales keys, queries and states, for two heads, by one warpgroup.
+
+    All arguments are in shared memory.
+
+    Args:
+        per_row: The `Factors`. float32 [2, factors, 64].
+        norms: The factors of keys and of queries. float32 [2, 64].
+        scales: Receives the decays up to each token times minus the key's factor, the same times the query's factor, the
+            decays from each token to the end times the key's factor, and the decay over the chunk. float32 [2, 4, 64].
+    """
+
+    def body(_: Any, per_row: Any, norms: Any, scales: Any) -> None:
+        half, token = _place(pm.thread_index_again())
+        of_key, of_query = (memref.load(norms, code.indices(pm.constant(n), token)) for n in (0, 1))
+        at = Factors()
+        loaded = [
+            memref.load(per_row, code.indices(half, pm.constant(n), token)) for n in (at.before, at.after, at.total)
+        ]
+        before, after, total = (code.approximate("ex2", x) for x in loaded)
+        found = arith.negf(arith.mulf(before, of_key)), arith.mulf(before, of_query), arith.mulf(after, of_key), total
+        for n, value in enumerate(found):
+            memref.store(value, scales, code.indices(half, pm.constant(n), token))
+
+    pm.inline(body, *((x, ()) for x in (per_row, norms, scales)))
+
+
+def _place(thread: Any) -> tuple[Any, Any]:
+    """Returns a thread's head, 0 or 1, and its token."""
+    return arith.shrui(thread, pm.constant(6)), arith.andi(thread, pm.constant(SIZE - 1))

@@ -1,0 +1,199 @@
+"""Inverts triangular systems on Hopper GPUs, in blocks of 16 rows and columns.
+
+With D for a block on the diagonal of I + L, T for a block of the inverse, and i, j and k for the places of blocks,
+
+    T[j, j] = D[j]^-1        T[i, j] = -D[i]^-1 (L[i, j] T[j, j] + ... + L[i, i - 1] T[i - 1, j])    for i > j
+
+Half a warp inverts a D by forward substitution, a column per thread. Then a warp finds two columns of blocks, from their
+diagonal down, on tensor cores. Numbers of float32 are multiplied as two of tf32 each, so the error is about 2^-20, whatever
+the systems hold. Blocks of the inverse are transposed: what one product gives is then the left operand of the next, and
+stays in a thread's registers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+
+SIZE = 64  # the rows of a system
+_BLOCK = 16
+_BLOCKS = SIZE // _BLOCK
+_SHARES = (0, 3), (1, 2)  # the columns of blocks that a warp finds: both shares have about as many products
+_PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply at once
+_OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
+_VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
+
+Tile = list[Any]  # a thread's four sums of each half of a block's columns, as `multiply_tile` has them
+Split = list[Sequence[Any]]  # the same numbers as their larger and smaller parts, in the order of left operands
+
+
+def invert(system: Any, beta: Any, solution: Any) -> None:
+    """Writes the transposes of (I + L)^-1 beta for two systems L, by one warpgroup. All arguments are in shared memory.
+
+    Args:
+        system: -L below its diagonal, which is all that is used. float32 [2, 64, 64], `tiled`. The blocks on its diagonal
+            are overwritten.
+        beta: The factors of the inverses' columns. float32 [2, 64].
+        solution: Receives the results in pieces of bfloat16, the largest first. bfloat16 [2, pieces, 64, 64], `tiled`. It
+            may take the place of `system`.
+    """
+
+    def body(_: Any, system: Any, beta: Any, solution: Any) -> None:
+        thread = pm.thread_index_again()
+        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
+        _invert_block(system, half, share, lane)
+        pm.warpgroup_barrier()
+        for number, columns in enumerate(_SHARES):
+            with pm.only_if(code.is_equal(share, number)):
+                found = [_find_column(system, half, lane, column) for column in columns]
+                pm.warpgroup_barrier()  # all threads have read the systems
+                for column, tiles in zip(columns, found, strict=True):
+                    _store(tiles, beta, solution, half, lane, column)
+
+    pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
+
+
+def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
+    """Inverts a block on the diagonal by half of a warp, and puts the inverse into its place."""
+    column, number = (
+        arith.andi(lane, pm.constant(15)),
+        code.total(code.scaled(share, 2), arith.shrui(lane, pm.constant(4))),
+    )
+    tile, first = arith.shrui(number, pm.constant(1)), arith.andi(number, pm.constant(1))
+
+    def at(row: int, group: Any) -> list[Any]:
+        """Returns where the block's row has so many groups of four elements before."""
+        piece = code.total(code.scaled(number, _BLOCK // _PIECE), pm.constant(row // _PIECE))
+        place = arith.xori(code.total(code.scaled(first, _BLOCK // _VECTOR), group), pm.constant(row % _PIECE))
+        return [half, piece, tile, pm.constant(row % _PIECE), code.scaled(place, _VECTOR)]
+
+    found: list[Any] = []
+    for row in range(_BLOCK):
+        elements: list[Any] = []
+        for group in range(-(-row // _VECTOR)):
+            kind = code.vector_type(_VECTOR, ir.F32Type.get())
+            elements += code.parts(vector.load(kind, system, code.indices(*at(row, pm.constant(group))), alignment=16))
+        x = arith.select(code.is_equal(column, row), code.number(1.0), code.number(0.0))
+        for element, earlier in zip(elements, found, strict=False):
+            x = math.fma(element, earlier, x)
+        found.append(x)
+    pm.warp_barrier()  # all threads of the warp have read the block
+    for row, x in enumerate(found):
+        *outer, place = at(row, arith.shrui(column, pm.constant(2)))
+        memref.store(x, system, code.indices(*outer, code.total(place, arith.andi(column, pm.constant(3)))))
+
+
+def _find_column(system: Any, half: Any, lane: Any, column: int) -> list[Tile]:
+    """Returns a column of the inverse's blocks, transposed, from the diagonal down."""
+    found = [_load_transposed(system, half, lane, column)]
+    parts: list[Split] = []
+    for row in range(column + 1, _BLOCKS):
+        parts.append(_split(found[-1]))
+        block = lambda k, row=row: _load_block(system, half, lane, row, k)
+        total = _multiply([(of_row, block(column + n)) for n, of_row in enumerate(parts)])
+        found.append(_multiply([(_split(total), block(row))]))
+    return found
+
+
+def _load_transposed(system: Any, half: Any, lane: Any, number: int) -> Tile:
+    """Loads the transpose of a block on the diagonal, as a thread has the results of products."""
+    row, pair, tile = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
+    for part in range(2):
+        for of_column in range(2):
+            for n in range(2):
+                in_piece = code.total(code.scaled(pair, 2), pm.constant(n))
+                at = _place(2 * number + part, in_piece, number, code.total(row, pm.constant(_PIECE * of_column)))
+                tile.append(memref.load(system, code.indices(half, *at)))
+    return tile
+
+
+def _load_block(system: Any, half: Any, lane: Any, row: int, column: int) -> list[list[Any]]:
+    """Loads a block as the right operand of products, for each half of its rows and then of its columns two elements."""
+    in_piece, pair, found = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
+    for piece in range(2):
+        for part in range(2):
+            first = code.total(code.scaled(pair, 2), pm.constant(_PIECE * part))
+            at = _place(2 * row + piece, in_piece, column, first)
+            kind = code.vector_type(2, ir.F32Type.get())
+            found.append(code.parts(vector.load(kind, system, code.indices(half, *at), alignment=8)))
+    return found
+
+
+def _place(piece: int, row: Any, block: int, column: Any) -> list[Any]:
+    """Returns where the swizzle puts an element of a system: the place in memory, without the system's number.
+
+    Args:
+        piece: The piece that has the element's row.
+        row: The row in the piece.
+        block: The place of the block of columns.
+        column: The column in the block.
+    """
+    group = code.total(arith.shrui(column, pm.constant(2)), pm.constant(block % _OF_TILE * _BLOCK // _VECTOR))
+    element = arith.andi(column, pm.constant(3))
+    place = code.total(code.scaled(arith.xori(group, row), _VECTOR), element)
+    return [pm.constant(piece), pm.constant(block // _OF_TILE), row, place]
+
+
+def _split(tile: Tile) -> Split:
+    """Returns the larger and smaller parts of a product's results, as the left operand of the next product.
+
+    Of eight columns, a thread has the two that follow each other from `lane % 4 * 2` on, where tensor cores want those of
+    `lane % 4` and four later. Which is which does not matter, as the right operand has its rows in the same order.
+    """
+    parts = [_parts(x) for x in tile]
+    return [[parts[4 * n + place][which] for place in (0, 2, 1, 3)] for n in (0, 1) for which in (0, 1)]
+
+
+def _multiply(products: Sequence[tuple[Split, list[list[Any]]]]) -> Tile:
+    """Returns the sum of products of 16 x 16 blocks of float32 with transposes of such blocks.
+
+    Products of smaller parts have sums of their own, so that fewer products wait for each other.
+    """
+    sums = [[[code.number(0.0)] * 4 for _ in (0, 1)] for _ in (0, 1)]
+    for left, right in products:
+        for n in (0, 1):
+            for part in (0, 1):
+                large, small = zip(*(_parts(x) for x in right[2 * n + part]), strict=True)
+                of_left, rest = left[2 * part], left[2 * part + 1]
+                sums[0][n] = code.multiply_tile_of_tf32(sums[0][n], of_left, large)
+                sums[1][n] = code.multiply_tile_of_tf32(sums[1][n], rest, large)
+                sums[1][n] = code.multiply_tile_of_tf32(sums[1][n], of_left, small)
+    return [arith.addf(x, y) for n in (0, 1) for x, y in zip(sums[0][n], sums[1][n], strict=True)]
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """Returns two float32 numbers of which x is the sum. The larger one is one of tf32, which has 13 bits less."""
+    large = arith.bitcast(ir.F32Type.get(), arith.andi(arith.bitcast(pm.integer(), x), pm.constant(-(1 << 13))))
+    return large, arith.subf(x, large)
+
+
+def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any, column: int) -> None:
+    """Stores a column of blocks times its factors, and the zeros above it, two neighbours of a transposed row at a time."""
+    row, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+    nothing = [[code.number(0.0)] * 8] * (_BLOCKS - len(tiles))
+    for of_column in range(2):
+        piece = 2 * column + of_column
+        factor = memref.load(beta, code.indices(half, code.total(row, pm.constant(_PIECE * piece))))
+        for number, tile in enumerate([*nothing, *tiles]):
+            for part in range(2):
+                place = arith.xori(row, pm.constant(2 * number + part))
+                place = code.total(code.scaled(place, _PIECE), code.scaled(pair, 2))
+                values = [arith.mulf(x, factor) for x in tile[4 * part + 2 * of_column :][:2]]
+                for n, numbers in enumerate(_pieces(values, solution.type.shape[1])):
+                    at = [half, pm.constant(n), pm.constant(piece), pm.constant(0), row, place]
+                    vector.store(code.rounded_pair(numbers, jnp.bfloat16), solution, code.indices(*at), alignment=4)
+
+
+def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:
+    """Returns the pieces of float32 numbers, the largest first, cut as in `_dot.pieces` but not yet rounded."""
+    upper, found = pm.constant(-(1 << 16)), []
+    for _ in range(count - 1):
+        bits = [arith.andi(arith.bitcast(pm.integer(), x), upper) for x in values]
+        found.append([arith.bitcast(ir.F32Type.get(), x) for x in bits])
+        values = [arith.subf(x, part) for x, part in zip(values, found[-1], strict=True)]
+    return [*found, list(values)]
