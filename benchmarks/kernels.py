@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks import peers, prefill, update
 from benchmarks.kernel_benchmark import KernelBenchmark
@@ -74,13 +73,13 @@ class Peer:
     """
 
     def __init__(self, name: str, adapter: peers.Adapter, benchmark: KernelBenchmark):
-        import torch
-
         self.name, self.benchmark = name, benchmark
         pools = jax.block_until_ready(jax.jit(benchmark.initial)())
         self.launch = adapter(benchmark, pools)
-        outputs = [jnp.from_dlpack(x.contiguous()) for x in self.launch(0)]
-        torch.cuda.synchronize()
+        launched = self.launch(0)
+        peers.wait(launched)
+        self.is_of_jax = peers.is_of_jax(launched)
+        outputs = [peers.array(x) for x in launched]
         if len(outputs) == len(pools) > 0:
             given = benchmark.given
             outputs[0] = pools[0].at[0, given["write"][0]].set(outputs[0].astype(pools[0].dtype))
@@ -91,11 +90,7 @@ class Peer:
 
     def turns(self, turns: int) -> None:
         """Runs some turns and waits."""
-        import torch
-
-        for turn in range(turns):
-            self.launch(turn)
-        torch.cuda.synchronize()
+        peers.wait([self.launch(turn) for turn in range(turns)][-1])
 
     def time(self) -> float:
         """Microseconds per turn."""
@@ -104,8 +99,10 @@ class Peer:
     def span(self, us: float) -> float | None:
         """Measures the span of a turn that takes about `us` microseconds, from a CUDA graph of the sets.
 
-        Returns None if the graph cannot be captured.
+        Returns None if the graph cannot be captured, or if the peer is written in JAX.
         """
+        if self.is_of_jax:
+            return None
         import torch
 
         sets, graph = self.benchmark.span_sets, torch.cuda.CUDAGraph()

@@ -203,6 +203,22 @@ def test_the_fastest_peer_that_agrees_is_reported(monkeypatch, capsys):
     assert refused == ["wrong", "stateless", "broken"]
 
 
+def test_a_peer_in_jax_needs_no_torch(monkeypatch):
+    """Its states may be the other way round. A CUDA graph, and so a span, exist only for torch."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(kernel_benchmark, "ROTATION_BYTES", 1 << 16)
+    case = small("causal_conv1d_prefill", causal_conv1d_cases.PREFILL_CASES[-1], lengths=(3, 0, 40), dtype="float32")
+    benchmark = prefill.conv_benchmark(case)
+    step = lambda *arguments, implementation, **inputs: benchmark.step(*arguments, implementation="xla", **inputs)
+    pool, out = benchmark.first_turn(implementation="xla")
+    states = kernels.peers.Transposed(pool[0, benchmark.given["write"][0]].swapaxes(-1, -2))
+    adapter = lambda benchmark, pools: lambda turn: (states, out)
+    peer = kernels.Peer("jla", adapter, dataclasses.replace(benchmark, step=step))
+    assert peer.error == 0.0
+    peer.turns(2)
+    assert peer.span(5.0) is None
+
+
 class TestReference:
     rng = np.random.default_rng(0)
 
