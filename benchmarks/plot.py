@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from benchmarks.report import Row, read_rows, tokens_a_step
+from benchmarks.report import Row, elsewhere, read_rows, tokens_a_step
 
 # For each panel, the field whose values are bars and, if there is one, the field that thin lines reach to.
 PANELS = {
@@ -16,13 +16,13 @@ PANELS = {
 def bars(rows: list[Row]) -> dict[str, dict[str, Row]]:
     """Finds the newest row of each load and mode: result[load][mode].
 
-    A load is a workload, a loop, a way of drafting, and the number of tokens in a step.
+    A load is a workload, a loop, a way of drafting, the number of tokens in a step, and a GPU.
     """
     loads: dict[str, dict[str, Row]] = {}
     for row in rows:
         if "hit_rate_of_attainable" in row:
             drafts = f"{row['drafts']} by {row['speculation']}" if row["drafts"] else "no drafts"
-            load = f"{row['workload']} x{row['requests']}\n{row['loop']}, {drafts}{tokens_a_step(row)}"
+            load = f"{row['workload']} x{row['requests']}\n{row['loop']}, {drafts}{tokens_a_step(row)}{elsewhere(row)}"
             loads.setdefault(load, {})[row["mode"]] = row
     return loads
 

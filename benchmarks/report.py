@@ -14,6 +14,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
+USUAL_GPU = "NVIDIA H200"
 USUAL_TOKENS_A_STEP = 2048  # `max_num_batched_tokens` of most rows of the serving benchmark
 
 
@@ -29,6 +30,12 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     """
     of_case = lambda row: (row["case"], *map(row.get, ("crossing", "devices", "candidate", "routing")))
     return list({of_case(row): row for row in rows}.values())
+
+
+def elsewhere(row: Row) -> str:
+    """The end of a case's name if it was measured on another GPU than most rows: ", H100"."""
+    gpu = row.get("gpu", USUAL_GPU)
+    return "" if gpu == USUAL_GPU else f", {gpu.removeprefix('NVIDIA ').split()[0]}"
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -60,7 +67,7 @@ def kernel_table(rows: list[Row]) -> str:
         # A launch that moves next to nothing has no meaningful bandwidth.
         share = f"{row['bandwidth_fraction']:.2f}" if row["bandwidth_fraction"] >= 0.05 else "-"
         peer = (f"{row['peer']} {row['peer_us']:.1f} us", f"{row['ratio']:.2f}") if "peer" in row else ("-", "-")
-        lines.append((row["case"], f"{row['us']:.1f} us", share, *peer))
+        lines.append((f"{row['case']}{elsewhere(row)}", f"{row['us']:.1f} us", share, *peer))
     return markdown(("case", "time", "of the copy rate", "peer", "ratio"), lines)
 
 
@@ -70,7 +77,7 @@ def span_table(rows: list[Row]) -> str:
     columns = dict(span_us=us, peer_span_us=us, rms_error=error, peer_rms_error=error)
     cells = lambda row: ["-" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
     header = "case", "span", "peer's span", "rms error", "peer's rms error"
-    return markdown(header, ((row["case"], *cells(row)) for row in rows))
+    return markdown(header, ((f"{row['case']}{elsewhere(row)}", *cells(row)) for row in rows))
 
 
 def _policy(row: Row) -> str:
@@ -107,7 +114,7 @@ def tokens_a_step(row: Row) -> str:
 def serving_table(rows: list[Row]) -> str:
     """Tabulates serving: latencies, rates, cache hits, and the ratio of latencies to mode "none" under the same load."""
     names = "workload", "requests", "loop", "speculation", "drafts", "async_stepping", "max_num_batched_tokens"
-    load = lambda row: tuple(row[name] for name in names)
+    load = lambda row: (elsewhere(row), *(row[name] for name in names))
     uncached = {load(row): row for row in rows if row["mode"] == "none"}
 
     def line(row: Row) -> tuple[str, ...]:
@@ -116,7 +123,7 @@ def serving_table(rows: list[Row]) -> str:
 
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
         return (
-            f"{row['workload']} x{row['requests']}{tokens_a_step(row)}", row["loop"], row["mode"], _drafts(row),
+            f"{row['workload']} x{row['requests']}{tokens_a_step(row)}{elsewhere(row)}", row["loop"], row["mode"], _drafts(row),
             latency("ttft"),
             f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
             f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),

@@ -479,6 +479,13 @@ def test_tables_hold_the_newest_row_of_each_case(tmp_path):
     assert table(file).splitlines()[2:] == ["| a | 1.0 us | 0.50 | p 4.0 us | 0.25 |", "| b | 3.0 us | - | - | - |"]
 
 
+def test_tables_name_a_gpu_that_is_not_the_usual_one(tmp_path):
+    row, file = dict(case="a", us=2.0, bandwidth_fraction=0.5), tmp_path / "rows.jsonl"
+    for gpu, name in (("NVIDIA H200", "a"), ("NVIDIA H100 80GB HBM3", "a, H100")):
+        file.write_text(json.dumps(row | dict(gpu=gpu)) + "\n")
+        assert table(file).splitlines()[2] == f"| {name} | 2.0 us | 0.50 | - | - |"
+
+
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_every_results_file_has_a_table(file):
     lines = table(file).splitlines()
