@@ -122,8 +122,9 @@ def serving_table(rows: list[Row]) -> str:
             return f"{row[name] / uncached[load(row)][name]:.2f}" if load(row) in uncached else "-"
 
         latency = lambda name: f"{row[f'{name}_ms_mean']:.1f} / {row[f'{name}_ms_p99']:.1f}"
+        workload = f"{row['workload']} x{row['requests']}{tokens_a_step(row)}{elsewhere(row)}"
         return (
-            f"{row['workload']} x{row['requests']}{tokens_a_step(row)}{elsewhere(row)}", row["loop"], row["mode"], _drafts(row),
+            workload, row["loop"], row["mode"], _drafts(row),
             latency("ttft"),
             f"{row['tpot_ms_mean']:.2f}", latency("itl"), f"{row['e2e_ms_mean']:.0f}",
             f"{row['output_tokens_per_s']:.0f}", f"{row['hit_rate_of_attainable']:.3f}", ratio("ttft_ms_mean"),
