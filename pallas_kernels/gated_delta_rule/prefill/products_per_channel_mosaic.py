@@ -83,22 +83,21 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         pairs = [(refs.square, decay_pieces.at[piece, :, keys]) for piece in range(_PIECES)]
         return pm.multiply_all((SIZE, count), [pairs])[0]
 
-    def decays_over_next(next_span):
-        """Waits for the span that is on its way, fetches the next one, and returns the decays over it for each tile."""
+    def decays_over_span(*, then_fetch):
+        """Waits for the span that is on its way, and returns the decays over it, for each tile. Fetches the next span."""
         pm.wait(refs.span_full)
         exponents = sums(pm.slice_of(0, key_dim), key_dim)
         pm.commit()  # no warp still multiplies what the memory had
-        fetch_span(next_span)
+        fetch_span(then_fetch)
         return [jnp.exp2(exponents[:, n * KEYS : (n + 1) * KEYS]) for n in tiles]
 
-    def products(half, n, is_last, fetch_next):
+    def products(half, n, backwards, fetch_next):
         """Returns the products of keys, and of queries, with earlier keys, over a tile of keys, decayed over a span.
 
         Args:
             half: The number of the head in the pair.
             n: The number of the tile.
-            is_last: Whether this is the last level, where earlier keys are decayed backwards. Elsewhere they are decayed
-                like the later ones.
+            backwards: Whether earlier keys are decayed backwards, and not like the later ones.
             fetch_next: Fetches the next level's span, if this is the level's last tile.
         """
         exponent = sums(keys_of(n), KEYS)
@@ -106,7 +105,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         fetch_next()
         k, decay = wide("k", n), jnp.exp2(exponent)
         later = [(decay * x).astype(jnp.bfloat16) for x in (k, wide("q", n))]
-        operands[half, n] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if is_last else later[0]
+        operands[half, n] = (jnp.exp2(-exponent) * k).astype(jnp.bfloat16) if backwards else later[0]
         pm.commit()
         return pm.multiply_all(_SHAPE, [[(lambda x=x: x, operands.at[half, n].T)] for x in later])
 
@@ -148,16 +147,15 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
             def _():
                 pm.copy_out(operands.at[half, place], getattr(refs, name).at[0, head, chunk, :, keys_of(n)])
 
-        for n, decay in enumerate(decays_over_next(_AFTER)):
+        for n, decay in enumerate(decays_over_span(then_fetch=_AFTER)):
             put("k_before", "k", decay, n, 0)
             put("q_before", "q", decay, n, 1)
-        for n, decay in enumerate(decays_over_next(0)):
+        for n, decay in enumerate(decays_over_span(then_fetch=0)):
             put("k_after", "k", decay, n, n)
         pm.wait_for_copies_out(0, wait_read_only=True)
 
-        def of_level(level, found):
+        def of_level(level, found, is_last=False):
             """Multiplies the tokens of one level, and puts their products into what has been found."""
-            is_last = level is _LEVELS
 
             def of_tile(n, total):
                 # One tile at a time: the exponents of all of them would not fit into the registers.
@@ -173,7 +171,8 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         # Blocks, the last level, are decayed from their middles, forwards and backwards, where exponents are bounded.
         parts = [pm.load(decay_pieces.at[n]).astype(jnp.float32) for n in range(_PIECES)]
         cut_log_decays(jnp.maximum(sum(parts[1:], parts[0]), -MAX_EXPONENT / (BLOCK // 2)))
-        keys, queries = of_level(_LEVELS, jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing]))
+        found = jax.lax.fori_loop(0, _LEVELS, of_level, [nothing, nothing])
+        keys, queries = of_level(_LEVELS, found, is_last=True)
         pm.commit()
         # The compiler would keep the numbers of columns in registers for all of the kernel, so memory has them.
         later = row - pm.along_columns(pm.load_per_column(refs.token), SIZE)
