@@ -13,7 +13,7 @@ from mamba_align_jax.cache.events import CacheLog
 from mamba_align_jax.cache.hashing import HashChain
 from mamba_align_jax.cache.rolling import RollingBoundaries
 from mamba_align_jax.cache.steps import Hit as Hit
-from mamba_align_jax.cache.steps import Holder, Step, chain_of, check_hit, check_step
+from mamba_align_jax.cache.steps import Holder, Step, chain_of, check_computed, check_hit, check_step
 
 
 class StateBlockManager:
@@ -112,6 +112,7 @@ class StateBlockManager:
         record = values.known(self._requests, request)
         if record is None:
             return False
+        check_computed(record, min_computed, max_computed)
         wanted, columns = self._rules.columns(min_computed, max_computed, num_tokens, num_drafts), record.columns
         if wanted.start not in columns or not all(map(columns.__contains__, wanted[1:])):
             return False
@@ -135,6 +136,7 @@ class StateBlockManager:
             ValueError: As for `allocate`.
         """
         check_step(self.num_speculative_tokens, min_computed, max_computed, num_tokens, num_drafts)
+        check_computed(values.known(self._requests, request), min_computed, max_computed)
         values.instance("allocate: hit", hit, Hit, optional=True)
         held = self._held(request, hit)
         check_hit(hit, held, self.pool, min_computed, max_computed)
@@ -174,8 +176,9 @@ class StateBlockManager:
             too few blocks.
 
         Raises:
-            ValueError: The counts are no step's, as those of a step without tokens or with too many drafts, or `hit` is
-                not what `lookup` would return now, or ends elsewhere than the computed tokens.
+            ValueError: The counts are no step's, as those of a step without tokens or with too many drafts, or leave out
+                a number of tokens that earlier steps may have computed. Or `hit` is not what `lookup` would return now, or
+                ends elsewhere than the computed tokens.
         """
         if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None

@@ -109,6 +109,29 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         )
 
 
+def check_computed(record: Holder | None, min_computed: int, max_computed: int) -> None:
+    """Checks that a step's counts of computed tokens cover what the steps before it may have left.
+
+    Args:
+        record: The request, or None if it enters.
+        min_computed: The smallest number of tokens that may have been computed before the step.
+        max_computed: The largest such number.
+
+    Raises:
+        ValueError: They don't.
+    """
+    if record is None:
+        return
+    least = most = record.committed
+    for step in record.in_flight:
+        least, most = least + step.num_tokens - step.num_drafts, most + step.num_tokens
+    if not min_computed <= least <= most <= max_computed:
+        raise ValueError(
+            f"allocate: a step after {least} to {most} computed tokens must have min_computed <= {least} and max_computed "
+            f">= {most}, got {min_computed} and {max_computed}"
+        )
+
+
 def columns_of_step(
     block_size: int,
     max_drafts: int,

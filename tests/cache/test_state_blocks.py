@@ -435,6 +435,26 @@ def test_a_request_enters_where_its_hit_ends(computed):
     assert manager.allocate("b", 8, 8, 8, hit=hit) == [(0, 1), (1, 2)]
 
 
+@pytest.mark.parametrize("counts", [(3, 6), (4, 5), (5, 7), (0, 0)])
+@pytest.mark.parametrize("call", ["allocate", "fits", "begin"])
+def test_counts_cover_what_earlier_steps_may_have_computed(call, counts):
+    manager = StateBlockManager(12, 8, 2)
+    manager.allocate("a", 0, 0, 3)
+    manager.commit("a", [1] * 3)
+    manager.allocate("a", 3, 3, 3, 2)  # leaves 4 to 6 computed tokens
+    low, high = counts
+    if low <= 4 and high >= 6:
+        assert getattr(manager, call)("a", *counts, 3, 2) is not None
+        return
+    message = (
+        f"a step after 4 to 6 computed tokens must have min_computed <= 4 and max_computed >= 6, got {low} and {high}"
+    )
+    with pytest.raises(ValueError, match=message):
+        getattr(manager, call)("a", *counts, 3, 2)
+    manager.commit("a", [1] * 6)
+    assert manager.allocate("a", 6, 6, 3, 2) is not None
+
+
 def test_steps_without_tokens_are_refused():
     manager = StateBlockManager(12, 8)
     manager.allocate("a", 0, 0, 8)
