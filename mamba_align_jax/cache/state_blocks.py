@@ -176,9 +176,8 @@ class StateBlockManager:
             too few blocks.
 
         Raises:
-            ValueError: The counts are no step's, as those of a step without tokens or with too many drafts, or leave out
-                a number of tokens that earlier steps may have computed. Or `hit` is not what `lookup` would return now, or
-                ends elsewhere than the computed tokens.
+            ValueError: The counts are no step's, or leave out what earlier steps may have computed, or `hit` is not what
+                `lookup` would return now, or ends elsewhere than the computed tokens.
         """
         if not self.fits(request, min_computed, max_computed, num_tokens, num_drafts, hit=hit):
             return None
@@ -192,9 +191,8 @@ class StateBlockManager:
         if request not in self._requests:
             hit = hit or Hit(0)
             chain = HashChain(self.block_size) if hit.chain is None else hit.chain.owned_by(request, hit.length)
-            record = Holder(chain, hit.length, keep, newest=hit.length)
-            record.rolling = self._rolling.resume(request, map(self.pool.key_of, held.values()))
-            self._requests[request] = record
+            rolling = self._rolling.resume(request, map(self.pool.key_of, held.values()))
+            self._requests[request] = Holder(chain, hit.length, keep, rolling=rolling, newest=hit.length)
         record = self._requests[request]
         record.columns.update(entries)
         record.in_flight.append(Step(num_tokens, num_drafts))
