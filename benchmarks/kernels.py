@@ -90,7 +90,10 @@ class Peer:
 
     def turns(self, turns: int) -> None:
         """Runs some turns and waits."""
-        peers.wait([self.launch(turn) for turn in range(turns)][-1])
+        outputs: tuple[Any, ...] = ()
+        for turn in range(turns):
+            outputs = self.launch(turn)  # those of the turn before are no longer needed
+        peers.wait(outputs)
 
     def time(self) -> float:
         """Microseconds per turn."""

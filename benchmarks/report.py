@@ -14,7 +14,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
-USUAL_GPU = "NVIDIA H200"
+USUAL_GPU = "H200"
 USUAL_TOKENS_A_STEP = 2048  # `max_num_batched_tokens` of most rows of the serving benchmark
 
 
@@ -32,10 +32,14 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list({of_case(row): row for row in rows}.values())
 
 
+def gpu(row: Row) -> str:
+    """The short name of the GPU on which a row was measured: "H100"."""
+    return row.get("gpu", USUAL_GPU).removeprefix("NVIDIA ").split()[0]
+
+
 def elsewhere(row: Row) -> str:
     """The end of a case's name if it was measured on another GPU than most rows: ", H100"."""
-    gpu = row.get("gpu", USUAL_GPU)
-    return "" if gpu == USUAL_GPU else f", {gpu.removeprefix('NVIDIA ').split()[0]}"
+    return "" if gpu(row) == USUAL_GPU else f", {gpu(row)}"
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import Row, elsewhere, machines, newest, read_rows, tables
+from benchmarks.report import Row, gpu, machines, newest, read_rows, tables
 from docs.figures import models, serving, step
 
 ROOT = Path(__file__).parents[1]
@@ -46,14 +46,13 @@ def _headlines() -> str:
     prefill = _newest("prefill", case="gdn_prefill 1x8192")
     us, ratio = f"{prefill['us']:.0f}", f"{prefill['ratio']:.2f}"
     peer = dict(vllm="vLLM", fla="fla-core", jla="jax-linear-attention")[prefill["peer"]]
-    where = elsewhere(prefill).removeprefix(", ") or "H200"
     return f"""\
 - **Crossing a block boundary is free.** When all 256 rows cross one in the same decode step of 30 layers, the step takes
   {copy_free} under "copy_free", {pre_copy} under "pre_copy", and {none} without a prefix cache.
 - **A shared prefix is computed once.** 512 prompts share 4096 tokens and run 16 at a time: with the cache, the mean time to
   the first token falls from {slow} to {fast} ms, and throughput rises from {few} to {many} tokens/s.
 - **Kernels run at the speed of memory.** A gated delta net decode of 256 rows reaches {share} of the copy rate, and a
-  prefill of 8192 tokens takes {us} us on one {where}, {ratio} of the time of the fastest other kernel, {peer}'s.
+  prefill of 8192 tokens takes {us} us on one {gpu(prefill)}, {ratio} of the time of the fastest other kernel, {peer}'s.
 """
 
 

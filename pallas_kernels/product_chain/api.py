@@ -204,7 +204,7 @@ def _check(
     return parts
 
 
-# The fields of each kind of step must keep these annotations, as if they were arguments of an op.
+# The shapes and dtypes that the fields of each kind of step must have. They are checked like the arguments of an op.
 _FIELDS: dict[type, dict[str, Any]] = {
     GatedNorm: dict(gate=Float[Array, "tokens channels"], weight=Float[Array, " head"]),
     Product: dict(weight=Float[Array, "outputs inputs"]),

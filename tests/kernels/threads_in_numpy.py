@@ -165,6 +165,13 @@ def _inline(body, *operands, results=()):
     return list(found)
 
 
+def add_product(sums, a, b):
+    """Adds each warp's product [16, 8] to the sums of its threads, which have four elements each."""
+    product = (a @ b).reshape(len(a), 2, 8, 4, 2)
+    parts = [product[:, rows, :, :, n].reshape(THREADS) for rows in range(2) for n in range(2)]
+    return [value(before + part) for before, part in zip(sums, parts, strict=True)]
+
+
 def multiply_tile(sums, left, right, kind):
     """The tensor core's product of 16 tokens, 16 inputs and 8 outputs, for each warp."""
     pairs = lambda word: np.ascontiguousarray(word).view(kind).astype(np.float32).reshape(8, 8, 4, 2)
@@ -174,9 +181,7 @@ def multiply_tile(sums, left, right, kind):
         a[:, 8 * rows : 8 * rows + 8, 8 * half : 8 * half + 8] = pairs(word).reshape(8, 8, 8)
     for half, word in enumerate(right):
         b[:, 8 * half : 8 * half + 8] = pairs(word).reshape(8, 8, 8).swapaxes(1, 2)
-    product = (a @ b).reshape(8, 2, 8, 4, 2)
-    parts = [product[:, rows, :, :, n].reshape(THREADS) for rows in range(2) for n in range(2)]
-    return [value(before + part) for before, part in zip(sums, parts, strict=True)]
+    return add_product(sums, a, b)
 
 
 def multiply_tile_of_tf32(sums, left, right):
@@ -188,9 +193,7 @@ def multiply_tile_of_tf32(sums, left, right):
         a[:, 8 * rows : 8 * rows + 8, 4 * half : 4 * half + 4] = cut(numbers).reshape(warps, 8, 4)
     for half, numbers in enumerate(right):
         b[:, 4 * half : 4 * half + 4] = cut(numbers).reshape(warps, 8, 4).swapaxes(1, 2)
-    product = (a @ b).reshape(warps, 2, 8, 4, 2)
-    parts = [product[:, rows, :, :, n].reshape(THREADS) for rows in range(2) for n in range(2)]
-    return [value(before + part) for before, part in zip(sums, parts, strict=True)]
+    return add_product(sums, a, b)
 
 
 APPROXIMATIONS = {"ex2": np.exp2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x)}

@@ -27,7 +27,9 @@ _PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply 
 _OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
 _VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
 
-Tile = list[Any]  # a thread's four sums of each half of a block's columns, as `multiply_tile` has them
+Tile = list[
+    Any
+]  # what a thread has of a block: four numbers of each half of its columns, as `multiply_tile` returns them
 Split = list[Sequence[Any]]  # the same numbers as their larger and smaller parts, in the order of left operands
 
 
