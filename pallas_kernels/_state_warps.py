@@ -259,7 +259,7 @@ class Warp:
         kind = ir.MemRefType(self.out.type).element_type
         x = x if kind == ir.F32Type.get() else arith.truncf(kind, x)
         others = arith.andi(self._lane, pm.constant(self._lanes // self._loads - 1))
-        with pm.only_if(arith.cmpi(arith.CmpIPredicate.eq, others, pm.constant(0))):
+        with pm.only_if(code.is_equal(others, 0)):
             memref.store(x, self.out, [code.index(each) for each in (token, self.place.head, self.own_row)])
 
 

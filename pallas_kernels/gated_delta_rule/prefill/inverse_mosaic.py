@@ -170,7 +170,12 @@ def _multiply(products: Sequence[tuple[Split, list[list[Any]]]]) -> Tile:
 
 def _parts(x: Any) -> tuple[Any, Any]:
     """Returns two float32 numbers of which x is the sum. The larger one is one of tf32, which has 13 bits less."""
-    large = arith.bitcast(ir.F32Type.get(), arith.andi(arith.bitcast(pm.integer(), x), pm.constant(-(1 << 13))))
+    return _cut(x, 13)
+
+
+def _cut(x: Any, bits: int) -> tuple[Any, Any]:
+    """Returns a float32 number without its last bits, and what is left."""
+    large = arith.bitcast(ir.F32Type.get(), arith.andi(arith.bitcast(pm.integer(), x), pm.constant(-(1 << bits))))
     return large, arith.subf(x, large)
 
 
@@ -193,9 +198,8 @@ def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any
 
 def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:
     """Returns the pieces of float32 numbers, the largest first, cut as in `_dot.pieces` but not yet rounded."""
-    upper, found = pm.constant(-(1 << 16)), []
+    found = []
     for _ in range(count - 1):
-        bits = [arith.andi(arith.bitcast(pm.integer(), x), upper) for x in values]
-        found.append([arith.bitcast(ir.F32Type.get(), x) for x in bits])
-        values = [arith.subf(x, part) for x, part in zip(values, found[-1], strict=True)]
+        large, values = zip(*(_cut(x, 16) for x in values), strict=True)
+        found.append(list(large))
     return [*found, list(values)]
