@@ -94,7 +94,7 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         num_drafts: How many of them are drafts.
 
     Raises:
-        ValueError: A count is no whole number of Python, or the counts are not those of a step.
+        ValueError: A count is no int of Python, or the counts are not those of a step.
     """
     if not (
         type(min_computed) is type(max_computed) is type(num_tokens) is type(num_drafts) is int
@@ -102,6 +102,14 @@ def check_step(max_drafts: int, min_computed: int, max_computed: int, num_tokens
         and 0 <= num_drafts <= max_drafts
         and num_drafts < num_tokens
     ):
+        counts = dict(
+            min_computed=min_computed, max_computed=max_computed, num_tokens=num_tokens, num_drafts=num_drafts
+        )
+        for name, count in counts.items():
+            if type(count) is not int:
+                raise ValueError(
+                    f"allocate: {name} must be an int of Python, got {count!r} of type {type(count).__name__}"
+                )
         raise ValueError(
             f"allocate: a step must have 0 <= min_computed <= max_computed and at most num_speculative_tokens = "
             f"{max_drafts} drafts, fewer than its tokens, got min_computed = {min_computed!r}, max_computed = "

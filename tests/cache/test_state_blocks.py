@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -464,6 +465,17 @@ def test_steps_without_tokens_are_refused():
         with pytest.raises(ValueError, match=r"allocate: a step must have .* fewer than its tokens, .*num_tokens = 0"):
             manager.allocate(request, 8, 8, 0)
     assert manager.columns("a") == {0: 1}
+
+
+@pytest.mark.parametrize("name", ["min_computed", "max_computed", "num_tokens", "num_drafts"])
+@pytest.mark.parametrize("count", [np.int32(1), 1.0, True, None])
+def test_counts_of_other_types_are_refused_by_name(name, count):
+    manager = StateBlockManager(12, 8, 1)
+    counts = dict(min_computed=0, max_computed=1, num_tokens=2, num_drafts=1)
+    kind = type(count).__name__
+    with pytest.raises(ValueError, match=rf"allocate: {name} must be an int of Python, got .* of type {kind}"):
+        manager.allocate("a", **counts | {name: count})
+    assert manager.allocate("a", **counts) == [(0, 1), (1, 2)]
 
 
 def test_a_known_token_that_ran_as_a_decode_row_is_not_published_before_its_fold():
