@@ -189,6 +189,12 @@ def instance(name: str, value: Any, *classes: type, optional: bool = False) -> N
     require(isinstance(value, classes) or (optional and value is None), name, wanted, value)
 
 
+def instances(owner: str, **given: tuple[Any, type]) -> None:
+    """Checks that arguments of `owner`, given by name with the class that each must have, are of these classes."""
+    for name, (value, wanted) in given.items():
+        instance(f"{owner}: {name}", value, wanted)
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is a whole number of Python or NumPy, and neither True nor False."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -135,9 +135,8 @@ class GroupSpec:
                 f"GroupSpec {self.name!r}: must have at least one layer and one state, "
                 f"got num_layers = {self.num_layers} and states = {self.states}"
             )
-        other = next((state for state in self.states if not isinstance(state, ConvState | RecurrentState)), None)
-        if other is not None:
-            raise ValueError(f"GroupSpec {self.name!r}: states must be ConvState or RecurrentState, got {other!r}")
+        for state in self.states:
+            values.instance(f"GroupSpec {self.name!r}: states", state, ConvState, RecurrentState)
         rings = DeltaRuleRing, Mamba1Ring, Mamba2Ring
         values.instance(f"GroupSpec {self.name!r}: ring", self.ring, *rings, optional=True)
 

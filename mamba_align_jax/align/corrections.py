@@ -82,7 +82,11 @@ def correct_counts(state: AlignState, corrections: Corrections) -> tuple[AlignSt
 
     Returns:
         The corrected state, and how many corrections were refused, int32 scalar. Padding is neither.
+
+    Raises:
+        ValueError: An argument is something else.
     """
+    values.instances("correct_counts", state=(state, AlignState), corrections=(corrections, Corrections))
     is_real, slot = corrections.slot >= 0, jnp.maximum(corrections.slot, 0)
     taken_back = state.num_computed_tokens[slot] - corrections.num_computed_tokens
     accepted = state.num_accepted_tokens[slot] - taken_back

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from mamba_align_jax import _values as values
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import fold_end
 from mamba_align_jax.align.config import AlignConfig, ConvState
@@ -203,8 +204,14 @@ def fold_slots(
         pool.
 
     Raises:
-        ValueError: The policy is not "deferred", or `state` or `tables` were made for another configuration.
+        ValueError: An argument is something else, the policy is not "deferred", or `state`, `pool` or `tables` were made for
+            another configuration.
     """
+    values.instances("fold_slots", state=(state, AlignState), pool=(pool, StatePool), tables=(tables, BlockTables))
+    dtype, shape = getattr(slots, "dtype", None), getattr(slots, "shape", None)
+    if dtype is None or shape is None or not jnp.issubdtype(dtype, jnp.integer) or len(shape) != 1:
+        raise ValueError(f"fold_slots: slots must be int32 [n], got {values.shown(slots)}")
+    pool.check(spec)
     state, folds = plan_slots(spec, state, tables, slots)
     pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)
     where = folds.slot, folds.base, folds.position, folds.read, folds.block

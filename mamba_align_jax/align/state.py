@@ -136,7 +136,12 @@ class Additions:
 
 
 def add_requests(state: AlignState, additions: Additions) -> AlignState:
-    """Initialises the slots that requests enter. Other slots do not change. A jitted caller may donate `state`."""
+    """Initialises the slots that requests enter. Other slots do not change. A jitted caller may donate `state`.
+
+    Raises:
+        ValueError: An argument is something else.
+    """
+    values.instances("add_requests", state=(state, AlignState), additions=(additions, Additions))
     put = lambda array, new: set_slots(array, additions.slot, new)
     return AlignState(
         num_computed_tokens=put(state.num_computed_tokens, additions.num_computed_tokens),

@@ -129,9 +129,7 @@ def begin_step(
         ValueError: An argument is something else, the tables do not have the groups and slots of `spec`, or have too few
             columns, or `state` was made for another policy or number of slots.
     """
-    values.instance("begin_step: state", state, AlignState)
-    values.instance("begin_step: batch", batch, StepBatch)
-    values.instance("begin_step: tables", tables, BlockTables)
+    values.instances("begin_step", state=(state, AlignState), batch=(batch, StepBatch), tables=(tables, BlockTables))
     tables.check(spec)
     state.check(spec)
     size = spec.state_block_size
@@ -222,9 +220,9 @@ def migrate(
     never follow verify rows may leave it out.
 
     Raises:
-        ValueError: `pool` is something else, or was made for another spec.
+        ValueError: An argument is something else, or `pool` was made for another spec.
     """
-    values.instance("migrate: pool", pool, StatePool)
+    values.instances("migrate", pool=(pool, StatePool), indices=(indices, StepIndices))
     pool.check(spec)
     if indices.folds is not None:
         return settle(spec, pool, indices.folds, implementation=implementation)
@@ -334,9 +332,10 @@ def finish_step(
         The state and the pool for the next step. Padding rows and rows without tokens change nothing.
 
     Raises:
-        ValueError: `num_sampled` is something else, `pool` was made for another spec, or its arrays changed places.
+        ValueError: An argument is something else, `pool` was made for another spec, or its arrays changed places.
     """
-    values.instance("finish_step: pool", pool, StatePool)
+    given = dict(state=(state, AlignState), pool=(pool, StatePool), batch=(batch, StepBatch))
+    values.instances("finish_step", **given, indices=(indices, StepIndices), tables=(tables, BlockTables))
     pool.check(spec)
     state, plan = plan_finish(spec, state, batch, indices, num_sampled, tables)
     return state, copy_states(spec, pool, plan, implementation=implementation)

@@ -108,7 +108,12 @@ class TableUpdates:
 
 
 def update_block_tables(tables: BlockTables, updates: TableUpdates) -> BlockTables:
-    """Returns the tables with the entries of `updates` set. A jitted caller may donate `tables`."""
+    """Returns the tables with the entries of `updates` set. A jitted caller may donate `tables`.
+
+    Raises:
+        ValueError: An argument is something else.
+    """
+    values.instances("update_block_tables", tables=(tables, BlockTables), updates=(updates, TableUpdates))
     slot = jnp.where(updates.slot >= 0, updates.slot, tables.blocks.shape[1])
     blocks = tables.blocks.at[updates.group, slot, updates.column].set(updates.block, mode="drop")
     return BlockTables(blocks=blocks)

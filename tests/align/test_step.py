@@ -352,6 +352,7 @@ BAD_SPECS = {
     "two axes or more, all positive, got (8, 0)": lambda: RecurrentState((8, 0)),
     "groups must have distinct names, got ['a', 'a']": lambda: make_spec(groups=(GROUPS[0],) * 2),
     "GroupSpec 'z': states must be ConvState or RecurrentState, got (2, 2)": lambda: GroupSpec("z", 1, ((2, 2),)),
+    "GroupSpec 'z': states must be ConvState or RecurrentState, got None": lambda: GroupSpec("z", 1, (RECURRENT, None)),
     "GroupSpec 'x': must have at least one layer and one state": lambda: GroupSpec("x", 0, (CONV,)),
     "GroupSpec 'y': must have at least one layer and one state": lambda: GroupSpec("y", 1, ()),
 }
