@@ -47,7 +47,9 @@ slice_of = pl.ds
 multiple_of = pl.multiple_of
 when = pl.when
 loop = pl.loop
-set_max_registers = plgpu.set_max_registers  # of a warpgroup; those of all warpgroups must not exceed 512
+# Of a warpgroup. Those of all warpgroups must not exceed what they start with together, 504 for three and 512 for four: a
+# warpgroup waits until others have given up what it takes.
+set_max_registers = plgpu.set_max_registers
 axis_index = lax.axis_index
 computed = lax.optimization_barrier  # values that have been computed before what follows
 warpgroup_barrier = mosaic.warpgroup_barrier  # in `inline`
