@@ -18,7 +18,7 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.policy import boundary_window, fold_places
 from mamba_align_jax.align.pool import StatePool
 from mamba_align_jax.align.ring_folds import fold
-from mamba_align_jax.align.slots import set_slots
+from mamba_align_jax.align.slots import has_integers, set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, causal_conv1d_update
@@ -208,9 +208,7 @@ def fold_slots(
             another configuration.
     """
     values.instances("fold_slots", state=(state, AlignState), pool=(pool, StatePool), tables=(tables, BlockTables))
-    dtype, shape = getattr(slots, "dtype", None), getattr(slots, "shape", None)
-    if dtype is None or shape is None or not jnp.issubdtype(dtype, jnp.integer) or len(shape) != 1:
-        raise ValueError(f"fold_slots: slots must be int32 [n], got {values.shown(slots)}")
+    values.require(has_integers(slots) and slots.ndim == 1, "fold_slots: slots", "int32 [n]", slots)
     pool.check(spec)
     state, folds = plan_slots(spec, state, tables, slots)
     pool = _keep_windows(spec, pool, folds.windows, slots >= 0, implementation)

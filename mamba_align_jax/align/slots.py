@@ -1,7 +1,15 @@
-"""Writes what a step computes for its rows to their slots."""
+"""Arrays of integers for rows and slots: which values are some, and how what rows set is written to their slots."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def has_integers(value: Any) -> bool:
+    """Whether a value is an array of integers, which may be traced."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and hasattr(value, "shape") and jnp.issubdtype(dtype, jnp.integer)
 
 
 def set_slots(array: jax.Array, slot: jax.Array, values: jax.Array | int) -> jax.Array:

@@ -19,7 +19,7 @@ from mamba_align_jax.align.config import AlignConfig, ConvState
 from mamba_align_jax.align.deferred import Folds, plan_folds, settle
 from mamba_align_jax.align.policy import POLICIES
 from mamba_align_jax.align.pool import StatePool
-from mamba_align_jax.align.slots import set_slots
+from mamba_align_jax.align.slots import has_integers, set_slots
 from mamba_align_jax.align.state import AlignState
 from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, state_copy
@@ -267,7 +267,7 @@ def plan_saves(
 def _of_rows(num_sampled: jax.Array | int | None, shape: tuple[int, ...]) -> jax.Array:
     """Returns `num_sampled` as int32 [rows]; None counts as 1."""
     dtype, own = getattr(num_sampled, "dtype", None), getattr(num_sampled, "shape", ())
-    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and own in ((), shape)
+    is_array = has_integers(num_sampled) and own in ((), shape)
     known = num_sampled is None or values.is_integer(num_sampled) or is_array
     if not known:
         wanted, got = f"None, a whole number, or int32 {list(shape)}", f"{dtype} {list(own)}" if dtype else num_sampled

@@ -1,4 +1,4 @@
-"""Arguments of another kind: the functions of a step refuse them by name, and change nothing."""
+"""Arguments of another kind: the functions of a step refuse them by name."""
 
 from dataclasses import replace
 
@@ -42,7 +42,8 @@ CALLS = {
     correct_counts: dict(state=STATE, corrections=Corrections.from_host(SPEC, 1, [0], [0])),
     update_block_tables: dict(tables=TABLES, updates=TableUpdates.from_host(SPEC, 1, [(0, 0, 0, 1)])),
 }
-OTHERS = "spec", "num_sampled", "slots"  # what has the fields of a configuration is taken for one
+# Whatever has the fields of a configuration is taken for one, and the two arrays have tests of their own.
+OTHERS = "spec", "num_sampled", "slots"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ OTHERS = "spec", "num_sampled", "slots"  # what has the fields of a configuratio
     [(function, name) for function, given in CALLS.items() for name in given if name not in OTHERS],
     ids=lambda x: getattr(x, "__name__", x),
 )
-@pytest.mark.parametrize("other", [None, 3, "text", jnp.zeros(2)], ids=repr)
+@pytest.mark.parametrize("other", [None, 3, "text", [1], jnp.zeros(2)], ids=repr)
 def test_arguments_of_another_kind_are_refused_by_name(function, name, other):
     wanted = type(CALLS[function][name]).__name__
     with pytest.raises(ValueError, match=rf"{function.__name__}: {name} must be {wanted}, got "):

@@ -439,15 +439,6 @@ def test_slots_of_another_number_are_refused():
         begin_step(spec, few, batch, tables)
 
 
-@pytest.mark.parametrize("name", ["state", "batch", "tables"])
-def test_the_step_names_an_argument_of_another_kind(name):
-    spec = make_spec()
-    batch, tables, state, _ = started(spec)
-    given = dict(state=state, batch=batch, tables=tables) | {name: [1]}
-    with raises(f"begin_step: {name} must be"):
-        begin_step(spec, **given)
-
-
 @pytest.mark.parametrize(
     ("where", "wanted"), [((0, 2), "group must be at most 1, got 2"), ((0, -1), "group"), ((-1, 0), "layer")]
 )
