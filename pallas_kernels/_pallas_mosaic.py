@@ -167,8 +167,9 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int
         body: Gets the lowering's context, and each of `operands`: memory as its bytes are, where a tiled one has its pieces'
             axes last; an array as a `FragmentedArray`; and a number as it is. It returns a tuple with an array for each of
             `results`, made by `fragments_of_spread`, or None if there are none.
-        operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`, of
-            which each thread has its part; arrays [4] with a number for each warp; and numbers.
+        operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`, and
+            tiles in that of tensor cores, of which each thread has its part; arrays [4] with a number for each warp; and
+            numbers.
         results: The length and the dtype of each array that is returned, in the layout `spread`.
 
     Returns:
@@ -181,6 +182,8 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int
             return plgpu.RefType(x[1])
         if is_number(x):
             return plgpu.Layout.WG_SPLAT
+        if len(x.shape) == 2:
+            return plgpu.Layout.WGMMA
         return _by_warp().reduce(1) if x.shape == (4,) else spread(x.shape[0])
 
     numbers = [is_number(x) for x in operands]
@@ -258,6 +261,17 @@ def only_if(condition: Any) -> Iterator[None]:
     with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
+
+
+def value_if(condition: Any, value: Callable[[], Sequence[Any]], otherwise: Sequence[Any]) -> list[Any]:
+    """Returns the float32 numbers that `value` makes where a condition is met, and else `otherwise`, in `inline`."""
+    branch = scf.IfOp(condition, [ir.F32Type.get()] * len(otherwise), has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(list(value()))
+    assert branch.else_block is not None
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(list(otherwise))
+    return list(branch.results)
 
 
 def assembly(text: str, constraints: str, results: Any, operands: Sequence[Any], *, has_effects: bool = True) -> Any:

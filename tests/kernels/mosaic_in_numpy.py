@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernels import threads_in_numpy
 
-from pallas_kernels.gated_delta_rule.prefill import sums_mosaic
+from pallas_kernels.gated_delta_rule.prefill import sums_mosaic, weights_mosaic
 
 
 class Slice:
@@ -70,6 +70,11 @@ class _Lax:
             carry = body(jnp.int32(n), carry)
         return carry
 
+    def while_loop(self, condition, body, carry):
+        while condition(carry):
+            carry = body(carry)
+        return carry
+
 
 class _Jax:
     """jax with such loops."""
@@ -78,6 +83,11 @@ class _Jax:
 
     def __getattr__(self, name):
         return getattr(jax, name)
+
+
+def loops_of_python():
+    """Returns JAX with loops that are Python's."""
+    return _Jax()
 
 
 def _copy_in(source, target, _):
@@ -124,6 +134,22 @@ def _threads_run(function):
     return run
 
 
+def _find_norms(tokens, tiles, norms, factor, *, use_l2norm):
+    """Runs `weights_mosaic.find_norms` for all threads."""
+    tokens, norms = (threads_in_numpy.Ref(x) for x in (threads_in_numpy.tiled(tokens.array), norms.array))
+    weights_mosaic.find_norms(tokens, tiles, norms, factor, use_l2norm=use_l2norm)
+
+
+def _weigh(keys, queries, per_row, per_column, norms, system, attention):
+    """Runs `weights_mosaic.weigh` for all threads."""
+    products = map(threads_in_numpy.held_tile, (keys, queries))
+    vectors = (threads_in_numpy.Ref(x.array) for x in (per_row, per_column, norms))
+    tiles = [threads_in_numpy.Ref(threads_in_numpy.tiled(x.array)) for x in (system, attention)]
+    weights_mosaic.weigh(*products, *vectors, *tiles)
+    for target, tile in zip((system, attention), tiles, strict=True):
+        target.array[...] = threads_in_numpy.untiled(tile.array)
+
+
 def _loop(start, stop):
     def run(body):
         for n in range(start, stop):
@@ -164,7 +190,9 @@ def patch(monkeypatch, module):
     monkeypatch.setattr(module, "jax", _Jax())
     monkeypatch.setattr(module, "invert", _invert)
     threads = threads_in_numpy.Threads()
-    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic])
+    threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])
     for name in ("load_gates", "sum_log_decays", "scale_tokens"):
         monkeypatch.setattr(module, name, _threads_run(getattr(sums_mosaic, name)), raising=False)
+    for name, function in (("find_norms", _find_norms), ("weigh", _weigh)):
+        monkeypatch.setattr(module, name, function, raising=False)
     return program

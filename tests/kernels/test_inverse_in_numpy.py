@@ -4,17 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels import threads_in_numpy
-from kernels.threads_in_numpy import Ref, Threads
+from kernels.threads_in_numpy import Ref, Threads, tiled, untiled
 
 from pallas_kernels.gated_delta_rule.prefill import inverse_mosaic
 
-SIZE, GROUPS = inverse_mosaic.SIZE, np.arange(8)
-
-
-def swizzled(tiles, length):
-    """Returns tiles [.., 8, elements] with parts of `length` elements where the swizzle puts them, or puts them back."""
-    parts = tiles.reshape(*tiles.shape[:-1], 8, length)
-    return parts[..., GROUPS[:, None], GROUPS[:, None] ^ GROUPS, :].reshape(tiles.shape)
+SIZE = inverse_mosaic.SIZE
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -22,13 +16,13 @@ def test_two_systems_are_inverted(rng, monkeypatch, count):
     """What is not below the diagonal of a system may be anything."""
     system = np.tril(0.3 * rng.normal(size=(2, SIZE, SIZE)), -1).astype(np.float32)
     beta = rng.uniform(size=(2, SIZE)).astype(np.float32)
-    tiles = np.where(np.tri(SIZE, k=-1), system, np.float32(np.nan)).reshape(2, 8, 8, 2, 32).swapaxes(2, 3)
-    solution = Ref(np.full((2, count, 8, 1, 8, SIZE), np.nan, jnp.bfloat16))
+    below = np.where(np.tri(SIZE, k=-1), system, np.float32(np.nan))
+    solution = Ref(tiled(np.full((2, count, SIZE, SIZE), np.nan, jnp.bfloat16)))
     threads = Threads()
     threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [inverse_mosaic])
-    inverse_mosaic.invert(Ref(np.ascontiguousarray(swizzled(tiles, 4))), Ref(beta), solution)
+    inverse_mosaic.invert(Ref(tiled(below)), Ref(beta), solution)
 
-    found = swizzled(solution.array.astype(np.float64), 8).reshape(2, count, SIZE, SIZE).swapaxes(-1, -2)
+    found = untiled(solution.array).astype(np.float64).swapaxes(-1, -2)
     wanted = np.linalg.inv(np.eye(SIZE) - system.astype(np.float64)) * beta[:, None]
     # So many pieces have a relative error of 2^-8 each.
     np.testing.assert_allclose(found.sum(axis=1), wanted, rtol=2.0 ** (-8 * count), atol=1e-5 * np.abs(wanted).max())

@@ -18,6 +18,7 @@ LENGTHS = [
     ([200, 130, 0, 0], True),
     ([200, 200, 200, 0], False),
     ([70, 200, 130, 140], False),
+    ([200, 64, 0, 130, 1, 200, 65, 3, 0, 190], False),  # programs of the second form take several heads
 ]
 
 

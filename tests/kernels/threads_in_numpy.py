@@ -73,6 +73,34 @@ class Ref:
         return Ref(self.array.reshape(shape))
 
 
+def _swizzled(pieces):
+    """Returns pieces [.., 8, elements] with their parts of 16 bytes where the swizzle puts them, or puts them back."""
+    groups = np.arange(8)
+    parts = pieces.reshape(*pieces.shape[:-1], 8, 16 // pieces.itemsize)
+    return parts[..., groups[:, None], groups[:, None] ^ groups, :].reshape(pieces.shape)
+
+
+def tiled(tiles):
+    """Returns tiles [.., rows, columns] as shared memory has them: see `_pallas_mosaic.tiling`."""
+    *outer, rows, columns = tiles.shape
+    width = 128 // tiles.itemsize
+    return _swizzled(tiles.reshape(*outer, rows // 8, 8, columns // width, width).swapaxes(-3, -2))
+
+
+def untiled(pieces):
+    """Returns the tiles of which shared memory has the pieces."""
+    *outer, down, across, rows, width = pieces.shape
+    return _swizzled(pieces).swapaxes(-3, -2).reshape(*outer, down * rows, across * width)
+
+
+def held_tile(tile):
+    """Returns a tile [64, columns] of which each thread has its part, in the layout of tensor cores."""
+    thread = np.arange(THREADS) & 127
+    row, pair = 16 * (thread >> 5) + (thread & 31) // 4, 2 * (thread & 3)
+    places = [(row + 8 * part, 8 * n + pair) for n in range(tile.shape[1] // 8) for part in range(2)]
+    return Held([value(np.asarray(tile)[rows[:, None], first[:, None] + np.arange(2)]) for rows, first in places])
+
+
 class Threads:
     """Which threads of a program run."""
 
@@ -108,7 +136,8 @@ def _arithmetic():
         index_cast=lambda _, x: np.asarray(x).astype(np.int64),
         cmpi=compare,
         CmpIPredicate=SimpleNamespace(
-            slt=np.less, sge=np.greater_equal, eq=np.equal, ne=np.not_equal, ult=lambda x, y: unsigned(x) < unsigned(y)
+            slt=np.less, sgt=np.greater, sge=np.greater_equal, eq=np.equal, ne=np.not_equal,
+            ult=lambda x, y: unsigned(x) < unsigned(y),
         ),
         bitcast=lambda kind, x: value(np.ascontiguousarray(x).view(kind)),
         extf=lambda kind, x: value(np.asarray(x).astype(getattr(kind, "kind", kind))),
@@ -293,6 +322,11 @@ def fake(threads):
         here = threads.mask()
         ref.array[tuple(x[here] for x in place(ref, index))] = np.broadcast_to(x, THREADS)[here]
 
+    def value_if(condition, make, otherwise):
+        with threads.only_if(condition):
+            made = make()
+        return [value(np.where(condition, x, y)) for x, y in zip(made, otherwise, strict=True)]
+
     def repeated(start, stop, body, values):
         for n in range(int(start[0]), int(stop[0])):
             values = body(value(np.full(THREADS, n)), list(values))
@@ -335,6 +369,7 @@ def fake(threads):
         from_lane=lambda x, lane, of=32: value(x[number & -of | lane]),
         from_partner=lambda x, distance: value(x[number ^ distance]),
         repeated=repeated,
+        value_if=value_if,
         **dict.fromkeys(("commit", "barrier_of_warpgroups", "warpgroup_barrier", "warp_barrier"), nothing),
     )
     return pm, operations

@@ -135,8 +135,9 @@ class Head:
         target = lambda n, size: self.refs.out.at[pm.slice_of(token + n, size), self.head, values]
         pm.store_rows(rows, live, target)
 
-    def make_identity(self) -> None:
-        """Writes ones on a diagonal to shared memory. A product with them is a transposition."""
-        diagonal = (pm.rows(SHAPE) == pm.columns(SHAPE)).astype(jnp.float32)
-        self.refs.identity[...] = diagonal.astype(jnp.bfloat16)
-        pm.commit()
+
+def make_identity(identity: Any) -> None:
+    """Writes ones on a diagonal to shared memory. A product with them is a transposition."""
+    diagonal = (pm.rows(SHAPE) == pm.columns(SHAPE)).astype(jnp.float32)
+    identity[...] = diagonal.astype(jnp.bfloat16)
+    pm.commit()

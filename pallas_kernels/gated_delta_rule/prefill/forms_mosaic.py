@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._mosaic_rows import TILE
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
 
 CORES = 132  # of a Hopper GPU. With another number launches are slower, and their results are the same.
 # Of a launch with both forms. In the second form half the programs of the first one find nothing to do, and still take time.
@@ -23,8 +24,18 @@ _MOST_ROWS = 8
 
 
 def parts_of(form: ModuleType, value_dim: int) -> int:
-    """Returns how many programs each head of a row has."""
+    """Returns how many parts each head of a row has, each of which one program carries."""
     return value_dim // TILE // (heads_mosaic.PARTS if form is heads_mosaic else 1)
+
+
+def work_of(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Work:
+    """Returns what is carried in a form."""
+    return Work(rows, value_heads, parts_of(form, value_dim))
+
+
+def programs_of(form: ModuleType, work: Work) -> int:
+    """Returns the number of programs that carry states in a form. In the second one, each takes more than one part."""
+    return min(work.total, CORES) if form is heads_mosaic else work.total
 
 
 def forms(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:

@@ -1,10 +1,13 @@
-"""The third prefill kernel on Hopper GPUs, for much work in many rows. A program has 128 value dims of one head of one row.
+"""The third prefill kernel on Hopper GPUs, for much work in many rows. A program has 128 value dims of a head at a time.
 
 It computes the bits that states_mosaic.py computes, with other work for each of the three warpgroups: one fetches what the
 chunks to come need, and the two others have 64 value dims each. They carry their part of the state and make its outputs.
 While one waits for its products, the other one keeps the tensor cores busy, and both read the same keys and squares. For
 few rows that would leave most cores idle. Outputs are transposed, [values, tokens], as states are: their left operands are
 then in registers.
+
+There are at most as many programs as cores. Each takes one head after the other, and fetches the next one's first chunks
+while it still carries the one before.
 """
 
 from collections.abc import Callable
@@ -16,69 +19,117 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import SHAPE, TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, make_identity
+from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next
 
 PARTS = 2  # of a program's value dims
 _STAGES = 2  # chunks that are in shared memory
 
 
 def carry_states(
-    refs,
-    memory,
-    place,
+    refs: Any,
+    memory: Any,
+    work: Work,
+    taken: Any,
     *,
     layout: StateLayout,
     wait_for_products: Callable[[Any, Any], None] | None = None,
-    begin: Callable[[], None] = lambda: None,
-):
-    """Runs one row, head and pair of tiles of value dims, by three warpgroups.
+) -> None:
+    """Runs parts of heads until none is left, by three warpgroups.
 
-    The arguments are those of states_mosaic.py, but the third number of `place` is that of the pair.
+    The warpgroup that fetches takes the next one while the others still carry the one before.
+
+    Args:
+        refs: As in states_mosaic.py.
+        memory: The same.
+        work: All parts of all heads, of two tiles of value dims each.
+        taken: How many of them programs have taken: one of `pm.counters`.
+        layout: The same as in states_mosaic.py.
+        wait_for_products: The same.
     """
-    row, head_index, pair = place
-    head = Head(refs, memory, row, head_index, layout)
-    refs, per_channel, count = head.refs, head.per_channel, head.count
+    number = memory[0][-1]["number"]  # of what has been taken
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
-    values_of = lambda part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
+    values_of = lambda pair, part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
+
+    def run(take, carry_on):
+        """Runs carry_on(head, pair, before) for all that is taken, and returns the number of chunks.
+
+        `pair` is the number of the head's part, and `before` the number of chunks that were before.
+        """
+
+        def one(carry):
+            found, before = carry
+            row, head_index, pair = work.place_of(found)
+            head = Head(refs, memory, row, head_index, layout)
+            carry_on(head, pair, before)
+            return take(), before + head.count
+
+        return jax.lax.while_loop(lambda carry: carry[0] < work.total, one, (take(), jnp.int32(0)))[1]
 
     def fetch():
-        """Fetches what the chunks to come need."""
+        """Takes heads, and fetches what their chunks need."""
         pm.set_max_registers(40, action="decrease")
-        begin()
 
-        def one(chunk, _):
-            token, _ = head.row.tokens_of(chunk)
-            here, number, at = pm.slice_of(token, TILE), head.first + chunk, stage_of(chunk)
-            full = refs.full.at[at]
-            pm.when(chunk >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
-            for n in range(PARTS):
-                pm.copy_in(refs.v.at[here, head.head, values_of(n)], head.token_rows["v"].at[at, n], full)
-            for name in ("k_before", "k_after", "q_before") if per_channel else ("k", "q"):
-                head.copy_keys(name, here, number, at, full)
-            if wait_for_products:
-                wait_for_products(number, head.key_head)
-            head.copy_products(number, at, full)
-            pm.copy_in(refs.attention.at[0, head.head, number], refs.squares["attention"].at[at], full)
+        def take():
+            """Takes the next part of a head, if there is one, and tells the others."""
+            take_next(taken, number)
+            pm.arrive(refs.taken)
+            return number[0]
 
-        jax.lax.fori_loop(0, count, one, None)
+        def fetch_chunks(head, pair, before):
+            refs = head.refs
+
+            def one(chunk, _):
+                token, _ = head.row.tokens_of(chunk)
+                here, at = pm.slice_of(token, TILE), stage_of(before + chunk)
+                full = refs.full.at[at]
+                pm.when(before + chunk >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
+                for n in range(PARTS):
+                    source = refs.v.at[here, head.head, values_of(pair, n)]
+                    pm.copy_in(source, head.token_rows["v"].at[at, n], full)
+                for name in ("k_before", "k_after", "q_before") if head.per_channel else ("k", "q"):
+                    head.copy_keys(name, here, head.first + chunk, at, full)
+                if wait_for_products:
+                    wait_for_products(head.first + chunk, head.key_head)
+                head.copy_products(head.first + chunk, at, full)
+                attention = refs.attention.at[0, head.head, head.first + chunk]
+                pm.copy_in(attention, refs.squares["attention"].at[at], full)
+
+            jax.lax.fori_loop(0, head.count, one, None)
+            pm.wait(refs.seen)
+
+        total = run(take, fetch_chunks)
+        pm.wait(refs.seen)
 
         # A barrier has one phase bit, so each of its completions must be waited for.
-        @pm.loop(jnp.maximum(count - _STAGES, 0), count)
+        @pm.loop(jnp.maximum(total - _STAGES, 0), total)
         def _(chunk):
             pm.wait(refs.free.at[stage_of(chunk)])
 
     def carry_part():
         """Runs the chunks' way from state to state for one part of the value dims, and makes its outputs."""
-        begin()
         pm.set_max_registers(232, action="increase")
         part = pm.axis_index(pm.WARPGROUP) - 1
-        values = values_of(part)
+
+        def see():
+            """Returns what has been taken, and lets the next one be taken."""
+            pm.wait(refs.taken)
+            found = number[0]
+            pm.arrive(refs.seen)
+            return found
+
+        make_identity(memory[0][-1]["identity"])  # both warpgroups write the same
+        run(see, lambda head, pair, before: carry_head(head, values_of(pair, part), part, before))
+
+    def carry_head(head, values, part, before):
+        """Runs a part of a head. Before it, the program has had so many chunks."""
+        refs = head.refs
         out_rows, out_tile = head.token_rows["out"].at[part], head.token_tiles["out"].at[part]
         store_tokens = lambda token, live: head.store_outputs(token, live, out_rows, values)
 
         def advance(chunk, state):
             """Runs one chunk. Takes and returns the state's tiles."""
-            at = stage_of(chunk)
+            at = stage_of(before + chunk)
             token, live = head.row.tokens_of(chunk)
             v_tile = head.token_tiles["v"].at[at, part]
             pm.wait(refs.full.at[at])
@@ -89,7 +140,7 @@ def carry_states(
             of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
             of_attention = [(lambda: added.astype(jnp.bfloat16), attention.T)]
             out, of_added = pm.multiply_all(SHAPE, [of_queries, of_attention])
-            out = out if per_channel else head.of_tokens(1, at) * out
+            out = out if head.per_channel else head.of_tokens(1, at) * out
             out = (out + of_added).astype(jnp.bfloat16)
             state = head.changed(state, pm.multiply_all(SHAPE, head.of_added(added, at)), at)
             pm.arrive(refs.free.at[at])
@@ -99,9 +150,7 @@ def carry_states(
             store_tokens(token, live)
             return state
 
-        head.make_identity()  # both warpgroups write the same
-
-        @pm.when(count > 0)
+        @pm.when(head.count > 0)
         def _():
             advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
             head.row.run(refs, head.initial(values), advance_to, lambda block, state: head.store(block, state, values))
@@ -129,7 +178,13 @@ def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[
     tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
     rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
-    return [(rows, dict(squares=squares, chunk_factors=factors, identity=tile())), (tiles_of_tokens,)]
+    return [
+        (
+            rows,
+            dict(squares=squares, chunk_factors=factors, identity=tile(), number=pm.shared((1,), jnp.int32)),
+        ),
+        (tiles_of_tokens,),
+    ]
 
 
 def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
@@ -138,5 +193,7 @@ def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
     return dict(
         full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        taken=pm.Barrier(),
+        seen=pm.Barrier(num_arrivals=PARTS),
         done=pm.Barrier(num_arrivals=1 + PARTS),
     )

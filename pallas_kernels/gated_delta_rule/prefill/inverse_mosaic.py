@@ -22,7 +22,7 @@ from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 SIZE = 64  # the rows of a system
 _BLOCK = 16
 _BLOCKS = SIZE // _BLOCK
-_SHARES = (0, 3), (1, 2)  # the columns of blocks that a warp finds: both shares have about as many products
+_OF_THREAD = 8  # elements of a block that a thread has
 _PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply at once
 _OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
 _VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
@@ -50,12 +50,15 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
         half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
         _invert_block(system, half, share, lane)
         pm.warpgroup_barrier()
-        for number, columns in enumerate(_SHARES):
-            with pm.only_if(code.is_equal(share, number)):
-                found = [_find_column(system, half, lane, column) for column in columns]
-                pm.warpgroup_barrier()  # all threads have read the systems
-                for column, tiles in zip(columns, found, strict=True):
-                    _store(tiles, beta, solution, half, lane, column)
+        # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. All warps run the same code.
+        columns = share, arith.subi(pm.constant(_BLOCKS - 1), share)
+        found = [
+            _find_column(system, half, lane, column, below)
+            for column, below in zip(columns, (_BLOCKS - 1, 1), strict=True)
+        ]
+        pm.warpgroup_barrier()  # all threads have read the systems
+        for column, tiles in zip(columns, found, strict=True):
+            _store(tiles, beta, solution, half, lane, column)
 
     pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
 
@@ -90,55 +93,65 @@ def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
         memref.store(x, system, code.indices(*outer, code.total(place, arith.andi(column, pm.constant(3)))))
 
 
-def _find_column(system: Any, half: Any, lane: Any, column: int) -> list[Tile]:
-    """Returns a column of the inverse's blocks, transposed, from the diagonal down."""
-    found = [_load_transposed(system, half, lane, column)]
-    parts: list[Split] = []
-    for row in range(column + 1, _BLOCKS):
+def _find_column(system: Any, half: Any, lane: Any, column: Any, below: int) -> list[Tile]:
+    """Returns a column of the inverse's blocks, transposed, from the diagonal down.
+
+    A column has at most `below` blocks below the diagonal. What there is no block for is zero.
+    """
+    nothing = [code.number(0.0)] * _OF_THREAD
+    found, parts = [_load_transposed(system, half, lane, column)], list[Split]()
+    for distance in range(1, below + 1):
+        row = code.total(column, pm.constant(distance))
         parts.append(_split(found[-1]))
-        block = lambda k, row=row: _load_block(system, half, lane, row, k)
-        total = _multiply([(of_row, block(column + n)) for n, of_row in enumerate(parts)])
-        found.append(_multiply([(_split(total), block(row))]))
-    return found
+
+        def block(row=row) -> Tile:
+            earlier = [code.total(column, pm.constant(n)) for n in range(len(parts))]
+            blocks = [_load_block(system, half, lane, row, each) for each in earlier]
+            total = _multiply([*zip(parts, blocks, strict=True)])
+            return _multiply([(_split(total), _load_block(system, half, lane, row, row))])
+
+        found.append(pm.value_if(code.is_less(row, _BLOCKS), block, nothing))
+    return found + [nothing] * (_BLOCKS - 1 - below)
 
 
-def _load_transposed(system: Any, half: Any, lane: Any, number: int) -> Tile:
+def _load_transposed(system: Any, half: Any, lane: Any, number: Any) -> Tile:
     """Loads the transpose of a block on the diagonal, as a thread has the results of products."""
     row, pair, tile = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
     for part in range(2):
         for of_column in range(2):
             for n in range(2):
                 in_piece = code.total(code.scaled(pair, 2), pm.constant(n))
-                at = _place(2 * number + part, in_piece, number, code.total(row, pm.constant(_PIECE * of_column)))
+                at = _place(number, part, in_piece, number, code.total(row, pm.constant(_PIECE * of_column)))
                 tile.append(memref.load(system, code.indices(half, *at)))
     return tile
 
 
-def _load_block(system: Any, half: Any, lane: Any, row: int, column: int) -> list[list[Any]]:
+def _load_block(system: Any, half: Any, lane: Any, row: Any, column: Any) -> list[list[Any]]:
     """Loads a block as the right operand of products, for each half of its rows and then of its columns two elements."""
     in_piece, pair, found = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
     for piece in range(2):
         for part in range(2):
             first = code.total(code.scaled(pair, 2), pm.constant(_PIECE * part))
-            at = _place(2 * row + piece, in_piece, column, first)
+            at = _place(row, piece, in_piece, column, first)
             kind = code.vector_type(2, ir.F32Type.get())
             found.append(code.parts(vector.load(kind, system, code.indices(half, *at), alignment=8)))
     return found
 
 
-def _place(piece: int, row: Any, block: int, column: Any) -> list[Any]:
+def _place(of_row: Any, piece: int, row: Any, of_column: Any, column: Any) -> list[Any]:
     """Returns where the swizzle puts an element of a system: the place in memory, without the system's number.
 
     Args:
-        piece: The piece that has the element's row.
+        of_row: The place of the block's row of blocks.
+        piece: The piece of the block that has the element's row, 0 or 1.
         row: The row in the piece.
-        block: The place of the block of columns.
+        of_column: The place of the block's column of blocks.
         column: The column in the block.
     """
-    group = code.total(arith.shrui(column, pm.constant(2)), pm.constant(block % _OF_TILE * _BLOCK // _VECTOR))
-    element = arith.andi(column, pm.constant(3))
-    place = code.total(code.scaled(arith.xori(group, row), _VECTOR), element)
-    return [pm.constant(piece), pm.constant(block // _OF_TILE), row, place]
+    in_tile = code.scaled(arith.andi(of_column, pm.constant(_OF_TILE - 1)), _BLOCK // _VECTOR)
+    group = code.total(arith.shrui(column, pm.constant(2)), in_tile)
+    place = code.total(code.scaled(arith.xori(group, row), _VECTOR), arith.andi(column, pm.constant(_VECTOR - 1)))
+    return [code.total(code.scaled(of_row, 2), pm.constant(piece)), arith.shrui(of_column, pm.constant(1)), row, place]
 
 
 def _split(tile: Tile) -> Split:
@@ -179,21 +192,24 @@ def _cut(x: Any, bits: int) -> tuple[Any, Any]:
     return large, arith.subf(x, large)
 
 
-def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any, column: int) -> None:
-    """Stores a column of blocks times its factors, and the zeros above it, two neighbours of a transposed row at a time."""
+def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any, column: Any) -> None:
+    """Stores a column of blocks times its factors, two neighbours of a transposed row at a time.
+
+    The zeros beyond the last row of blocks go to the rows above the diagonal.
+    """
     row, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
-    nothing = [[code.number(0.0)] * 8] * (_BLOCKS - len(tiles))
     for of_column in range(2):
-        piece = 2 * column + of_column
-        factor = memref.load(beta, code.indices(half, code.total(row, pm.constant(_PIECE * piece))))
-        for number, tile in enumerate([*nothing, *tiles]):
+        piece = code.total(code.scaled(column, 2), pm.constant(of_column))
+        factor = memref.load(beta, code.indices(half, code.total(code.scaled(piece, _PIECE), row)))
+        for number, tile in enumerate(tiles):
+            block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
             for part in range(2):
-                place = arith.xori(row, pm.constant(2 * number + part))
+                place = arith.xori(row, code.total(code.scaled(block, 2), pm.constant(part)))
                 place = code.total(code.scaled(place, _PIECE), code.scaled(pair, 2))
                 values = [arith.mulf(x, factor) for x in tile[4 * part + 2 * of_column :][:2]]
                 for n, numbers in enumerate(_pieces(values, solution.type.shape[1])):
-                    at = [half, pm.constant(n), pm.constant(piece), pm.constant(0), row, place]
-                    vector.store(code.rounded_pair(numbers, jnp.bfloat16), solution, code.indices(*at), alignment=4)
+                    at = code.indices(half, pm.constant(n), piece, pm.constant(0), row, place)
+                    vector.store(code.rounded_pair(numbers, jnp.bfloat16), solution, at, alignment=4)
 
 
 def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:

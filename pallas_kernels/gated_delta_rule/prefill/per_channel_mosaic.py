@@ -8,7 +8,16 @@ import jax
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import cut, forms, is_meant, parts_of, takes_first, views
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
+    cut,
+    forms,
+    is_meant,
+    programs_of,
+    takes_first,
+    views,
+    work_of,
+)
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
 
 
@@ -23,26 +32,34 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
     names, chosen = [*inputs, "pool", "out"], forms(rows, value_heads, value_dim)
-    parts = parts_of(chosen[0], value_dim)
     described = views(chosen, key_dim, pieces, v.dtype, per_channel=True)
+    works = [work_of(form, rows, value_heads, value_dim) for form in chosen]
+    programs = [programs_of(form, work) for form, work in zip(chosen, works, strict=True)]
 
     def body(*arrays):
         *arrays, memory, barriers_of_forms = arrays
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        row, head, part = (pm.axis_index(axis) for axis in ("row", "head", "part"))
-        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, value_heads * parts)
-        for form, memory_of, barriers in zip(chosen, cut(memory, described), barriers_of_forms, strict=True):
-            is_own = is_meant(form, chosen, is_first)
+        program, taken = pm.axis_index("program"), pm.counters(1).at[0]
+        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, value_heads * works[0].parts)
+
+        def run(form, work, memory_of, barriers):
             named = SimpleNamespace(**vars(refs), **barriers)
-            run = functools.partial(form.carry_states, named, memory_of, (row, head, part), layout=layout)
-            pm.when((part < parts_of(form, value_dim)) & is_own)(run)
+            if form is heads_mosaic:
+                heads_mosaic.carry_states(named, memory_of, work, taken, layout=layout)
+            else:
+                states_mosaic.carry_states(named, memory_of, work.place_of(program), layout=layout)
+
+        each_form = zip(chosen, works, programs, cut(memory, described), barriers_of_forms, strict=True)
+        for form, work, count, memory_of, barriers in each_form:
+            is_own = (program < count) & is_meant(form, chosen, is_first)
+            pm.when(is_own)(functools.partial(run, form, work, memory_of, barriers))
 
     updated = jax.new_ref(pool)
     out = pm.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-        grid=(rows, value_heads, parts),
-        grid_names=("row", "head", "part"),
+        grid=(max(programs),),
+        grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name=pm.WARPGROUP,
         scratch_types=[

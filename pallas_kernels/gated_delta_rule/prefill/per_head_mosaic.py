@@ -21,17 +21,19 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic, states_mosaic
 from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
     CORES,
     cut,
     forms,
     is_meant,
-    parts_of,
+    programs_of,
     takes_first,
     views,
+    work_of,
 )
 from pallas_kernels.gated_delta_rule.prefill.states_mosaic import WARPGROUPS
+from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
 
 
 class Plan(NamedTuple):
@@ -39,14 +41,14 @@ class Plan(NamedTuple):
 
     Attributes:
         carrying: The module of the programs that carry states.
-        parts: How many of them each head of each row has.
+        work: What they carry.
         carriers: The number of these programs.
         makers: The number of programs that make products, which come before.
         helpers: How many of the carriers make products of the first chunks first, as many per key head.
     """
 
     carrying: ModuleType
-    parts: int
+    work: Work
     carriers: int
     makers: int
     helpers: int
@@ -54,12 +56,12 @@ class Plan(NamedTuple):
 
 def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     """Returns the plan for so many rows and heads of so many value dims."""
-    parts = parts_of(form, value_dim)
-    carriers = rows * value_heads * parts
+    work = work_of(form, rows, value_heads, value_dim)
+    carriers = programs_of(form, work)
     if form is heads_mosaic:
-        return Plan(form, parts, carriers, makers=CORES, helpers=0)
+        return Plan(form, work, carriers, makers=CORES, helpers=0)
     makers = max(CORES - carriers, CORES // 2 + 2)  # those of few rows fill the GPU together with the carriers
-    return Plan(form, parts, carriers, makers, helpers=value_heads * parts)
+    return Plan(form, work, carriers, makers, helpers=value_heads * work.parts)
 
 
 def prefill(
@@ -93,7 +95,7 @@ def prefill(
         *arrays, memory, products_barriers, carrying_barriers, made = arrays
         of_products, *of_forms = cut(memory, described)
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-        counters = pm.counters(number * key_heads)
+        counters = pm.counters(number * key_heads + 1)  # of items, and of what has been taken
         program, warpgroup = pm.axis_index("program"), pm.axis_index(pm.WARPGROUP)
         is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.carriers // rows)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
@@ -133,8 +135,6 @@ def prefill(
         jax.lax.fori_loop(0, count, one, (warpgroup, *bounds_of(first)))
 
         def carry(own, memory, barriers):
-            part, rest = rem(index, jnp.int32(own.parts)), div(index, jnp.int32(own.parts))
-            head, row = rem(rest, jnp.int32(value_heads)), div(rest, jnp.int32(value_heads))
             wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])
             named = SimpleNamespace(**vars(refs), **barriers)
 
@@ -145,8 +145,11 @@ def prefill(
                     pm.arrive(made)
                     pm.wait(made)
 
-            place = row, head, part
-            own.carrying.carry_states(named, memory, place, layout=layout, wait_for_products=wait, begin=begin)
+            options = dict(layout=layout, wait_for_products=wait)
+            if own.carrying is heads_mosaic:
+                heads_mosaic.carry_states(named, memory, own.work, counters.at[items], **options)
+            else:
+                states_mosaic.carry_states(named, memory, own.work.place_of(index), begin=begin, **options)
 
         for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
             is_own = is_meant(own.carrying, chosen, is_first)

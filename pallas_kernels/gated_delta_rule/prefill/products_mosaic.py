@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, load_gates, scale_tokens, sum_log_decays
-from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+from pallas_kernels.gated_delta_rule.prefill.weights_mosaic import find_norms, weigh
 
 _SHAPE = SIZE, SIZE
 _AT = Factors()
@@ -36,7 +35,6 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
     tiles, repeats = range(refs.k.shape[2] // SIZE), refs.g.shape[1] // refs.k.shape[1]
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
     start, end = bounds
-    row, column, nothing = pm.rows(_SHAPE), pm.columns(_SHAPE), pm.zeros(_SHAPE, jnp.float32)
 
     def head_of(pair, half):
         """Returns a value head, and whether the other half of the pair does not have it too."""
@@ -46,14 +44,6 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
     def sum_decays(pair):
         gates = load_gates(refs.g, refs.beta, start, end - start, [head_of(pair, half)[0] for half in (0, 1)])
         sum_log_decays(*gates, place.per_row, place.per_column, place.sums)
-
-    def norm_of(tiles_of):
-        """Returns the factors that normalise a chunk's keys or queries, [tokens]."""
-        squares: Any = 0.0
-        for n in tiles:
-            x = pm.load(tiles_of.at[n]).astype(jnp.float32)
-            squares = squares + jnp.sum(x * x, axis=1)
-        return jax.lax.rsqrt(squares + L2_EPSILON)
 
     @pm.when(end > start)
     def _():
@@ -71,33 +61,19 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
                     pm.keep_rows(tile.at[n], end - start)
             pm.commit()
 
-        # Norms come before the products, and one after the other: tokens in float32 would not fit beside them.
-        norms = [
-            pm.computed(norm_of(x)) if use_qk_l2norm else pm.zeros_per_row(SIZE, jnp.float32) + 1.0 for x in (k, q)
-        ]
-        norms[1] = scale * norms[1]
-        for n, norm in enumerate(norms):
-            place.norms[n] = norm
-        pm.commit()
+        def norms():
+            for n, (x, factor) in enumerate(((k, 1.0), (q, scale))):
+                find_norms(x, len(tiles), place.norms.at[n], factor, use_l2norm=use_qk_l2norm)
+
         keys, queries = pm.multiply_all(
-            _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]]
+            _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]], norms
         )
-        of_columns = pm.along_columns(pm.load_per_column(place.norms.at[0]), SIZE)
-        keys, queries = (
-            x * (pm.along_rows(norm, SIZE) * of_columns) for x, norm in zip((keys, queries), norms, strict=True)
-        )
-        # Of the products of keys, `invert` uses those with earlier keys only.
-        queries = jnp.where(column <= row, queries, nothing)
+        pm.commit()  # all threads have finished with the tokens, whose place the systems take
 
         def of_pair(pair, _):
             for half in (0, 1):
-                per_row = lambda n, half=half: pm.along_rows(pm.load_per_row(place.per_row.at[half, n]), SIZE)
-                column_of = lambda n, half=half: pm.load_per_column(place.per_column.at[half, n])
-                per_column = lambda n, column_of=column_of: pm.along_columns(column_of(n), SIZE)
-                coarse, fine = (per_row(n) - per_column(n) for n in (_AT.coarse, _AT.fine))
-                between = jnp.exp2(jnp.minimum(LOG2_E * coarse + fine, nothing))
-                system[half] = -(between * keys * per_row(_AT.beta))
-                place.attention_tile[half] = (between * queries).astype(jnp.bfloat16)
+                vectors = place.per_row.at[half], place.per_column.at[half], place.norms
+                weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
             scale_tokens(place.per_row, place.norms, place.kinds)
             pm.commit()
             for half in range(0, 2, together):

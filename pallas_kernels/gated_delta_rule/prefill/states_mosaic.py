@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import SHAPE, TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, make_identity
 
 WARPGROUPS = 3  # of a program
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
@@ -132,7 +132,7 @@ def carry_states(
 
         state = head.initial(values)
         begin()
-        head.make_identity()
+        make_identity(refs.identity)
 
         @pm.when(count > 0)
         def _():

@@ -1,0 +1,116 @@
+"""What a chunk's tokens know of each other, on Hopper GPUs: products of their keys and queries, times norms and decays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
+from pallas_kernels._pallas_triton import LOG2_E
+from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
+from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
+
+_BLOCKS = SIZE // 8  # of eight columns
+_GROUP = 8  # numbers of 16 bytes
+_AT = Factors()
+
+
+def find_norms(tokens: Any, tiles: int, norms: Any, factor: float, *, use_l2norm: bool) -> None:
+    """Writes the factors that normalise keys or queries, by one warpgroup. Two threads add up the squares of each token.
+
+    Args:
+        tokens: The tiles, bfloat16 [tiles, 64, 64], in shared memory.
+        tiles: Their number, 1 or 2.
+        norms: Receives the factors, times `factor`. float32 [64], in shared memory. Other threads see them after the
+            warpgroup's next barrier.
+        factor: Another factor.
+        use_l2norm: Whether tokens are normalised.
+    """
+
+    def body(_: Any, tokens: Any, norms: Any) -> None:
+        thread = pm.thread_index_again()
+        row, half = arith.shrui(thread, pm.constant(1)), arith.andi(thread, pm.constant(1))
+        piece, in_piece = arith.shrui(row, pm.constant(3)), arith.andi(row, pm.constant(7))
+        tile = half if tiles == 2 else pm.constant(0)
+        first = arith.xori(in_piece, code.scaled(half, 4))  # two threads of a token read from different banks
+        kind = code.vector_type(_GROUP, pm.type_of(jnp.bfloat16))
+        sums = [code.number(0.0)] * 2
+
+        for n in range(4 * tiles):
+            group = arith.xori(first, pm.constant(n))
+            place = code.indices(tile, piece, pm.constant(0), in_piece, code.scaled(group, _GROUP))
+            for m, x in enumerate(code.parts(code.wide(vector.load(kind, tokens, place, alignment=16)))):
+                sums[m % 2] = math.fma(x, x, sums[m % 2])
+        norm = code.number(factor)
+        if use_l2norm:
+            total = pm.sum_over(arith.addf(*sums), [1])
+            norm = arith.mulf(code.approximate("rsqrt", arith.addf(total, code.number(L2_EPSILON))), norm)
+        with pm.only_if(code.is_equal(half, 0)):
+            memref.store(norm, norms, code.indices(row))
+
+    pm.inline(body, (tokens, pm.tiling(jnp.bfloat16)), (norms, ()))
+
+
+def weigh(
+    keys: jax.Array, queries: jax.Array, per_row: Any, per_column: Any, norms: Any, system: Any, attention: Any
+) -> None:
+    """Writes the system and the weights of a chunk and value head, by one warpgroup.
+
+    All but the products is in shared memory.
+
+    Args:
+        keys: Products of keys. float32 [64, 64].
+        queries: Products of queries and keys. float32 [64, 64].
+        per_row: The `Factors`. float32 [factors, 64].
+        per_column: The first two of them once more. float32 [2, 64].
+        norms: The factors that normalise keys, and queries. float32 [2, 64].
+        system: Receives what `invert` takes. float32 [64, 64], `tiled`.
+        attention: Receives the weights of corrections in outputs. bfloat16 [64, 64], `tiled`.
+    """
+
+    def body(_: Any, keys: Any, queries: Any, *refs: Any) -> None:
+        per_row, per_column, norms, system, attention = refs
+        thread = pm.thread_index_again()
+        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+        pieces = [code.total(code.scaled(warp, 2), pm.constant(part)) for part in range(2)]
+        rows = [code.total(code.scaled(piece, 8), in_piece) for piece in pieces]
+        of_row = lambda ref, n: [memref.load(ref, code.indices(pm.constant(n), row)) for row in rows]
+        coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
+        of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
+        of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
+        nothing, kind = code.number(0.0), code.vector_type(2, ir.F32Type.get())
+        held = [[*x.registers.flat] for x in (keys, queries)]  # of each eight columns two rows
+        for n in range(_BLOCKS):
+            first = code.total(code.scaled(pair, 2), pm.constant(8 * n))
+            of_column = lambda ref, at, first=first: code.parts(
+                vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
+            )
+            columns = [*zip(of_column(per_column, 0), of_column(per_column, 1), of_column(norms, 0), strict=True)]
+            in_tile = code.total(arith.shrui(pair, pm.constant(1)), pm.constant(2 * n % 8))
+            in_system = code.total(
+                code.scaled(arith.xori(in_tile, in_piece), 4), code.scaled(arith.andi(pair, pm.constant(1)), 2)
+            )
+            in_attention = code.total(code.scaled(arith.xori(in_piece, pm.constant(n)), 8), code.scaled(pair, 2))
+            for part in range(2):
+                of_system, of_attention = [], []
+                for m, (coarse_too, fine_too, norm) in enumerate(columns):
+                    difference = arith.subf(coarse[part], coarse_too), arith.subf(fine[part], fine_too)
+                    exponent = math.fma(difference[0], code.number(LOG2_E), difference[1])
+                    weight = code.approximate("ex2", arith.minimumf(exponent, nothing))
+                    weight = arith.mulf(weight, norm)
+                    key, query = (code.parts(x[2 * n + part])[m] for x in held)
+                    of_system.append(arith.mulf(arith.mulf(weight, key), of_keys[part]))
+                    is_later = arith.cmpi(arith.CmpIPredicate.sgt, code.total(first, pm.constant(m)), rows[part])
+                    known = arith.mulf(arith.mulf(weight, query), of_queries[part])
+                    of_attention.append(arith.select(is_later, nothing, known))
+                place = code.indices(pieces[part], pm.constant(n // 4), in_piece, in_system)
+                vector.store(code.from_parts(of_system), system, place, alignment=8)
+                place = code.indices(pieces[part], pm.constant(0), in_piece, in_attention)
+                vector.store(code.rounded_pair(of_attention, jnp.bfloat16), attention, place, alignment=4)
+
+    vectors = [(x, ()) for x in (per_row, per_column, norms)]
+    tiles = (system, pm.tiling(jnp.float32)), (attention, pm.tiling(jnp.bfloat16))
+    pm.inline(body, keys, queries, *vectors, *tiles)

@@ -1,0 +1,53 @@
+"""The heads of rows that carry states on Hopper GPUs, and how programs take one after the other."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
+from pallas_kernels._pallas_mosaic import memref
+
+
+class Work(NamedTuple):
+    """All that is carried in a launch, if it is carried in one form.
+
+    Attributes:
+        rows: The number of rows.
+        value_heads: The number of value heads of each.
+        parts: The number of parts of a head's value dims.
+    """
+
+    rows: int
+    value_heads: int
+    parts: int
+
+    @property
+    def total(self) -> int:
+        """The number of parts of all heads of all rows."""
+        return self.rows * self.value_heads * self.parts
+
+    def place_of(self, number: Any) -> tuple[Any, Any, Any]:
+        """Returns the row, the value head and the part that have a number. Neighbours share keys."""
+        divide = lambda x, by: (jax.lax.div(x, jnp.int32(by)), jax.lax.rem(x, jnp.int32(by)))
+        rest, part = divide(number, self.parts)
+        return *divide(rest, self.value_heads), part
+
+
+def take_next(taken: Any, number: Any) -> None:
+    """Takes the next number that no program has taken, by one warpgroup.
+
+    Args:
+        taken: How many have been taken: one of `pm.counters`.
+        number: Receives the number. int32 [1], in shared memory.
+    """
+
+    def body(_: Any, taken: Any, number: Any) -> None:
+        with pm.only_if(code.is_equal(pm.thread_index_again(), 0)):
+            place = pm.address(taken, pm.constant(0))
+            before = pm.assembly("atom.global.add.u32 $0, [$1], 1;", "=r,l", pm.integer(), [place])
+            memref.store(before, number, code.indices(pm.constant(0)))
+        pm.warpgroup_barrier()
+
+    pm.inline(body, (taken, ()), (number, ()))
