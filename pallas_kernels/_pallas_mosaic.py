@@ -160,17 +160,18 @@ def token_tiles(shapes: Any, dtype: Any) -> Any:
     return union(*views_of_tokens(shapes, dtype))
 
 
-def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int, Any]] = ()) -> list[jax.Array]:
+def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[Any, Any]] = ()) -> list[jax.Array]:
     """Runs code of single threads, which `body` writes as operations of MLIR.
 
     Args:
         body: Gets the lowering's context, and each of `operands`: memory as its bytes are, where a tiled one has its pieces'
             axes last; an array as a `FragmentedArray`; and a number as it is. It returns a tuple with an array for each of
-            `results`, made by `fragments_of_spread`, or None if there are none.
+            `results`, made by `fragments_of_spread` or `fragments_of_tile`, or None if there are none.
         operands: Pairs of a reference to memory and its `tiling`, or () if it has none; arrays in the layout `spread`, and
             tiles in that of tensor cores, of which each thread has its part; arrays [4] with a number for each warp; and
             numbers.
-        results: The length and the dtype of each array that is returned, in the layout `spread`.
+        results: The length and the dtype of each array that is returned, in the layout `spread`, or the shape of a tile, in
+            that of tensor cores.
 
     Returns:
         The arrays.
@@ -193,7 +194,13 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[int
         pairs = zip(numbers, given, strict=True)
         return body(context, *(x.registers.item() if is_one else x for is_one, x in pairs))
 
-    types = tuple(plgpu.ShapeDtypeStruct((length,), dtype, spread(length)) for length, dtype in results)
+    def described(size: Any, dtype: Any) -> Any:
+        is_tile = isinstance(size, tuple)
+        return plgpu.ShapeDtypeStruct(
+            *((size, dtype, plgpu.Layout.WGMMA) if is_tile else ((size,), dtype, spread(size)))
+        )
+
+    types = tuple(described(*each) for each in results)
     written = plgpu.inline_mgpu(arg_types=tuple(map(kind, operands)), return_type=types or None)(run)
     found = written(*(x[0] if isinstance(x, tuple) else x for x in operands))
     return list(found) if types else []
@@ -284,6 +291,11 @@ def address(ref: Any, index: Any) -> Any:
     return utils.getelementptr(utils.memref_ptr(ref), [index], ir.MemRefType(ref.type).element_type)
 
 
+def address_in_shared(ref: Any, index: Any) -> Any:
+    """Returns the address of an element of shared memory, whose axes are taken as one, in `inline`. It has 32 bits."""
+    return llvm.ptrtoint(integer(), address(ref, index))
+
+
 def address_in_row(ref: Any, row: Any, column: Any) -> Any:
     """Returns the address of an element of an array of two axes, or of a part of one, in `inline`."""
     stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
@@ -337,6 +349,19 @@ def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
     layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
     is_signed = True if isinstance(registers[0].type.element_type, ir.IntegerType) else None
     return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
+
+
+def fragments_of_tile(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
+    """Makes a tile in the layout of tensor cores, in `inline`. Each thread gives its part, in vectors of two numbers.
+
+    They are ordered by their eight columns, and then by their half of the warp's 16 rows.
+    """
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    held = np.empty((len(registers),), object)
+    held[:] = registers
+    return fragments.FragmentedArray(
+        _registers=held.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
 
 
 def load_spread(ref: Any) -> jax.Array:
@@ -549,24 +574,27 @@ def multiply(shape: tuple[int, int], steps: Sequence[Any]) -> jax.Array:
 def multiply_all(
     shape: tuple[int, int],
     sums: Sequence[Sequence[tuple[Any, Any]]],
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], Sequence[jax.Array] | None] = lambda: None,
 ) -> list[jax.Array]:
-    """Sums products of tiles on tensor cores, all at once. Returns a tile per sum, in float32.
+    """Sums products of tiles on tensor cores, all at once.
 
     Args:
         shape: The shape of each sum, [64 n, 8 m].
         sums: The pairs of operands of each sum. Left ones are in shared memory, or they are functions that return them in
             registers and that are called when the products before have been started.
-        meanwhile: What the warpgroup does while the tensor cores work.
+        meanwhile: What the warpgroup does while the tensor cores work. It may return arrays.
+
+    Returns:
+        A tile per sum, in float32, and the arrays.
     """
 
     def run(*totals: Any) -> list[jax.Array]:
         for total, pairs in zip(totals, sums, strict=True):
             for left, right in pairs:
                 plgpu.wgmma(total, left() if callable(left) else left, right)
-        meanwhile()
+        others = meanwhile() or ()
         plgpu.wgmma_wait(0)
-        return [total[...] for total in totals]
+        return [*(total[...] for total in totals), *others]
 
     results = pl.run_scoped(run, *[plgpu.ACC(shape, jnp.float32) for _ in sums])
     # Without the barrier the compiler may move arithmetic on the sums before the tensor cores have finished them.

@@ -3,7 +3,7 @@
 All functions are for `pm.inline`.
 
 Source: the registers of the products are those of "mma.m16n8k16" and "mma.m16n8k8" in NVIDIA's PTX ISA, in the sections
-"Matrix fragments".
+"Matrix fragments". Those of transposed matrices are in the section "ldmatrix".
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,16 @@ def load_words(place: Any, first: int = 0) -> list[Any]:
 def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
     """Stores four words to the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
     pm.assembly(f"st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
+
+
+def load_transposed_matrices(place: Any) -> list[Any]:
+    """Loads four transposed matrices of 8 x 8 numbers of 16 bits from shared memory, by a warp. Returns a word of each.
+
+    Args:
+        place: The address of a row: of the first matrix for the first eight threads, and so on. It is a multiple of 16.
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return _four_words(text, "=r,=r,=r,=r,r", [place])
 
 
 def load_words_if(condition: Any, place: Any, first: int = 0) -> list[Any]:

@@ -101,11 +101,11 @@ def _copy_out(source, target):
 
 
 def _multiply_all(shape, sums, meanwhile=lambda: None):
-    meanwhile()
+    others = meanwhile() or ()
     operand = lambda x: np.asarray(x.array if isinstance(x, Ref) else x, np.float32)
     left = lambda x: operand(x() if callable(x) else x)
     zero = np.zeros(shape, np.float32)
-    return [jnp.asarray(sum((left(a) @ operand(b) for a, b in pairs), zero)) for pairs in sums]
+    return [*(jnp.asarray(sum((left(a) @ operand(b) for a, b in pairs), zero)) for pairs in sums), *others]
 
 
 def _keep_rows(tile, count):

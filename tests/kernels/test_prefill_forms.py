@@ -7,7 +7,8 @@ from kernels.test_gated_delta_rule import Dims
 from kernels.test_gated_delta_rule_prefill import make_prefill, prefill
 
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
-from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import forms, takes_first
+from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import CORES, forms, takes_first
+from pallas_kernels.gated_delta_rule.prefill.per_head_mosaic import plan
 
 HEADS, DIM = 32, 128
 PROGRAMS = HEADS * DIM // 64  # that carry a row's states in the first form
@@ -39,6 +40,12 @@ def test_a_launch_has_the_forms_that_its_rows_may_need(rows, value_dim, wanted):
 @pytest.mark.parametrize(("lengths", "wanted"), LENGTHS)
 def test_the_first_form_carries_few_rows_and_long_ones(lengths, wanted):
     assert takes_first(jnp.asarray(np.cumsum([7, *lengths]), jnp.int32), len(lengths), PROGRAMS) == wanted
+
+
+@pytest.mark.parametrize(("rows", "makers"), [(4, CORES), (8, CORES), (9, CORES // 2), (64, CORES // 2)])
+def test_many_heads_are_carried_while_others_wait_for_products(rows, makers):
+    found = plan(heads_mosaic, rows, HEADS, DIM)
+    assert (found.makers, found.carriers) == (makers, min(rows * HEADS, CORES))
 
 
 @pytest.mark.gpu

@@ -100,7 +100,9 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
 
     def one(refs, chunk, key_head):
         bounds = refs["cu_chunk_seqlens"][chunk], refs["cu_chunk_seqlens"][chunk + 1]
-        per_head.make_products(SimpleNamespace(**refs), place, chunk, key_head, bounds, **call.options)
+        refs = SimpleNamespace(**refs)
+        gates = per_head.load_pair(refs, key_head, 0, bounds)
+        per_head.make_products(refs, place, chunk, key_head, bounds, gates, **call.options)
 
     given = dict(q=call.q, k=call.k, g=call.g, beta=call.beta)
     found = run(monkeypatch, per_head, call, key_heads, given, outputs, one)

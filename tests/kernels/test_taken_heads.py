@@ -57,8 +57,8 @@ class Program:
         described = {name: of(each, int(np.prod(each.num_barriers))) for name, each in described.items()}
         self.refs = SimpleNamespace(**described, v=MagicMock())
         self.refs.v.shape = (1, 1, 1)
-        self.refs.squares = self.refs.attention = self.refs.identity = MagicMock()
-        self.memory = [(MagicMock(), dict(number=[None], identity=None))]
+        self.refs.squares = self.refs.attention = MagicMock()
+        self.memory = [(MagicMock(), dict(number=[None]))]
         self.stages = {}
         self.seen = [[] for _ in range(WARPGROUPS)]
 
@@ -117,7 +117,7 @@ def fake_pm():
         wait=lambda barrier: barrier.wait(),
         arrive=arrive,
         copy_in=lambda source, target, full: full.arrive(),
-        multiply_all=lambda shape, sums: [MagicMock() for _ in sums],
+        multiply_all=lambda shape, sums, meanwhile=lambda: (): [*(MagicMock() for _ in sums), *meanwhile()],
         slice_of=Slice,
         when=when,
         loop=loop,
@@ -149,7 +149,7 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
     monkeypatch.setattr(heads_mosaic, "jax", loops_of_python())
     monkeypatch.setattr(heads_mosaic, "Head", make_head)
     monkeypatch.setattr(heads_mosaic, "take_next", take_next)
-    monkeypatch.setattr(heads_mosaic, "make_identity", lambda _: None)
+    monkeypatch.setattr(heads_mosaic, "load_values", MagicMock())
     threads = []
     for program in programs:
         for warpgroup in range(WARPGROUPS):

@@ -189,7 +189,7 @@ def _inline(body, *operands, results=()):
     for held, (length, dtype) in zip(found, results, strict=True):
         shapes = {(np.shape(x)[1], x.dtype) for x in held.registers.flat}
         ((pack, kind),) = shapes
-        assert pack * len(held.registers.flat) * 128 == length
+        assert pack * len(held.registers.flat) * 128 == np.prod(length)
         assert kind == dtype
     return list(found)
 
@@ -288,6 +288,12 @@ def _words(threads):
         found[here] = np.ascontiguousarray(array[places]).view(np.int32)
         return [value(found[:, n]) for n in range(4)]
 
+    def load_transposed_matrices(place):
+        ref, first = place
+        rows = ref.array.reshape(-1)[first[:, None] + np.arange(8)].reshape(-1, 4, 4, 2, 8)
+        pairs = np.ascontiguousarray(np.moveaxis(rows, (4, 2), (2, 3))).reshape(-1, 4, 32, 2)
+        return [value(pairs[:, n].reshape(THREADS, 2).view(np.int32)[:, 0]) for n in range(4)]
+
     def store_words_if(condition, place, words, first=0):
         array, here, places = of_16_bytes(place, first, condition)
         array[places] = np.ascontiguousarray(np.stack(words, axis=1)[here]).view(array.dtype)
@@ -298,6 +304,7 @@ def _words(threads):
         store_words_if=store_words_if,
         store_if=store_if,
         address_in_rows=lambda ref, row, length, column: (ref, np.int64(row) * length + np.int64(column)),
+        load_transposed_matrices=load_transposed_matrices,
         load_words=load,
         store_words=store,
         either=either,
@@ -353,7 +360,7 @@ def fake(threads):
         inline=_inline,
         only_if=threads.only_if,
         pack_of_spread=_fragments.pm.pack_of_spread,
-        fragments_of_spread=lambda registers, length: Held(list(registers)),
+        **dict.fromkeys(("fragments_of_spread", "fragments_of_tile"), lambda registers, size: Held(list(registers))),
         thread_of_program=lambda: value(number),
         **dict.fromkeys(("thread_index", "thread_index_again"), lambda: value(number & 127)),
         constant=lambda number: value(np.full(THREADS, number, np.int32)),
@@ -362,7 +369,7 @@ def fake(threads):
         bytes_of=lambda kind: np.dtype(kind).itemsize,
         SWIZZLE=128,
         tiling=lambda dtype, **options: (),
-        address=lambda ref, index: (ref, np.asarray(index)),
+        **dict.fromkeys(("address", "address_in_shared"), lambda ref, index: (ref, np.asarray(index))),
         address_in_row=Address,
         sum_over=sum_over,
         from_earlier=lambda x, distance: value(x[np.where(number % 32 >= distance, number - distance, number)]),

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
 from pallas_kernels._dot import pieces
 from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels._pallas_mosaic import arith, ir
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
+
+_MATRIX = 8  # the rows and columns of the matrices that a warp loads, four at a time
 
 
 class Head:
@@ -136,8 +140,20 @@ class Head:
         pm.store_rows(rows, live, target)
 
 
-def make_identity(identity: Any) -> None:
-    """Writes ones on a diagonal to shared memory. A product with them is a transposition."""
-    diagonal = (pm.rows(SHAPE) == pm.columns(SHAPE)).astype(jnp.float32)
-    identity[...] = diagonal.astype(jnp.bfloat16)
-    pm.commit()
+def load_values(tile: Any) -> jax.Array:
+    """Loads a chunk's values, transposed, from a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
+
+    def body(_: Any, tile: Any) -> Any:
+        thread, kind, found = pm.thread_index_again(), ir.MemRefType(tile.type).element_type, []
+        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        row, matrix = arith.andi(lane, pm.constant(7)), arith.shrui(lane, pm.constant(3))
+        # Two of the four matrices are side by side in the warp's 16 values, and two have the next eight tokens.
+        group = code.total(code.scaled(warp, 2), arith.andi(matrix, pm.constant(1)))
+        across = code.scaled(arith.xori(group, row), _MATRIX)
+        for first in range(0, TILE, 2 * _MATRIX):
+            token = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _MATRIX), row, pm.constant(first))
+            place = pm.address_in_shared(tile, code.total(code.scaled(token, TILE), across))
+            found += [code.pair(word, kind) for word in code.load_transposed_matrices(place)]
+        return (pm.fragments_of_tile(found, SHAPE),)
+
+    return pm.inline(body, (tile, pm.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import SHAPE, TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, make_identity
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
 from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next
 
 PARTS = 2  # of a program's value dims
@@ -118,7 +118,6 @@ def carry_states(
             pm.arrive(refs.seen)
             return found
 
-        make_identity(memory[0][-1]["identity"])  # both warpgroups write the same
         run(see, lambda head, pair, before: carry_head(head, values_of(pair, part), part, before))
 
     def carry_head(head, values, part, before):
@@ -134,8 +133,8 @@ def carry_states(
             v_tile = head.token_tiles["v"].at[at, part]
             pm.wait(refs.full.at[at])
             head.keep_tokens(live, v_tile, at)  # both parts' warpgroups write the same keys
-            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at), [(v_tile.T, refs.identity)]])
-            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v, at)])
+            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], lambda: [load_values(v_tile)])
+            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
             queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
             of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
             of_attention = [(lambda: added.astype(jnp.bfloat16), attention.T)]
@@ -178,13 +177,8 @@ def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[
     tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
     rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
-    return [
-        (
-            rows,
-            dict(squares=squares, chunk_factors=factors, identity=tile(), number=pm.shared((1,), jnp.int32)),
-        ),
-        (tiles_of_tokens,),
-    ]
+    others = dict(squares=squares, chunk_factors=factors, number=pm.shared((1,), jnp.int32))
+    return [(rows, others), (tiles_of_tokens,)]
 
 
 def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:

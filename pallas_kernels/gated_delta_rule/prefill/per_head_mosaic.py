@@ -59,7 +59,9 @@ def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     work = work_of(form, rows, value_heads, value_dim)
     carriers = programs_of(form, work)
     if form is heads_mosaic:
-        return Plan(form, work, carriers, makers=CORES, helpers=0)
+        # Of much work, half of the cores carry the first heads while the others make products of those after.
+        makers = CORES // 2 if work.total >= 2 * CORES else CORES
+        return Plan(form, work, carriers, makers, helpers=0)
     makers = max(CORES - carriers, CORES // 2 + 2)  # those of few rows fill the GPU together with the carriers
     return Plan(form, work, carriers, makers, helpers=value_heads * work.parts)
 
@@ -119,20 +121,25 @@ def prefill(
             chunk = jnp.minimum(div(item, jnp.int32(key_heads)), number - 1)
             return refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
 
+        def gates_of(item, bounds):
+            return products_mosaic.load_pair(refs, rem(item, jnp.int32(key_heads)), 0, bounds)
+
         def one(n, carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
-            here, bounds = pm.computed(carry[0]), carry[1:]
+            here, bounds, gates = pm.computed(carry[0]), *carry[1:]
             place = products_mosaic.place_of(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = div(item, jnp.int32(key_heads)), rem(item, jnp.int32(key_heads))
             following = bounds_of(item + step)
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
-            products_mosaic.make_products(refs, place, chunk, key_head, bounds, **options)
+            products_mosaic.make_products(refs, place, chunk, key_head, bounds, gates, **options)
+            gates = gates_of(item + step, following)  # they arrive while this one waits
             pm.wait_for_copies_out(0)
             pm.signal(counters.at[item])
-            return here, *following
+            return here, following, gates
 
-        jax.lax.fori_loop(0, count, one, (warpgroup, *bounds_of(first)))
+        begin = bounds_of(first)
+        jax.lax.fori_loop(0, count, one, (warpgroup, begin, gates_of(first, begin)))
 
         def carry(own, memory, barriers):
             wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])

@@ -3,6 +3,7 @@
 A program has one chunk and key head, and all value heads of that key head, two at a time.
 """
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,28 @@ _SHAPE = SIZE, SIZE
 _AT = Factors()
 
 
-def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_l2norm: bool):
+def load_pair(refs, key_head, pair, bounds):
+    """Loads the gates of two value heads, see `load_gates`. If there is one, it is loaded twice.
+
+    Args:
+        refs: The inputs by name.
+        key_head: Their key head.
+        pair: How many pairs of value heads the key head has before.
+        bounds: The chunk's first token, and the token after its last one.
+    """
+    start, end = bounds
+    heads = [_head_of(refs, key_head, pair, half)[0] for half in (0, 1)]
+    return load_gates(refs.g, refs.beta, start, end - start, heads)
+
+
+def _head_of(refs, key_head, pair, half):
+    """Returns a value head of a pair, and whether the other half of the pair does not have it too."""
+    repeats = refs.g.shape[1] // refs.k.shape[1]
+    number = 2 * pair + half
+    return key_head * repeats + jnp.minimum(number, repeats - 1), number < repeats
+
+
+def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, use_qk_l2norm: bool):
     """Handles one chunk and key head, by one warpgroup.
 
     Args:
@@ -27,6 +49,7 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
         chunk: The chunk, which may be empty.
         key_head: The key head.
         bounds: The chunk's first token, and the token after its last one.
+        gates: What `load_pair` returns for the first two value heads.
         scale: The factor of queries.
         use_qk_l2norm: Whether queries and keys are normalised.
     """
@@ -36,14 +59,11 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
     together = 2 - repeats % 2  # value heads of a pair whose vectors are copied at once
     start, end = bounds
 
-    def head_of(pair, half):
-        """Returns a value head, and whether the other half of the pair does not have it too."""
-        number = 2 * pair + half
-        return key_head * repeats + jnp.minimum(number, repeats - 1), number < repeats
+    head_of = functools.partial(_head_of, refs, key_head)
 
-    def sum_decays(pair):
-        gates = load_gates(refs.g, refs.beta, start, end - start, [head_of(pair, half)[0] for half in (0, 1)])
-        sum_log_decays(*gates, place.per_row, place.per_column, place.sums)
+    def sum_decays(gates):
+        log_decays, strengths = gates
+        sum_log_decays(log_decays, strengths, place.per_row, place.per_column, place.sums)
 
     @pm.when(end > start)
     def _():
@@ -51,7 +71,7 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
             for n in tiles:
                 source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
                 pm.copy_in(source, rows.at[n], place.full)
-        sum_decays(0)
+        sum_decays(gates)
         pm.wait(place.full)
 
         @pm.when(end - start < SIZE)
@@ -93,7 +113,7 @@ def make_products(refs, place, chunk, key_head, bounds, *, scale: float, use_qk_
 
             invert(system, place.per_row.at[:, _AT.beta], solution)
             pm.commit()
-            pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(pair + 1))
+            pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
             for half in (0, 1):
                 head, is_own = head_of(pair, half)
 

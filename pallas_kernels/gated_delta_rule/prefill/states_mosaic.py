@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._mosaic_rows import SHAPE, TILE
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, make_identity
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
 
 WARPGROUPS = 3  # of a program
 _QUERY_STAGES = 2  # chunks whose queries are in shared memory
@@ -116,10 +116,10 @@ def carry_states(
                 pm.hand_over(
                     [head.piece(x, 0)() for x in state], [refs.states.at[n] for n in key_tiles], refs.state_full
                 )
+                return [load_values(v_tile)]
 
-            of_values = [(v_tile.T, refs.identity)]
-            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at), of_values], publish_state)
-            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v, at)])
+            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], publish_state)
+            (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
 
             def publish_added():
                 pm.when(chunk > 0)(lambda: pm.wait(refs.added_free))
@@ -132,7 +132,6 @@ def carry_states(
 
         state = head.initial(values)
         begin()
-        make_identity(refs.identity)
 
         @pm.when(count > 0)
         def _():
@@ -189,7 +188,6 @@ def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[
         of_query=pm.shared((_QUERY_STAGES, TILE), jnp.float32),
         states=tile(tiles),
         added=tile(),
-        identity=tile(),
     )
     rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
     return [(rows, others), (tiles_of_tokens,)]
