@@ -195,10 +195,9 @@ def inline(body: Callable[..., Any], *operands: Any, results: Sequence[tuple[Any
         return body(context, *(x.registers.item() if is_one else x for is_one, x in pairs))
 
     def described(size: Any, dtype: Any) -> Any:
-        is_tile = isinstance(size, tuple)
-        return plgpu.ShapeDtypeStruct(
-            *((size, dtype, plgpu.Layout.WGMMA) if is_tile else ((size,), dtype, spread(size)))
-        )
+        if isinstance(size, tuple):
+            return plgpu.ShapeDtypeStruct(size, dtype, plgpu.Layout.WGMMA)
+        return plgpu.ShapeDtypeStruct((size,), dtype, spread(size))
 
     types = tuple(described(*each) for each in results)
     written = plgpu.inline_mgpu(arg_types=tuple(map(kind, operands)), return_type=types or None)(run)
@@ -271,8 +270,8 @@ def only_if(condition: Any) -> Iterator[None]:
 
 
 def value_if(condition: Any, value: Callable[[], Sequence[Any]], otherwise: Sequence[Any]) -> list[Any]:
-    """Returns the float32 numbers that `value` makes where a condition is met, and else `otherwise`, in `inline`."""
-    branch = scf.IfOp(condition, [ir.F32Type.get()] * len(otherwise), has_else=True)
+    """Returns the numbers or vectors that `value` makes where a condition is met, and else `otherwise`, in `inline`."""
+    branch = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(list(value()))
     assert branch.else_block is not None
@@ -344,11 +343,7 @@ def spread(length: int) -> Any:
 
 def fragments_of_spread(registers: Sequence[Any], length: int) -> Any:
     """Makes an array in the layout `spread`, in `inline`. Each thread gives its own part, in vectors of `pack_of_spread`."""
-    held = np.empty((len(registers),), object)
-    held[:] = registers
-    layout = fragments.WGStridedFragLayout((length,), pack_of_spread(length))
-    is_signed = True if isinstance(registers[0].type.element_type, ir.IntegerType) else None
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
+    return _held(registers, fragments.WGStridedFragLayout((length,), pack_of_spread(length)), (length,))
 
 
 def fragments_of_tile(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
@@ -356,12 +351,16 @@ def fragments_of_tile(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
 
     They are ordered by their eight columns, and then by their half of the warp's 16 rows.
     """
-    layout = plgpu.Layout.WGMMA.to_mgpu()
+    return _held(registers, plgpu.Layout.WGMMA.to_mgpu(), shape)
+
+
+def _held(registers: Sequence[Any], layout: Any, shape: tuple[int, ...]) -> Any:
+    """Makes an array of which each thread has its part in registers."""
     held = np.empty((len(registers),), object)
     held[:] = registers
-    return fragments.FragmentedArray(
-        _registers=held.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
-    )
+    is_signed = True if isinstance(registers[0].type.element_type, ir.IntegerType) else None
+    held = held.reshape(layout.registers_shape(shape))
+    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
 
 
 def load_spread(ref: Any) -> jax.Array:
@@ -532,19 +531,9 @@ def scale_rows(tile: jax.Array, factors: jax.Array) -> jax.Array:
         vote = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         some = assembly(vote, "=r,r", integer(), [arith.extui(integer(), others)])
         before = [*tile.registers.flat]
-        branch = scf.IfOp(
-            arith.cmpi(arith.CmpIPredicate.ne, some, constant(0)), [x.type for x in before], has_else=True
-        )
-        with ir.InsertionPoint(branch.then_block):
-            product = tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)
-            scf.yield_([*product.registers.flat])
-        assert branch.else_block is not None
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(before)
-        held = np.empty((len(before),), object)
-        held[:] = list(branch.results)
-        registers = held.reshape(tile.registers.shape)
-        return fragments.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+        product = lambda: (tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)).registers.flat
+        found = value_if(arith.cmpi(arith.CmpIPredicate.ne, some, constant(0)), product, before)
+        return _held(found, tile.layout, tile.shape)
 
     result = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout)
     return plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)(scaled)(tile, factors)

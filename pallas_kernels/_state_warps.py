@@ -118,8 +118,7 @@ class Warp:
         self._lanes = self._row_length // self.columns  # of a state row
         self._rows_of_load = _LANES // self._lanes
         self._loads = state_rows // self._rows_of_load
-        thread = pm.thread_index()
-        warp, self._lane = arith.shrui(thread, pm.constant(5)), arith.andi(thread, pm.constant(_LANES - 1))
+        self._lane, warp = code.lane_and_warp(pm.thread_index())
         self.column = code.scaled(arith.andi(self._lane, pm.constant(self._lanes - 1)), self.columns)
         first = code.total(code.scaled(place.part, _WARPS * state_rows), code.scaled(warp, state_rows))
         self._first_row = code.total(first, arith.divui(self._lane, pm.constant(self._lanes)))  # of the first load

@@ -13,6 +13,7 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 
 _LOG2_E = 1.4426950408889634
+LANES = 32  # of a warp
 
 
 def word_address(ref: Any, start: Any, place: Any) -> Any:
@@ -42,10 +43,15 @@ def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
 
 
 def load_transposed_matrices(place: Any) -> list[Any]:
-    """Loads four transposed matrices of 8 x 8 numbers of 16 bits from shared memory, by a warp. Returns a word of each.
+    """Loads four matrices of 8 x 8 numbers of 16 bits from shared memory, and transposes them, by a warp.
 
     Args:
-        place: The address of a row: of the first matrix for the first eight threads, and so on. It is a multiple of 16.
+        place: The address of a row: the first eight threads give those of the first matrix, and so on. It is a multiple of
+            16.
+
+    Returns:
+        For each matrix, a word with two numbers that follow each other in a row of the transposed one. The first four
+        threads get those of its first row, and so on.
     """
     text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
     return _four_words(text, "=r,=r,=r,=r,r", [place])
@@ -187,6 +193,22 @@ def index(x: Any) -> Any:
 def indices(*numbers: Any) -> list[Any]:
     """Returns integers as the place of an element in memory with several axes."""
     return [index(x) for x in numbers]
+
+
+def lane_and_warp(thread: Any) -> tuple[Any, Any]:
+    """Returns a thread's place in its warp, and the place of the warp, given that of the thread."""
+    return arith.andi(thread, pm.constant(LANES - 1)), arith.shrui(thread, pm.constant(LANES.bit_length() - 1))
+
+
+def swizzled(group: Any, row: Any, length: int) -> Any:
+    """Returns where the swizzle puts a group of numbers: the place of the first one in its row of a tile's piece.
+
+    Args:
+        group: The place of the group in the row.
+        row: The place of the row in its piece, which has eight.
+        length: How many numbers 16 bytes hold. That many are a group.
+    """
+    return scaled(arith.xori(group, row), length)
 
 
 def total(first: Any, *others: Any) -> Any:

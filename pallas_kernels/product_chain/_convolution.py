@@ -96,7 +96,7 @@ def load_by_warp(step: Convolved, row: jax.Array, first: jax.Array) -> jax.Array
     """
 
     def body(_: Any, pool: Any, weight: Any, row: Any, first: Any) -> Any:
-        _lane, warp = messages.lane_and_warp()
+        _lane, warp = code.lane_and_warp(pm.thread_index())
         is_convolved = code.is_less(first, step.channels)
         return (code.array(_load(step, pool, weight, row, code.total(first, warp), is_convolved, 16)),)
 
@@ -119,7 +119,7 @@ def store_by_warp(
     """
 
     def body(_: Any, value: Any, held: Any, out: Any, pool: Any, row: Any, first: Any) -> None:
-        lane, warp = messages.lane_and_warp()
+        lane, warp = code.lane_and_warp(pm.thread_index())
         channel, number = code.total(first, warp), messages.number_of_warp(value)
         inputs, (convolved, _) = _convolve(step, code.elements(held), [number, number])
         is_first = code.is_less(lane, 1)

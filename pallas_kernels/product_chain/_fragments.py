@@ -288,7 +288,7 @@ def place_of_pair(token: Any, pair: Any, row: Any, length: int) -> Any:
 def thread() -> Thread:
     """Returns this thread's place."""
     number = pm.thread_of_program()
-    lane, warp = arith.andi(number, pm.constant(31)), arith.shrui(number, pm.constant(5))
+    lane, warp = code.lane_and_warp(number)
     column = code.total(code.scaled(warp, 32), code.scaled(arith.andi(lane, pm.constant(3)), 8))
     return Thread(lane, warp, arith.shrui(lane, pm.constant(2)), column)
 

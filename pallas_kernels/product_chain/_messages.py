@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, vector
 
-_WARP = 32  # lanes
 _THREADS = 128  # of a warpgroup
 WARPS = 4  # of a warpgroup
 _ASKED = 64  # numbers that a thread asks for at a time
@@ -118,12 +118,6 @@ def store(place: Any, numbers: Sequence[Any]) -> None:
     pm.assembly(text, ",".join(["l"] + ["r"] * len(sent)), None, [place, *sent])
 
 
-def lane_and_warp() -> tuple[Any, Any]:
-    """Returns a thread's place in its warp, and the warp's in its warpgroup."""
-    thread = pm.thread_index()
-    return arith.andi(thread, pm.constant(_WARP - 1)), arith.shrui(thread, pm.constant(5))
-
-
 def number_of_warp(numbers: Any) -> Any:
     """Returns the number of this thread's warp, of an array with one for each warp, in `pm.inline`."""
     return vector.extract(numbers.registers.flat[0], [], [0])
@@ -133,7 +127,7 @@ def send(ref: Any, numbers: jax.Array) -> None:
     """Stores four float32 numbers, one from each warp, where other programs can `receive` them."""
 
     def body(_: Any, numbers: Any, ref: Any) -> None:
-        lane, warp = lane_and_warp()
+        lane, warp = code.lane_and_warp(pm.thread_index())
         number = number_of_warp(numbers)
         text = (
             "{.reg .pred first, zero; .reg .f32 number; setp.eq.s32 first, $2, 0; setp.eq.f32 zero, $1, 0f00000000;"
@@ -146,7 +140,7 @@ def send(ref: Any, numbers: jax.Array) -> None:
 
 def tell(counter: Any) -> None:
     """Adds the four warps to a counter, int32 [1], when each gets here. What they have sent may arrive later."""
-    pm.inline(lambda _, counter: _count_if_zero(counter, lane_and_warp()[0]), (counter, ()))
+    pm.inline(lambda _, counter: _count_if_zero(counter, code.lane_and_warp(pm.thread_index())[0]), (counter, ()))
 
 
 def tell_once(counter: Any) -> None:
@@ -168,7 +162,7 @@ def listen(counter: Any, enough: int) -> None:
     """
 
     def body(_: Any, counter: Any) -> None:
-        _lane, warp = lane_and_warp()
+        _lane, warp = code.lane_and_warp(pm.thread_index())
         text = (
             "{.reg .pred early, idle; .reg .s32 count; setp.ne.s32 idle, $2, 0; @idle bra DONE;"
             " AGAIN: ld.relaxed.gpu.s32 count, [$0]; setp.lt.s32 early, count, $1; @early bra AGAIN; DONE:}"

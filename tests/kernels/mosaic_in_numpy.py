@@ -150,15 +150,18 @@ def _weigh(keys, queries, per_row, per_column, norms, system, attention):
         target.array[...] = threads_in_numpy.untiled(tile.array)
 
 
-def _loop(start, stop):
+def loop(start, stop):
+    """Does what `pm.loop` does."""
+
     def run(body):
-        for n in range(start, stop):
+        for n in range(int(start), int(stop)):
             body(jnp.int32(n))
 
     return run
 
 
-def _when(condition):
+def when(condition):
+    """Does what `pm.when` does."""
     return lambda body: body() if bool(condition) else None
 
 
@@ -181,13 +184,13 @@ def patch(monkeypatch, module):
         multiply_all=_multiply_all,
         computed=lambda x: x,
         keep_rows=_keep_rows,
-        when=_when,
-        loop=_loop,
+        when=when,
+        loop=loop,
         **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
         **dict.fromkeys(("wait", "commit", "wait_for_copies_out"), ignored),
     )
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
-    monkeypatch.setattr(module, "jax", _Jax())
+    monkeypatch.setattr(module, "jax", loops_of_python())
     monkeypatch.setattr(module, "invert", _invert)
     threads = threads_in_numpy.Threads()
     threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.mosaic_in_numpy import Slice, loops_of_python
+from kernels.mosaic_in_numpy import Slice, loop, loops_of_python, when
 
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
 from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
@@ -68,12 +68,8 @@ class Head(MagicMock):
 
     def __init__(self, program, work, row, head, lengths):
         super().__init__()
-        self.program, self.place, self.count, self.refs = (
-            program,
-            (int(row), int(head)),
-            lengths[int(row)],
-            program.refs,
-        )
+        self.program, self.refs = program, program.refs
+        self.place, self.count = (int(row), int(head)), lengths[int(row)]
         self.first, self.per_channel, self.key_tiles, self.pieces = 0, False, range(2), range(PIECES)
         self.row = SimpleNamespace(tokens_of=lambda chunk: (chunk, chunk), run=self.run, clear=lambda *_: None)
 
@@ -97,7 +93,6 @@ class Head(MagicMock):
 
 
 def fake_pm():
-    when = lambda condition: lambda body: body() if bool(condition) else None
     nothing = lambda *_, **__: None
 
     def arrive(barrier):
@@ -107,9 +102,6 @@ def fake_pm():
     def finish_together(done):
         done.arrive()
         done.wait()
-
-    def loop(start, stop):
-        return lambda body: [body(jnp.int32(n)) for n in range(int(start), int(stop))]
 
     return SimpleNamespace(
         WARPGROUP="warpgroup",

@@ -138,8 +138,7 @@ class _Threads:
         self.number, self.length, self.pieces = number, length, key_dim // _PIECE
         self.vectors, self.places, self.last = vectors, places, tokens - 1
         self.kind = ir.MemRefType(inputs.keys.type).element_type
-        thread = pm.thread_index()
-        lane, self.warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        lane, self.warp = code.lane_and_warp(pm.thread_index())
         self.row, self.quarter = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
         self.column = code.scaled(self.quarter, 8)
         self.lane = arith.andi(lane, pm.constant(places - 1))

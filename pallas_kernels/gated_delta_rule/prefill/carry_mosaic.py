@@ -144,12 +144,12 @@ def load_values(tile: Any) -> jax.Array:
     """Loads a chunk's values, transposed, from a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
 
     def body(_: Any, tile: Any) -> Any:
-        thread, kind, found = pm.thread_index_again(), ir.MemRefType(tile.type).element_type, []
-        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        kind, found = ir.MemRefType(tile.type).element_type, []
+        lane, warp = code.lane_and_warp(pm.thread_index_again())
         row, matrix = arith.andi(lane, pm.constant(7)), arith.shrui(lane, pm.constant(3))
         # Two of the four matrices are side by side in the warp's 16 values, and two have the next eight tokens.
         group = code.total(code.scaled(warp, 2), arith.andi(matrix, pm.constant(1)))
-        across = code.scaled(arith.xori(group, row), _MATRIX)
+        across = code.swizzled(group, row, _MATRIX)
         for first in range(0, TILE, 2 * _MATRIX):
             token = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _MATRIX), row, pm.constant(first))
             place = pm.address_in_shared(tile, code.total(code.scaled(token, TILE), across))

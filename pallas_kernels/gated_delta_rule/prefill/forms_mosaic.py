@@ -8,6 +8,7 @@ bits.
 
 import functools
 import itertools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,14 +24,14 @@ CORES = 132  # of a Hopper GPU. With another number launches are slower, and the
 _MOST_ROWS = 8
 
 
-def parts_of(form: ModuleType, value_dim: int) -> int:
+def _parts_of(form: ModuleType, value_dim: int) -> int:
     """Returns how many parts each head of a row has, each of which one program carries."""
     return value_dim // TILE // (heads_mosaic.PARTS if form is heads_mosaic else 1)
 
 
 def work_of(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Work:
     """Returns what is carried in a form."""
-    return Work(rows, value_heads, parts_of(form, value_dim))
+    return Work(rows, value_heads, _parts_of(form, value_dim))
 
 
 def programs_of(form: ModuleType, work: Work) -> int:
@@ -40,10 +41,39 @@ def programs_of(form: ModuleType, work: Work) -> int:
 
 def forms(rows: int, value_heads: int, value_dim: int) -> tuple[ModuleType, ...]:
     """Returns the modules that a launch for so many rows and heads has: one, or those of both forms."""
-    parts = parts_of(states_mosaic, value_dim)
+    parts = _parts_of(states_mosaic, value_dim)
     if rows * value_heads * parts <= CORES or parts % heads_mosaic.PARTS:
         return (states_mosaic,)
     return (states_mosaic, heads_mosaic) if rows <= _MOST_ROWS else (heads_mosaic,)
+
+
+def carry_states(
+    form: ModuleType,
+    refs: Any,
+    memory: Any,
+    work: Work,
+    program: Any,
+    taken: Any,
+    *,
+    begin: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> None:
+    """Runs a program that carries states in a form.
+
+    Args:
+        form: The form.
+        refs: See states_mosaic.py.
+        memory: See states_mosaic.py.
+        work: All that is carried in this form.
+        program: The number of the program among those that carry states. In the first form it has this part of a head.
+        taken: The counter from which programs of the second form take parts, see heads_mosaic.py.
+        begin: See states_mosaic.py. In the second form no program makes products before it carries states.
+        **options: The other arguments, which are those of both forms.
+    """
+    if form is heads_mosaic:
+        heads_mosaic.carry_states(refs, memory, work, taken, **options)
+    else:
+        states_mosaic.carry_states(refs, memory, work.place_of(program), begin=begin, **options)
 
 
 def takes_first(query_start_loc: Any, rows: int, programs: int) -> jax.Array:

@@ -45,8 +45,7 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
     """
 
     def body(_: Any, system: Any, beta: Any, solution: Any) -> None:
-        thread = pm.thread_index_again()
-        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        lane, warp = code.lane_and_warp(pm.thread_index_again())
         half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
         _invert_block(system, half, share, lane)
         pm.warpgroup_barrier()
@@ -74,8 +73,8 @@ def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
     def at(row: int, group: Any) -> list[Any]:
         """Returns where the block's row has so many groups of four elements before."""
         piece = code.total(code.scaled(number, _BLOCK // _PIECE), pm.constant(row // _PIECE))
-        place = arith.xori(code.total(code.scaled(first, _BLOCK // _VECTOR), group), pm.constant(row % _PIECE))
-        return [half, piece, tile, pm.constant(row % _PIECE), code.scaled(place, _VECTOR)]
+        in_tile, in_piece = code.total(code.scaled(first, _BLOCK // _VECTOR), group), pm.constant(row % _PIECE)
+        return [half, piece, tile, in_piece, code.swizzled(in_tile, in_piece, _VECTOR)]
 
     found: list[Any] = []
     for row in range(_BLOCK):
@@ -150,7 +149,7 @@ def _place(of_row: Any, piece: int, row: Any, of_column: Any, column: Any) -> li
     """
     in_tile = code.scaled(arith.andi(of_column, pm.constant(_OF_TILE - 1)), _BLOCK // _VECTOR)
     group = code.total(arith.shrui(column, pm.constant(2)), in_tile)
-    place = code.total(code.scaled(arith.xori(group, row), _VECTOR), arith.andi(column, pm.constant(_VECTOR - 1)))
+    place = code.total(code.swizzled(group, row, _VECTOR), arith.andi(column, pm.constant(_VECTOR - 1)))
     return [code.total(code.scaled(of_row, 2), pm.constant(piece)), arith.shrui(of_column, pm.constant(1)), row, place]
 
 
@@ -204,8 +203,8 @@ def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any
         for number, tile in enumerate(tiles):
             block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
             for part in range(2):
-                place = arith.xori(row, code.total(code.scaled(block, 2), pm.constant(part)))
-                place = code.total(code.scaled(place, _PIECE), code.scaled(pair, 2))
+                group = code.total(code.scaled(block, 2), pm.constant(part))
+                place = code.total(code.swizzled(group, row, _PIECE), code.scaled(pair, 2))
                 values = [arith.mulf(x, factor) for x in tile[4 * part + 2 * of_column :][:2]]
                 for n, numbers in enumerate(_pieces(values, solution.type.shape[1])):
                     at = code.indices(half, pm.constant(n), piece, pm.constant(0), row, place)

@@ -8,8 +8,8 @@ import jax
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, states_mosaic
 from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
+    carry_states,
     cut,
     forms,
     is_meant,
@@ -40,19 +40,12 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
         *arrays, memory, barriers_of_forms = arrays
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
         program, taken = pm.axis_index("program"), pm.counters(1).at[0]
-        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, value_heads * works[0].parts)
-
-        def run(form, work, memory_of, barriers):
-            named = SimpleNamespace(**vars(refs), **barriers)
-            if form is heads_mosaic:
-                heads_mosaic.carry_states(named, memory_of, work, taken, layout=layout)
-            else:
-                states_mosaic.carry_states(named, memory_of, work.place_of(program), layout=layout)
-
+        is_first = len(chosen) == 1 or takes_first(refs.query_start_loc, rows, works[0].of_row)
         each_form = zip(chosen, works, programs, cut(memory, described), barriers_of_forms, strict=True)
         for form, work, count, memory_of, barriers in each_form:
-            is_own = (program < count) & is_meant(form, chosen, is_first)
-            pm.when(is_own)(functools.partial(run, form, work, memory_of, barriers))
+            named = SimpleNamespace(**vars(refs), **barriers)
+            run = functools.partial(carry_states, form, named, memory_of, work, program, taken, layout=layout)
+            pm.when((program < count) & is_meant(form, chosen, is_first))(run)
 
     updated = jax.new_ref(pool)
     out = pm.kernel(

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.chunks import Chunks
-from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic, states_mosaic
+from pallas_kernels.gated_delta_rule.prefill import heads_mosaic, products_mosaic
 from pallas_kernels.gated_delta_rule.prefill.forms_mosaic import (
     CORES,
+    carry_states,
     cut,
     forms,
     is_meant,
@@ -42,28 +43,30 @@ class Plan(NamedTuple):
     Attributes:
         carrying: The module of the programs that carry states.
         work: What they carry.
-        carriers: The number of these programs.
         makers: The number of programs that make products, which come before.
         helpers: How many of the carriers make products of the first chunks first, as many per key head.
     """
 
     carrying: ModuleType
     work: Work
-    carriers: int
     makers: int
     helpers: int
+
+    @property
+    def carriers(self) -> int:
+        """The number of programs that carry states."""
+        return programs_of(self.carrying, self.work)
 
 
 def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     """Returns the plan for so many rows and heads of so many value dims."""
     work = work_of(form, rows, value_heads, value_dim)
-    carriers = programs_of(form, work)
     if form is heads_mosaic:
         # Of much work, half of the cores carry the first heads while the others make products of those after.
         makers = CORES // 2 if work.total >= 2 * CORES else CORES
-        return Plan(form, work, carriers, makers, helpers=0)
-    makers = max(CORES - carriers, CORES // 2 + 2)  # those of few rows fill the GPU together with the carriers
-    return Plan(form, work, carriers, makers, helpers=value_heads * work.parts)
+        return Plan(form, work, makers, helpers=0)
+    # The makers of few rows fill the GPU together with the carriers.
+    return Plan(form, work, makers=max(CORES - work.total, CORES // 2 + 2), helpers=work.of_row)
 
 
 def prefill(
@@ -99,7 +102,7 @@ def prefill(
         refs = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
         counters = pm.counters(number * key_heads + 1)  # of items, and of what has been taken
         program, warpgroup = pm.axis_index("program"), pm.axis_index(pm.WARPGROUP)
-        is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.carriers // rows)
+        is_first = len(plans) == 1 or takes_first(refs.query_start_loc, rows, first_plan.work.of_row)
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
         makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
         is_maker, index, div, rem = program < makers, program - makers, jax.lax.div, jax.lax.rem
@@ -116,20 +119,25 @@ def prefill(
             of_helpers = has_one.astype(jnp.int32)
         count = jnp.where(is_maker, div(items - first + step - 1, step), of_helpers)
 
+        def chunk_and_head(item):
+            """Returns an item's chunk, which does not exist if there is no such item, and its key head."""
+            return div(item, jnp.int32(key_heads)), rem(item, jnp.int32(key_heads))
+
         def bounds_of(item):
             """Returns the bounds of an item's chunk, or of the last chunk if there is no such item."""
-            chunk = jnp.minimum(div(item, jnp.int32(key_heads)), number - 1)
+            chunk = jnp.minimum(chunk_and_head(item)[0], number - 1)
             return refs.cu_chunk_seqlens[chunk], refs.cu_chunk_seqlens[chunk + 1]
 
         def gates_of(item, bounds):
-            return products_mosaic.load_pair(refs, rem(item, jnp.int32(key_heads)), 0, bounds)
+            """Returns the gates of an item's first two value heads, or of others if there is no such item."""
+            return products_mosaic.load_pair(refs, chunk_and_head(item)[1], 0, bounds)
 
         def one(n, carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
             here, bounds, gates = pm.computed(carry[0]), *carry[1:]
             place = products_mosaic.place_of(here, of_products, products_barriers)
             item = first + n * step
-            chunk, key_head = div(item, jnp.int32(key_heads)), rem(item, jnp.int32(key_heads))
+            chunk, key_head = chunk_and_head(item)
             following = bounds_of(item + step)
             options = dict(scale=scale, use_qk_l2norm=use_qk_l2norm)
             products_mosaic.make_products(refs, place, chunk, key_head, bounds, gates, **options)
@@ -152,11 +160,8 @@ def prefill(
                     pm.arrive(made)
                     pm.wait(made)
 
-            options = dict(layout=layout, wait_for_products=wait)
-            if own.carrying is heads_mosaic:
-                heads_mosaic.carry_states(named, memory, own.work, counters.at[items], **options)
-            else:
-                states_mosaic.carry_states(named, memory, own.work.place_of(index), begin=begin, **options)
+            taken, options = counters.at[items], dict(layout=layout, wait_for_products=wait, begin=begin)
+            carry_states(own.carrying, named, memory, own.work, index, taken, **options)
 
         for own, memory, barriers in zip(plans, of_forms, carrying_barriers, strict=True):
             is_own = is_meant(own.carrying, chosen, is_first)

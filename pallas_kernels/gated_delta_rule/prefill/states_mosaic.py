@@ -40,7 +40,7 @@ def carry_states(
     *,
     layout: StateLayout,
     wait_for_products: Callable[[Any, Any], None] | None = None,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[], None],
 ):
     """Runs one row, head and tile of value dims, by three warpgroups.
 

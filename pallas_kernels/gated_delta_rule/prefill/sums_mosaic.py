@@ -15,7 +15,6 @@ from pallas_kernels._pallas_mosaic import arith, ir, memref
 from pallas_kernels._pallas_triton import LOG2_E
 
 SIZE = 64  # the tokens of a chunk
-_WARP = 32  # threads of a warp
 _STEPS = 1, 2, 4, 8, 16  # distances of threads whose sums are added, one after the other
 
 
@@ -84,7 +83,7 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
     def body(_: Any, log_decays: Any, strengths: Any, per_row: Any, per_column: Any, sums: Any) -> None:
         thread = pm.thread_index_again()
         half, token = _place(thread)
-        warp, lane = arith.shrui(thread, pm.constant(5)), arith.andi(thread, pm.constant(_WARP - 1))
+        lane, warp = code.lane_and_warp(thread)
         (x,), (strength,) = code.elements(log_decays), code.elements(strengths)
         nothing = code.number(0.0)
 
@@ -101,7 +100,7 @@ def sum_log_decays(log_decays: jax.Array, strengths: jax.Array, per_row: Any, pe
             for distance in _STEPS:
                 has_earlier = arith.cmpi(arith.CmpIPredicate.sge, lane, pm.constant(distance))
                 x = arith.addf(x, arith.select(has_earlier, pm.from_earlier(x, distance), nothing))
-            first, second = share(kind, x, code.is_equal(lane, _WARP - 1))
+            first, second = share(kind, x, code.is_equal(lane, code.LANES - 1))
             in_second = code.is_equal(arith.andi(warp, pm.constant(1)), 1)
             return arith.addf(x, arith.select(in_second, first, nothing)), arith.addf(second, first)
 

@@ -1,4 +1,7 @@
-"""What a chunk's tokens know of each other, on Hopper GPUs: products of their keys and queries, times norms and decays."""
+"""How much a chunk's tokens depend on earlier ones of it, on Hopper GPUs.
+
+These weights are products of keys with keys and with queries, times norms and decays. Single threads make them.
+"""
 
 from typing import Any
 
@@ -18,14 +21,14 @@ _AT = Factors()
 
 
 def find_norms(tokens: Any, tiles: int, norms: Any, factor: float, *, use_l2norm: bool) -> None:
-    """Writes the factors that normalise keys or queries, by one warpgroup. Two threads add up the squares of each token.
+    """Writes the factors that normalise keys or queries. A warpgroup does it, with two threads for each token.
 
     Args:
         tokens: The tiles, bfloat16 [tiles, 64, 64], in shared memory.
         tiles: Their number, 1 or 2.
         norms: Receives the factors, times `factor`. float32 [64], in shared memory. Other threads see them after the
             warpgroup's next barrier.
-        factor: Another factor.
+        factor: What all of them are multiplied with.
         use_l2norm: Whether tokens are normalised.
     """
 
@@ -58,7 +61,7 @@ def weigh(
 ) -> None:
     """Writes the system and the weights of a chunk and value head, by one warpgroup.
 
-    All but the products is in shared memory.
+    The two products are in registers, and everything else is in shared memory.
 
     Args:
         keys: Products of keys. float32 [64, 64].
@@ -72,8 +75,7 @@ def weigh(
 
     def body(_: Any, keys: Any, queries: Any, *refs: Any) -> None:
         per_row, per_column, norms, system, attention = refs
-        thread = pm.thread_index_again()
-        lane, warp = arith.andi(thread, pm.constant(31)), arith.shrui(thread, pm.constant(5))
+        lane, warp = code.lane_and_warp(pm.thread_index_again())
         in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
         pieces = [code.total(code.scaled(warp, 2), pm.constant(part)) for part in range(2)]
         rows = [code.total(code.scaled(piece, 8), in_piece) for piece in pieces]
@@ -82,7 +84,8 @@ def weigh(
         of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
         of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
         nothing, kind = code.number(0.0), code.vector_type(2, ir.F32Type.get())
-        held = [[*x.registers.flat] for x in (keys, queries)]  # of each eight columns two rows
+        # What this thread has of the products: for each eight columns, two numbers of each of its two rows.
+        held = [[*x.registers.flat] for x in (keys, queries)]
         for n in range(_BLOCKS):
             first = code.total(code.scaled(pair, 2), pm.constant(8 * n))
             of_column = lambda ref, at, first=first: code.parts(
@@ -90,10 +93,9 @@ def weigh(
             )
             columns = [*zip(of_column(per_column, 0), of_column(per_column, 1), of_column(norms, 0), strict=True)]
             in_tile = code.total(arith.shrui(pair, pm.constant(1)), pm.constant(2 * n % 8))
-            in_system = code.total(
-                code.scaled(arith.xori(in_tile, in_piece), 4), code.scaled(arith.andi(pair, pm.constant(1)), 2)
-            )
-            in_attention = code.total(code.scaled(arith.xori(in_piece, pm.constant(n)), 8), code.scaled(pair, 2))
+            in_group = code.scaled(arith.andi(pair, pm.constant(1)), 2)
+            in_system = code.total(code.swizzled(in_tile, in_piece, 4), in_group)
+            in_attention = code.total(code.swizzled(pm.constant(n), in_piece, _GROUP), code.scaled(pair, 2))
             for part in range(2):
                 of_system, of_attention = [], []
                 for m, (coarse_too, fine_too, norm) in enumerate(columns):

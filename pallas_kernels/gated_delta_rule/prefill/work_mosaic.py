@@ -24,9 +24,14 @@ class Work(NamedTuple):
     parts: int
 
     @property
+    def of_row(self) -> int:
+        """The number of parts of all heads of a row."""
+        return self.value_heads * self.parts
+
+    @property
     def total(self) -> int:
         """The number of parts of all heads of all rows."""
-        return self.rows * self.value_heads * self.parts
+        return self.rows * self.of_row
 
     def place_of(self, number: Any) -> tuple[Any, Any, Any]:
         """Returns the row, the value head and the part that have a number. Neighbours share keys."""
