@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_tokens import clear_rows
 from pallas_kernels.blocks import NULL_BLOCK
 
 TILE = 64  # the tokens of a chunk
@@ -63,11 +64,11 @@ class PrefillRow:
         state: list[jax.Array],
         advance: Callable[[Any, Any, list[jax.Array]], list[jax.Array]],
         store: Callable[[jax.Array, list[jax.Array]], None],
-    ) -> None:
-        """Runs the row's chunks, and stores its state after each checkpoint and at its end.
+    ) -> list[jax.Array]:
+        """Runs the row's chunks, and stores its state after each checkpoint. Returns its state at the end.
 
         Args:
-            refs: Has `write_block`, and `checkpoint_offset` and `checkpoint_block` if there are checkpoints.
+            refs: Has `checkpoint_offset` and `checkpoint_block` if there are checkpoints.
             state: The state before the row.
             advance: Runs the chunks from the first argument up to the second one, and returns the new state.
             store: Stores the state in a block.
@@ -75,38 +76,35 @@ class PrefillRow:
         checkpoints = refs.checkpoint_block.shape[1] if hasattr(refs, "checkpoint_block") else 0
 
         def segment(n, carry):
-            """Runs the chunks up to checkpoint n and stores its state. The final state is the last checkpoint."""
+            """Runs the chunks up to checkpoint n, and stores the state there. After the last one, it runs the rest."""
             chunk, state = carry
-            offset, block = self.end - self.start, refs.write_block[self.index]
-            if checkpoints:
-                final, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
-                offset = jnp.where(final, offset, jnp.minimum(refs.checkpoint_offset[self.index, at], offset))
-                block = jnp.where(final, block, refs.checkpoint_block[self.index, at])
+            is_rest, at = n == checkpoints, jnp.minimum(n, checkpoints - 1)
+            offset, block = refs.checkpoint_offset[self.index, at], refs.checkpoint_block[self.index, at]
+            offset = jnp.where(is_rest, length, jnp.minimum(offset, length))
             stop = jnp.maximum(chunk, self.chunks_up_to(offset))
             state = advance(chunk, stop, state)
-            pm.when((block != NULL_BLOCK) & (offset > 0))(lambda: store(block, state))
+            pm.when((block != NULL_BLOCK) & (offset > 0) & ~is_rest)(lambda: store(block, state))
             return stop, state
 
-        jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))
+        length = self.end - self.start
+        if not checkpoints:
+            return advance(jnp.int32(0), self.chunks_up_to(length), state)
+        return jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))[1]
 
-    def clear(self, tokens: int, tile: Any, store: Callable[[Any, Any], None]) -> None:
+    def store_last(self, block: Any, state: list[jax.Array], store: Callable[[Any, list[jax.Array]], None]) -> None:
+        """Stores the row's state at its end in its write block, if it has tokens."""
+        pm.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
+
+    def clear(self, tokens: int, tile_of: Callable[[Any], Any]) -> None:
         """Writes zeros to those of the tokens after the last row that are this row's to clear.
 
         Args:
             tokens: The number of tokens, padding included.
-            tile: The tile of outputs, which becomes zero.
-            store: store(token, count) writes the first `count` rows of the tile to the tokens from `token` on.
+            tile_of: Returns the tile of outputs in the GPU's memory from a token on.
         """
         tiles = jax.lax.div(tokens - self.total + TILE - 1, jnp.int32(TILE))
 
-        @pm.when(tiles > self.index)
-        def _():
-            tile[...] = pm.zeros(SHAPE, tile.dtype)
-            pm.commit()
-
-            @pm.loop(0, jax.lax.div(tiles - self.index + self.rows - 1, jnp.int32(self.rows)))
-            def _(n):
-                token = self.total + (self.index + n * self.rows) * TILE
-                store(token, jnp.minimum(tokens - token, TILE))
-
-            pm.wait_for_copies_out(0, wait_read_only=True)
+        @pm.loop(0, jax.lax.div(tiles - self.index + self.rows - 1, jnp.int32(self.rows)))
+        def _(n):
+            token = self.total + (self.index + n * self.rows) * TILE
+            clear_rows(tile_of(token), jnp.minimum(tokens - token, TILE))

@@ -616,30 +616,6 @@ def fast_math() -> Any:
     return plgpu.CompilerParams(approx_math=True)
 
 
-def keep_rows(tile: Any, count: jax.Array) -> None:
-    """Sets the rows of a tile in shared memory from `count` on to zero, without a `commit`."""
-    shape = tile.shape
-    tile[...] = jnp.where(rows(shape) < count, load(tile), zeros(shape, tile.dtype))
-
-
-def store_rows(source: Any, count: jax.Array, target: Callable[[jax.Array, int], Any]) -> None:
-    """Copies the first `count` of 64 rows of a tile out. Copies have fixed sizes, so there is one per bit of `count`.
-
-    Args:
-        source: The view of `token_tiles` for copies, [64, elements].
-        count: The number of rows, 1 to 64.
-        target: Returns where rows go, given the first one and their number.
-    """
-    full = source.shape[0]
-    when(count == full)(lambda: copy_out(source, target(jnp.int32(0), full)))
-    size = full // 2
-    while size:
-        first = lax.div(count, jnp.int32(2 * size)) * (2 * size)
-        some = lambda first=first, size=size: copy_out(source.at[slice_of(first, size)], target(first, size))
-        when((count < full) & (count & size != 0))(some)
-        size //= 2
-
-
 def run_by_warpgroup(bodies: Sequence[Callable[[], None]], done: Any) -> None:
     """Runs each of `bodies` in a warpgroup of its own, and then `finish_together`."""
     index = lax.axis_index(WARPGROUP)

@@ -57,6 +57,30 @@ def load_transposed_matrices(place: Any) -> list[Any]:
     return _four_words(text, "=r,=r,=r,=r,r", [place])
 
 
+def store_transposed_matrices(place: Any, words: Sequence[Any]) -> None:
+    """Transposes four matrices of 8 x 8 numbers of 16 bits, and stores them in shared memory, by a warp.
+
+    Args:
+        place: The address of a row of a transposed matrix: the first eight threads give those of the first one, and so on.
+            It is a multiple of 16.
+        words: For each matrix, a word with two numbers that follow each other in a row. The first four threads have those of
+            its first row, and so on.
+    """
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    pm.assembly(text, "r,r,r,r,r", None, [place, *words])
+
+
+def load_shared_words(place: Any) -> list[Any]:
+    """Loads four words of shared memory from an address on, which is a multiple of 16."""
+    return _four_words("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [place])
+
+
+def clear_shared_words_if(condition: Any, place: Any) -> None:
+    """Sets four words of shared memory to zero, from an address on that is a multiple of 16, where a condition is met."""
+    text = "{.reg .pred p; .reg .b32 z; setp.ne.s32 p, $1, 0; mov.b32 z, 0; @p st.shared.v4.b32 [$0], {z, z, z, z};}"
+    pm.assembly(text, "r,r", None, [place, as_integer(condition)])
+
+
 def load_words_if(condition: Any, place: Any, first: int = 0) -> list[Any]:
     """Does what `load_words` does where a condition is met, and returns zeros elsewhere."""
     clear = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))

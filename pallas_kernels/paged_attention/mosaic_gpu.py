@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_tokens import keep_rows, store_rows
 from pallas_kernels.paged_attention._merge import LOW, merge
 from pallas_kernels.paged_attention._shares import PROMPT_SHARES, ceil
 from pallas_kernels.paged_attention._tiles import places_of_tokens, tiles
@@ -123,7 +124,7 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
                 copy(refs.values, places, target, refs.values_arrived)
                 pm.wait(refs.values_arrived)
                 for part in parts:
-                    pm.keep_rows(target.at[:, dims(part)], row_end - begin)
+                    keep_rows(target.at[:, dims(part)], row_end - begin)
                 pm.commit()
                 for _ in copies:
                     pm.arrive(refs.values_full.at[at])
@@ -234,8 +235,8 @@ def _kernel(names, *arrays, heads_of_tile: int, programs: int, scale: float):
                     query_tiles.at[warpgroup, n][...] = result.astype(refs.q.dtype)
                 pm.commit()
                 for n in parts:
-                    target = lambda m, size, n=n: refs.out.at[pm.slice_of(token + m, size), head, dims(n)]
-                    pm.store_rows(query_rows.at[warpgroup, n], whole, target)
+                    target = refs.out.at[pm.slice_of(token, _QUERIES), head, dims(n)]
+                    store_rows(query_rows.at[warpgroup, n], whole, target)
                 pm.wait_for_copies_out(0, wait_read_only=True)
 
             return step

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
 from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels._mosaic_tokens import keep_rows, store_rows
 from pallas_kernels.blocks import NULL_BLOCK
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.ssd.decays import Factors, decays
@@ -117,7 +118,7 @@ def _kernel(names, *arrays):
             @pm.when(live < TILE)
             def _():
                 for n in columns:
-                    pm.keep_rows(B.at[n], live)
+                    keep_rows(B.at[n], live)
 
             x = pm.load(token_tiles["x"].at[at]).astype(jnp.float32)
             weight = pm.along_rows(pm.load_per_row(refs.per_row.at[at, _AT.weight]), TILE)
@@ -142,15 +143,14 @@ def _kernel(names, *arrays):
             load = lambda: pm.load_directly(place(read, n)).astype(jnp.float32)
             return jax.lax.cond(read != NULL_BLOCK, load, lambda: pm.zeros(SHAPE, jnp.float32))
 
-        prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
+        state = prefill_row.run(refs, [initial(n) for n in columns], advance_to, store)
+        prefill_row.store_last(refs.write_block[row], state, store)
 
         @pm.loop(jnp.maximum(count - _STATES, 0), count)
         def _(chunk):
             pm.wait(refs.state_free.at[jax.lax.rem(chunk, jnp.int32(_STATES))])
 
-    def store_tokens(token, live):
-        """Stores the first `live` rows of the tile of outputs."""
-        pm.store_rows(out_rows, live, lambda n, size: refs.out.at[pm.slice_of(token + n, size), head, dims])
+    outputs_from = lambda token: refs.out.at[pm.slice_of(token, TILE), head, dims]
 
     def write_outputs():
         """Makes the outputs of each chunk from the state before it and from its own tokens."""
@@ -171,7 +171,7 @@ def _kernel(names, *arrays):
 
             @pm.when(live < TILE)
             def _():
-                pm.keep_rows(x, live)
+                keep_rows(x, live)
                 pm.commit()
 
             pm.wait(refs.state_full.at[state])
@@ -189,14 +189,14 @@ def _kernel(names, *arrays):
             pm.wait_for_copies_out(0, wait_read_only=True)
             out_tile[...] = y.astype(jnp.bfloat16)
             pm.commit()
-            store_tokens(token, live)
+            store_rows(out_rows, live, outputs_from(token))
 
         if refs.skip is not None:
             pm.copy_in(refs.skip.at[head, dims], refs.skip_tile, refs.skip_full)
             pm.wait(refs.skip_full)
         jax.lax.fori_loop(0, count, one, None)
         pm.wait_for_copies_out(0, wait_read_only=True)
-        prefill_row.clear(refs.x.shape[0], out_tile, store_tokens)
+        prefill_row.clear(refs.x.shape[0], outputs_from)
 
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 

@@ -183,7 +183,6 @@ def patch(monkeypatch, module):
         copy_out=_copy_out,
         multiply_all=_multiply_all,
         computed=lambda x: x,
-        keep_rows=_keep_rows,
         when=when,
         loop=loop,
         **dict.fromkeys(("load", "load_directly", "load_per_row", "load_per_column"), read),
@@ -192,6 +191,7 @@ def patch(monkeypatch, module):
     monkeypatch.setattr(module, "pm", SimpleNamespace(**fake))
     monkeypatch.setattr(module, "jax", loops_of_python())
     monkeypatch.setattr(module, "invert", _invert)
+    monkeypatch.setattr(module, "keep_rows", _keep_rows)
     threads = threads_in_numpy.Threads()
     threads_in_numpy.install(monkeypatch, threads, *threads_in_numpy.fake(threads), [sums_mosaic, weights_mosaic])
     for name in ("load_gates", "sum_log_decays", "scale_tokens"):

@@ -42,10 +42,10 @@ def test_the_first_form_carries_few_rows_and_long_ones(lengths, wanted):
     assert takes_first(jnp.asarray(np.cumsum([7, *lengths]), jnp.int32), len(lengths), PROGRAMS) == wanted
 
 
-@pytest.mark.parametrize(("rows", "makers"), [(4, CORES), (8, CORES), (9, CORES // 2), (64, CORES // 2)])
-def test_many_heads_are_carried_while_others_wait_for_products(rows, makers):
+@pytest.mark.parametrize(("rows", "is_packed"), [(4, False), (5, True), (64, True)])
+def test_many_heads_are_carried_while_few_programs_make_the_last_products(rows, is_packed):
     found = plan(heads_mosaic, rows, HEADS, DIM)
-    assert (found.makers, found.carriers) == (makers, min(rows * HEADS, CORES))
+    assert (found.makers, found.carriers, found.is_packed) == (CORES, min(rows * HEADS, CORES), is_packed)
 
 
 @pytest.mark.gpu
@@ -64,3 +64,34 @@ def test_both_forms_have_the_same_bits(rng, lengths, kda):
     np.testing.assert_array_equal(np.asarray(out[: lengths[0]]), np.asarray(alone))
     np.testing.assert_array_equal(np.asarray(pool), np.asarray(wanted))
     assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kda", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("VK", jnp.float32), ("VK", jnp.bfloat16), ("KV", jnp.float32), ("KV", jnp.float16)]
+)
+def test_states_of_many_heads_come_and_leave_as_those_of_few(rng, layout, dtype, kda):
+    lengths = [200, 64, 0, 130, 1, 70, 65, 3, 0, 190]
+    read, write = [3, 0, 5, 4, 8, 9, 0, 10, 7, 11], [3, 12, 13, 4, 14, 15, 16, 0, 17, 11]
+    key_heads = HEADS if kda else HEADS // 2
+    inputs, _ = make_prefill(rng, lengths, Dims(key_heads, HEADS, DIM, DIM), jnp.bfloat16, extra_tokens=100, kda=kda)
+    before = rng.normal(size=(2, 20, HEADS, DIM, DIM)).astype(np.float32)
+    before[:, [0, *set(write) - set(read)]] = np.nan
+    before = jnp.asarray(before, dtype)
+    how = dict(implementation="mosaic_gpu", layout=layout, padded=False)
+    out, pool = prefill(inputs, before, lengths, [0] * len(lengths), read, write, **how)
+    wanted, ends = before, np.cumsum(lengths)
+    for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        if length:
+            own = [np.full((max(lengths), *x.shape[1:]), np.nan, x.dtype) for x in inputs]
+            for x, y in zip(own, inputs, strict=True):
+                x[:length] = y[end - length : end]
+            alone, wanted = prefill(own, wanted, [length], [0], [read[row]], [write[row]], **how)
+            np.testing.assert_array_equal(float32(out[end - length : end]), float32(alone[:length]), f"row {row}")
+    np.testing.assert_array_equal(float32(pool), float32(wanted))
+    assert not float32(out[ends[-1] :]).any()
+
+
+def float32(x):
+    return np.asarray(x, np.float32)

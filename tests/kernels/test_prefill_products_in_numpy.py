@@ -100,6 +100,8 @@ def test_products_are_those_of_the_triton_kernels(rng, monkeypatch, key_heads, v
 
     def one(refs, chunk, key_head):
         bounds = refs["cu_chunk_seqlens"][chunk], refs["cu_chunk_seqlens"][chunk + 1]
+        if bounds[0] == bounds[1]:
+            return
         refs = SimpleNamespace(**refs)
         gates = per_head.load_pair(refs, key_head, 0, bounds)
         per_head.make_products(refs, place, chunk, key_head, bounds, gates, **call.options)

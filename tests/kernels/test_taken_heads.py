@@ -1,9 +1,16 @@
-"""How programs take heads one after the other in the delta rule's prefill, with threads of Python for warpgroups."""
+"""How programs take heads one after the other in the delta rule's prefill, with threads of Python for warpgroups.
 
+Shared memory is made of places that know what is in them. A copy that leaves one is checked when the warpgroup has waited
+for it: until then nothing may have taken its place.
+"""
+
+import collections
+import dataclasses
 import itertools
 import threading
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import jax.numpy as jnp
@@ -14,9 +21,47 @@ from kernels.mosaic_in_numpy import Slice, loop, loops_of_python, when
 from pallas_kernels.gated_delta_rule.prefill import heads_mosaic
 from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
 
-PROGRAMS, SECONDS = 3, 10.0
+PROGRAMS, SECONDS, HEADS = 3, 10.0, 2
+SLOW = 5e-3  # seconds for loads and copies, in which others go on
 WARPGROUPS = 1 + heads_mosaic.PARTS
 KEY_DIM, PIECES = 128, 2
+TILES = range(KEY_DIM // 64)
+
+
+class Content(NamedTuple):
+    """What a place holds: values or outputs of a head's chunk, or a head's first or last state."""
+
+    kind: str
+    head: tuple
+    chunk: int = 0
+
+    def astype(self, dtype):
+        return self
+
+
+NOTHING = Content("nothing", ())
+
+
+class Place:
+    """A place in shared memory."""
+
+    content, dtype = None, None
+
+    def __setitem__(self, _, content):
+        self.content = content
+
+
+class Places:
+    """Places in shared memory, of which `at` chooses one. Two views of the same memory are the same places."""
+
+    shape, dtype = (heads_mosaic.PARTS, len(TILES)), None
+    at = property(lambda self: self)
+
+    def __init__(self):
+        self.found = collections.defaultdict(Place)
+
+    def __getitem__(self, index):
+        return self.found[tuple(map(int, index))]
 
 
 class Barrier:
@@ -48,39 +93,83 @@ class Barriers(list):
     at = property(lambda self: self)
 
 
-class Program:
-    """What the warpgroups of a program share: barriers, the number taken, and what is in shared memory."""
+class Inputs:
+    """An array of the inputs, with `at` for what is copied."""
 
-    def __init__(self):
+    shape, at = (0,), property(lambda self: self)
+
+    def __getitem__(self, index):
+        here, head, _ = index
+        return Content("values", head, int(here.start))
+
+
+class Program:
+    """What the warpgroups of a program share: barriers, what has been told, and what is in shared memory."""
+
+    def __init__(self, lengths):
         described = heads_mosaic.barriers(KEY_DIM, PIECES, per_channel=False)
         of = lambda each, count: Barriers(Barrier(each) for _ in range(count)) if count > 1 else Barrier(each)
         described = {name: of(each, int(np.prod(each.num_barriers))) for name, each in described.items()}
-        self.refs = SimpleNamespace(**described, v=MagicMock())
-        self.refs.v.shape = (1, 1, 1)
+        self.refs = SimpleNamespace(**described, v=Inputs(), layer=[0], query_start_loc=[0] * (len(lengths) + 1))
+        self.refs.read_block = self.refs.write_block = range(len(lengths))
         self.refs.squares = self.refs.attention = MagicMock()
-        self.memory = [(MagicMock(), dict(number=[None]))]
-        self.stages = {}
-        self.seen = [[] for _ in range(WARPGROUPS)]
+        told = [None] * len(heads_mosaic.Taken._fields)
+        self.memory = [(MagicMock(), dict(told=told, states=Places()))]
+        self.tokens, self.keys = dict(v=Places()), {}
+        self.stored = [collections.Counter() for _ in range(WARPGROUPS)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row, which only knows how many chunks it has, and a head of it."""
+
+    index: int
+    chunks: int
+    head: "Head | None" = None
+    total: int | None = None
+
+    def tokens_of(self, chunk):
+        return chunk, chunk
+
+    def run(self, refs, state, advance, store):
+        place = self.head.head
+        assert state == [Content("first state", place) if self.head.has_initial else NOTHING] * len(TILES)
+        advance(0, self.chunks, state)
+        return [Content("last state", place)] * len(TILES)
+
+    def store_last(self, block, state, store):
+        if self.chunks:
+            store(block, state)
+
+
+def rows_of(lengths):
+    """Returns what stands for `PrefillRow`. A row's last token tells its chunks."""
+    make = lambda index, rows, start, end, *_: Row(int(index), int(end))
+    read = lambda _, index: SimpleNamespace(start=0, end=lengths[int(index)], first_chunk=0, first_length=0)
+    make.of = read
+    return make
 
 
 class Head(MagicMock):
-    """A head of a row, which only knows its chunks. What it fetches arrives at once."""
+    """A head of a row. What it fetches arrives at once."""
 
-    def __init__(self, program, work, row, head, lengths):
+    def __init__(self, program, row, head):
         super().__init__()
         self.program, self.refs = program, program.refs
-        self.place, self.count = (int(row), int(head)), lengths[int(row)]
-        self.first, self.per_channel, self.key_tiles, self.pieces = 0, False, range(2), range(PIECES)
-        self.row = SimpleNamespace(tokens_of=lambda chunk: (chunk, chunk), run=self.run, clear=lambda *_: None)
+        self.head, self.count = (row.index, int(head)), row.chunks
+        self.first, self.per_channel, self.key_tiles, self.pieces = 0, False, TILES, range(PIECES)
+        self.token_rows = self.token_tiles = program.tokens
+        self.has_initial = row.chunks > 0 and row.index % 3 != 1
+        self.row = dataclasses.replace(row, head=self)
 
     def _get_child_mock(self, **options):
         return MagicMock(**options)
 
-    def run(self, refs, state, advance, store):
-        advance(0, self.count, state)
+    def tile_of_pool(self, block, values, n):
+        return Content("first state", self.head)
 
     def copy_keys(self, name, here, number, at, full):
-        self.program.stages[int(at)] = self.place, int(number)
+        self.program.keys[int(at)] = self.head, int(number)
         full.arrive(len(self.key_tiles))
 
     def copy_products(self, number, at, full):
@@ -88,11 +177,30 @@ class Head(MagicMock):
 
     def keep_tokens(self, chunk, tile, at):
         """The chunk's tokens are in shared memory now."""
-        assert self.program.stages[int(at)] == (self.place, int(chunk))
-        self.program.seen[threading.current_thread().warpgroup].append((self.place, int(chunk)))
+        assert self.program.keys[int(at)] == (self.head, int(chunk))
+        assert tile.content == Content("values", self.head, int(chunk))
+
+    def store_outputs(self, token, live, tile, values):
+        leave(self.program, tile)
 
 
-def fake_pm():
+def leave(program, place):
+    """Begins to copy what is in a place out of shared memory."""
+    thread = threading.current_thread()
+    program.stored[thread.warpgroup][place.content] += 1
+    thread.leaving.append((place, place.content))
+
+
+def wait_for_copies_out(*_, **__):
+    """Waits until copies have left shared memory. They have been slow."""
+    leaving = threading.current_thread().leaving
+    time.sleep(SLOW if leaving else 0)
+    for place, content in leaving:
+        assert place.content == content, "something took the place before this had left it"
+    leaving.clear()
+
+
+def fake_pm(programs):
     nothing = lambda *_, **__: None
 
     def arrive(barrier):
@@ -103,29 +211,60 @@ def fake_pm():
         done.arrive()
         done.wait()
 
+    def load(place):
+        time.sleep(SLOW)
+        return place.content
+
+    def copy_in(source, target, full):
+        if isinstance(source, Content):
+            target.content = source
+        full.arrive()
+
     return SimpleNamespace(
         WARPGROUP="warpgroup",
         axis_index=lambda _: threading.current_thread().warpgroup,
         wait=lambda barrier: barrier.wait(),
         arrive=arrive,
-        copy_in=lambda source, target, full: full.arrive(),
+        copy_in=copy_in,
+        copy_out=lambda place, _: leave(programs[threading.current_thread().program], place),
         multiply_all=lambda shape, sums, meanwhile=lambda: (): [*(MagicMock() for _ in sums), *meanwhile()],
         slice_of=Slice,
         when=when,
         loop=loop,
+        load=load,
+        computed=lambda x: x,
+        zeros=lambda *_: NOTHING,
+        wait_for_copies_out=wait_for_copies_out,
         finish_together=finish_together,
-        **dict.fromkeys(("set_max_registers", "wait_for_copies_out", "store_transposed", "commit"), nothing),
+        **dict.fromkeys(("set_max_registers", "commit"), nothing),
     )
 
 
-@pytest.mark.parametrize("lengths", [[1, 0, 3, 2, 0, 5, 1], [0, 0], [4]])
+def fake_jax():
+    """JAX with loops and conditionals of Python."""
+
+    class Lax(type(loops_of_python().lax)):
+        def cond(self, condition, then, otherwise):
+            return then() if condition else otherwise()
+
+    return SimpleNamespace(lax=Lax())
+
+
+@pytest.mark.parametrize("lengths", [[1, 0, 3, 2, 0, 5, 1], [0, 0], [4], [1] * 7])
 def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
-    work, counter, lock = Work(len(lengths), 2, 1), itertools.count(), threading.Lock()
+    work, counter, lock = Work(len(lengths), HEADS, 1), itertools.count(), threading.Lock()
     failures = []
 
-    def take_next(_, number):
+    def take_next(_, told):
         with lock:
-            number[0] = jnp.int32(next(counter))
+            told[0] = jnp.int32(next(counter))
+
+    def tell(found, told):
+        told[:] = found
+
+    def store_values(tile, _):
+        assert tile.content.kind == "values"
+        tile.content = tile.content._replace(kind="outputs")
 
     def run(program):
         try:
@@ -134,31 +273,32 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
             failures.append(failure)
             raise
 
-    programs = [Program() for _ in range(PROGRAMS)]
+    programs = [Program(lengths) for _ in range(PROGRAMS)]
     by_refs = {id(program.refs): program for program in programs}
-    make_head = lambda refs, memory, row, head, layout: Head(by_refs[id(refs)], work, row, head, lengths)
-    monkeypatch.setattr(heads_mosaic, "pm", fake_pm())
-    monkeypatch.setattr(heads_mosaic, "jax", loops_of_python())
-    monkeypatch.setattr(heads_mosaic, "Head", make_head)
-    monkeypatch.setattr(heads_mosaic, "take_next", take_next)
-    monkeypatch.setattr(heads_mosaic, "load_values", MagicMock())
+    fakes = dict(pm=fake_pm(programs), jax=fake_jax(), take_next=take_next, tell=tell, load_values=MagicMock())
+    fakes |= dict(Head=lambda refs, _, row, head, *__: Head(by_refs[id(refs)], row, head))
+    fakes |= dict(PrefillRow=rows_of(lengths), store_values=store_values)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(heads_mosaic, name, fake)
     threads = []
-    for program in programs:
+    for number, program in enumerate(programs):
         for warpgroup in range(WARPGROUPS):
             thread = threading.Thread(target=run, args=(program,), daemon=True)
-            thread.warpgroup = warpgroup
+            thread.program, thread.warpgroup, thread.leaving = number, warpgroup, []
             threads.append(thread)
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * SECONDS)
     assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() or thread.leaving for thread in threads)
     for program in programs:
-        assert program.seen[1] == program.seen[2]
-    chunks = [(place, chunk) for program in programs for place, chunk in program.seen[1]]
-    wanted = [((row, head), n) for row, length in enumerate(lengths) for head in range(2) for n in range(length)]
-    assert sorted(chunks) == wanted
+        assert not program.stored[0]
+        assert program.stored[1] == program.stored[2]
+    heads = [((row, head), length) for row, length in enumerate(lengths) for head in range(HEADS)]
+    wanted = collections.Counter(Content("outputs", head, n) for head, length in heads for n in range(length))
+    wanted.update({Content("last state", head): len(TILES) for head, length in heads if length})
+    assert sum((program.stored[1] for program in programs), collections.Counter()) == wanted
 
 
 def test_neighbours_share_keys():

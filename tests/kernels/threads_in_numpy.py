@@ -54,6 +54,23 @@ class Held:
         return Held([x + y for x, y in zip(self.registers.flat, other.registers.flat, strict=True)])
 
 
+class Type:
+    """The type of an array in memory, or of a view of one."""
+
+    def __init__(self, array):
+        self.element_type, self.shape = array.dtype, array.shape
+        self.strides = [stride // array.itemsize for stride in array.strides]
+
+    def get_strides_and_offset(self):
+        return self.strides, 0
+
+
+def _from(array):
+    """Returns memory from the first element of a view of an array up to its last one."""
+    length = 1 + sum((n - 1) * stride for n, stride in zip(array.shape, Type(array).strides, strict=True))
+    return np.lib.stride_tricks.as_strided(array, (length,), (array.itemsize,))
+
+
 class Ref:
     """An array in memory, or a view of one."""
 
@@ -62,7 +79,7 @@ class Ref:
 
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
-    type = property(lambda self: SimpleNamespace(element_type=self.array.dtype, shape=self.array.shape))
+    type = property(lambda self: Type(self.array))
     at = property(lambda self: self)
 
     def __getitem__(self, index):
@@ -233,6 +250,7 @@ class Address:
 
     def __init__(self, ref, row, column):
         self.choices = [(np.ones(THREADS, bool), ref.array, np.asarray(row), np.asarray(column))]
+        self.element = ref, np.asarray(row) * Type(ref.array).strides[0] + np.asarray(column)
 
     def unless(self, condition, other):
         """Returns this address where the condition is met, and else the other one."""
@@ -278,9 +296,9 @@ def _words(threads):
 
     def of_16_bytes(place, first, condition):
         """The array of an address, the threads that use it, and the places of what 16 bytes hold."""
-        (ref, index), here = place, np.flatnonzero(np.broadcast_to(condition, THREADS) & threads.mask())
-        size = ref.dtype.itemsize
-        return ref.array.reshape(-1), here, index[here, None] + first // size + np.arange(16 // size)
+        ref, index = place.element if isinstance(place, Address) else place
+        here, size = np.flatnonzero(np.broadcast_to(condition, THREADS) & threads.mask()), ref.dtype.itemsize
+        return _from(ref.array), here, index[here, None] + first // size + np.arange(16 // size)
 
     def load_words_if(condition, place, first=0):
         found = np.zeros((THREADS, 4), np.int32)
@@ -294,6 +312,12 @@ def _words(threads):
         pairs = np.ascontiguousarray(np.moveaxis(rows, (4, 2), (2, 3))).reshape(-1, 4, 32, 2)
         return [value(pairs[:, n].reshape(THREADS, 2).view(np.int32)[:, 0]) for n in range(4)]
 
+    def store_transposed_matrices(place, words):
+        ref, first = place
+        pairs = np.stack(words, axis=1).astype(np.int32).reshape(-1, 32, 4, 1).view(ref.dtype).reshape(-1, 8, 4, 4, 2)
+        rows = np.moveaxis(pairs, 3, 1).reshape(-1, 4, 8, 8).swapaxes(2, 3).reshape(THREADS, 8)
+        ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows
+
     def store_words_if(condition, place, words, first=0):
         array, here, places = of_16_bytes(place, first, condition)
         array[places] = np.ascontiguousarray(np.stack(words, axis=1)[here]).view(array.dtype)
@@ -304,7 +328,12 @@ def _words(threads):
         store_words_if=store_words_if,
         store_if=store_if,
         address_in_rows=lambda ref, row, length, column: (ref, np.int64(row) * length + np.int64(column)),
+        load_shared_words=lambda place: load_words_if(True, place),
+        clear_shared_words_if=lambda condition, place: store_words_if(
+            condition, place, [np.zeros(THREADS, np.int32)] * 4
+        ),
         load_transposed_matrices=load_transposed_matrices,
+        store_transposed_matrices=store_transposed_matrices,
         load_words=load,
         store_words=store,
         either=either,

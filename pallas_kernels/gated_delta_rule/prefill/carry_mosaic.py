@@ -11,6 +11,7 @@ from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels import _thread_code as code
 from pallas_kernels._dot import pieces
 from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
+from pallas_kernels._mosaic_tokens import keep_rows, store_rows
 from pallas_kernels._pallas_mosaic import arith, ir
 from pallas_kernels.blocks import NULL_BLOCK, StateLayout
 
@@ -20,8 +21,10 @@ _MATRIX = 8  # the rows and columns of the matrices that a warp loads, four at a
 class Head:
     """One head of one row. A part of its state is transposed, [values, keys], in tiles of 64 values and 64 keys."""
 
-    def __init__(self, refs: Any, memory: Any, row: jax.Array, head: jax.Array, layout: StateLayout) -> None:
-        """Reads where the row is.
+    def __init__(
+        self, refs: Any, memory: Any, row: PrefillRow, head: Any, layer: Any, read: Any, layout: StateLayout
+    ) -> None:
+        """Gathers what belongs to the head.
 
         Args:
             refs: The inputs, the pool, the outputs and barriers, by name.
@@ -29,6 +32,8 @@ class Head:
                 has tokens for tensor cores.
             row: The row.
             head: The value head.
+            layer: The layer of the pool that has the row's states.
+            read: The block of the state before the row.
             layout: The layout of the states in the pool.
         """
         (self.token_rows, others), (self.token_tiles,) = memory
@@ -36,9 +41,9 @@ class Head:
         self.per_channel = hasattr(refs, "k_before")
         self.key_head = jax.lax.div(head, jnp.int32(refs.v.shape[1] // refs.k.shape[1]))
         self.key_tiles, self.pieces = range(refs.k.shape[2] // TILE), range(refs.solve.shape[0])
-        self.layer, self.read = refs.layer[0], refs.read_block[row]
-        self.row = PrefillRow.of(refs, row)
-        self.count, self.first = self.row.chunks_up_to(self.row.end - self.row.start), self.row.first_chunk
+        self.row, self.layer, self.read = row, layer, read
+        self.count, self.first = row.chunks_up_to(row.end - row.start), row.first_chunk
+        self.has_initial = (read != NULL_BLOCK) & (self.count > 0)
 
     def copy_keys(self, name: str, here: Any, number: Any, at: Any, full: Any) -> None:
         """Copies a chunk's keys or queries. Decayed ones are stored chunk by chunk, others token by token."""
@@ -87,7 +92,7 @@ class Head:
         @pm.when(live < TILE)
         def _():
             for tile in [v_tile] + ([] if self.per_channel else self.keys_of("k", at)):
-                pm.keep_rows(tile, live)
+                keep_rows(tile, live)
             pm.commit()
 
     def of_before(self, state: Sequence[jax.Array], at: Any) -> list[Any]:
@@ -116,9 +121,9 @@ class Head:
         """Returns the row's initial state for a slice of 64 values."""
 
         def tile(n):
-            load = lambda: pm.load_directly(self._block(self.read, values, n), transposed=self.layout == "KV")
-            is_there = (self.read != NULL_BLOCK) & (self.count > 0)
-            return jax.lax.cond(is_there, lambda: load().astype(jnp.float32), lambda: pm.zeros(SHAPE, jnp.float32))
+            tile = self.tile_of_pool(self.read, values, n)
+            load = lambda: pm.load_directly(tile, transposed=self.layout == "KV").astype(jnp.float32)
+            return jax.lax.cond(self.has_initial, load, lambda: pm.zeros(SHAPE, jnp.float32))
 
         return [tile(n) for n in self.key_tiles]
 
@@ -126,9 +131,10 @@ class Head:
         """Stores the state of a slice of 64 values in a block."""
         for n in self.key_tiles:
             tile = state[n].astype(self.refs.pool.dtype)
-            pm.store_directly(self._block(block, values, n), tile, transposed=self.layout == "KV")
+            pm.store_directly(self.tile_of_pool(block, values, n), tile, transposed=self.layout == "KV")
 
-    def _block(self, block: jax.Array, values: Any, n: int) -> Any:
+    def tile_of_pool(self, block: Any, values: Any, n: int) -> Any:
+        """Returns the n-th tile of a slice of 64 values of a block's state. In layout "KV" it is [keys, values]."""
         keys = pm.slice_of(n * TILE, TILE)
         if self.layout == "VK":
             return self.refs.pool.at[self.layer, block, self.head, values, keys]
@@ -136,24 +142,50 @@ class Head:
 
     def store_outputs(self, token: Any, live: Any, rows: Any, values: Any) -> None:
         """Stores the first `live` rows of a tile of outputs, of which `rows` is the view for copies."""
-        target = lambda n, size: self.refs.out.at[pm.slice_of(token + n, size), self.head, values]
-        pm.store_rows(rows, live, target)
+        store_rows(rows, live, self._outputs_from(token, values))
+
+    def clear_outputs(self, row: PrefillRow, values: Any) -> None:
+        """Writes zeros to those of the tokens after the last row that are a row's to clear."""
+        row.clear(self.refs.v.shape[0], lambda token: self._outputs_from(token, values))
+
+    def _outputs_from(self, token: Any, values: Any) -> Any:
+        return self.refs.out.at[pm.slice_of(token, TILE), self.head, values]
 
 
 def load_values(tile: Any) -> jax.Array:
     """Loads a chunk's values, transposed, from a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
 
     def body(_: Any, tile: Any) -> Any:
-        kind, found = ir.MemRefType(tile.type).element_type, []
-        lane, warp = code.lane_and_warp(pm.thread_index_again())
-        row, matrix = arith.andi(lane, pm.constant(7)), arith.shrui(lane, pm.constant(3))
-        # Two of the four matrices are side by side in the warp's 16 values, and two have the next eight tokens.
-        group = code.total(code.scaled(warp, 2), arith.andi(matrix, pm.constant(1)))
-        across = code.swizzled(group, row, _MATRIX)
-        for first in range(0, TILE, 2 * _MATRIX):
-            token = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _MATRIX), row, pm.constant(first))
-            place = pm.address_in_shared(tile, code.total(code.scaled(token, TILE), across))
-            found += [code.pair(word, kind) for word in code.load_transposed_matrices(place)]
-        return (pm.fragments_of_tile(found, SHAPE),)
+        kind = ir.MemRefType(tile.type).element_type
+        words = [word for place in _places_of_matrices(tile) for word in code.load_transposed_matrices(place)]
+        return (pm.fragments_of_tile([code.pair(word, kind) for word in words], SHAPE),)
 
     return pm.inline(body, (tile, pm.tiling(tile.dtype)), results=[(SHAPE, tile.dtype)])[0]
+
+
+def store_values(tile: Any, values: jax.Array) -> None:
+    """Stores a chunk's outputs, which are transposed, in a tile [tokens, values] in shared memory. bfloat16 [64, 64]."""
+
+    def body(_: Any, tile: Any, values: Any) -> None:
+        words = [code.word(pair) for pair in values.registers.flat]
+        for n, place in enumerate(_places_of_matrices(tile)):
+            code.store_transposed_matrices(place, words[4 * n :][:4])
+
+    pm.inline(body, (tile, pm.tiling(tile.dtype)), values)
+
+
+def _places_of_matrices(tile: Any) -> list[Any]:
+    """Returns, for each four matrices of a tile [tokens, values], the address of the row of which this thread tells.
+
+    Two of the four are side by side in the warp's 16 values, and two have the next eight tokens.
+    """
+    lane, warp = code.lane_and_warp(pm.thread_index_again())
+    row, matrix = arith.andi(lane, pm.constant(7)), arith.shrui(lane, pm.constant(3))
+    group = code.total(code.scaled(warp, 2), arith.andi(matrix, pm.constant(1)))
+    across = code.swizzled(group, row, _MATRIX)
+
+    def place(first: int) -> Any:
+        token = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _MATRIX), row, pm.constant(first))
+        return pm.address_in_shared(tile, code.total(code.scaled(token, TILE), across))
+
+    return [place(first) for first in range(0, TILE, 2 * _MATRIX)]

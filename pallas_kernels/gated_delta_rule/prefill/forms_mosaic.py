@@ -97,10 +97,10 @@ def is_meant(form: ModuleType, chosen: tuple[ModuleType, ...], is_first: Any) ->
 
 
 def views(
-    chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, *, per_channel: bool
+    chosen: tuple[ModuleType, ...], key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool
 ) -> list[list[Any]]:
     """Returns, for each form, the views that its programs have of their shared memory. All are views of one memory."""
-    return [form.memory(key_dim, pieces, dtype, per_channel=per_channel) for form in chosen]
+    return [form.memory(key_dim, pieces, dtype, pool_dtype, per_channel=per_channel) for form in chosen]
 
 
 def cut(memory: Any, described: list[list[Any]]) -> list[list[Any]]:

@@ -6,24 +6,64 @@ While one waits for its products, the other one keeps the tensor cores busy, and
 few rows that would leave most cores idle. Outputs are transposed, [values, tokens], as states are: their left operands are
 then in registers.
 
-There are at most as many programs as cores. Each takes one head after the other, and fetches the next one's first chunks
-while it still carries the one before.
+There are at most as many programs as cores. Each takes one head after the other, and fetches the next one's state and first
+chunks while it still carries the one before. States come and leave as copies of whole tiles. In the layout that tensor cores
+give them, threads would load and store them in pieces of 32 bytes, which takes longer than a chunk.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import SHAPE, TILE
+from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.blocks import StateLayout
-from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
-from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next
+from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values, store_values
+from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work, take_next, tell
 
 PARTS = 2  # of a program's value dims
 _STAGES = 2  # chunks that are in shared memory
+
+
+class Taken(NamedTuple):
+    """What a program has taken, as the warpgroup that fetches tells it to the others. A row is as in `PrefillRow`.
+
+    Attributes:
+        number: Its number. There is no more to take if it is `Work.total`, or larger.
+        start: The row's first token.
+        end: The token after its last one. If there was no more to take, the row has none.
+        first_chunk: The number of chunks in earlier rows.
+        first_length: The length of the row's first chunk.
+        layer: The layer of the pool that has its states.
+        read: The block of the state before the row.
+        write: The block of the state at its end.
+    """
+
+    number: Any
+    start: Any
+    end: Any
+    first_chunk: Any
+    first_length: Any
+    layer: Any
+    read: Any
+    write: Any
+
+    @classmethod
+    def of(cls, refs: Any, work: Work, number: Any) -> "Taken":
+        """Reads what a number stands for."""
+        index = jnp.minimum(work.place_of(number)[0], work.rows - 1)
+        row = PrefillRow.of(refs, index)
+        end = jnp.where(number < work.total, row.end, row.start)
+        blocks = refs.layer[0], refs.read_block[index], refs.write_block[index]
+        return cls(number, row.start, end, row.first_chunk, row.first_length, *blocks)
+
+    @classmethod
+    def heard(cls, told: Any) -> "Taken":
+        """Reads what has been told."""
+        return cls(*(told[n] for n in range(len(cls._fields))))
 
 
 def carry_states(
@@ -47,84 +87,123 @@ def carry_states(
         layout: The same as in states_mosaic.py.
         wait_for_products: The same.
     """
-    number = memory[0][-1]["number"]  # of what has been taken
+    others = memory[0][-1]
+    told, states = others["told"], others["states"]
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
     values_of = lambda pair, part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
+    tokens = refs.v.shape[0]
 
-    def run(take, carry_on):
-        """Runs carry_on(head, pair, before) for all that is taken, and returns the number of chunks.
-
-        `pair` is the number of the head's part, and `before` the number of chunks that were before.
-        """
-
-        def one(carry):
-            found, before = carry
-            row, head_index, pair = work.place_of(found)
-            head = Head(refs, memory, row, head_index, layout)
-            carry_on(head, pair, before)
-            return take(), before + head.count
-
-        return jax.lax.while_loop(lambda carry: carry[0] < work.total, one, (take(), jnp.int32(0)))[1]
+    def place_of(found: Taken) -> tuple[Head, Any]:
+        """Returns the head of what has been taken, and the number of its part. What is not told of its row is None."""
+        index, head, pair = work.place_of(found.number)
+        row = PrefillRow(index, work.rows, found.start, found.end, None, found.first_chunk, found.first_length)
+        return Head(refs, memory, row, head, found.layer, found.read, layout), pair
 
     def fetch():
-        """Takes heads, and fetches what their chunks need."""
+        """Takes heads, and fetches their states and what their chunks need."""
         pm.set_max_registers(40, action="decrease")
 
         def take():
             """Takes the next part of a head, if there is one, and tells the others."""
-            take_next(taken, number)
+            take_next(taken, told)
+            found = Taken.of(refs, work, told[0])
+            tell(found, told)
             pm.arrive(refs.taken)
-            return number[0]
+            return found
 
-        def fetch_chunks(head, pair, before):
-            refs = head.refs
-
-            def one(chunk, _):
-                token, _ = head.row.tokens_of(chunk)
-                here, at = pm.slice_of(token, TILE), stage_of(before + chunk)
-                full = refs.full.at[at]
-                pm.when(before + chunk >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
-                for n in range(PARTS):
-                    source = refs.v.at[here, head.head, values_of(pair, n)]
-                    pm.copy_in(source, head.token_rows["v"].at[at, n], full)
-                for name in ("k_before", "k_after", "q_before") if head.per_channel else ("k", "q"):
-                    head.copy_keys(name, here, head.first + chunk, at, full)
-                if wait_for_products:
-                    wait_for_products(head.first + chunk, head.key_head)
-                head.copy_products(head.first + chunk, at, full)
-                attention = refs.attention.at[0, head.head, head.first + chunk]
-                pm.copy_in(attention, refs.squares["attention"].at[at], full)
-
-            jax.lax.fori_loop(0, head.count, one, None)
+        def fetch_head(carry):
+            found, before = carry
+            head, pair = place_of(found)
+            pm.when(head.has_initial)(lambda: fetch_state(head, found.read, pair))
+            jax.lax.fori_loop(0, head.count, lambda chunk, _: fetch_chunk(head, pair, chunk, before + chunk), None)
             pm.wait(refs.seen)
+            following = take()
+            pm.wait(refs.state_free)
+            return following, before + head.count
 
-        total = run(take, fetch_chunks)
+        def fetch_state(head, block, pair):
+            for part in range(PARTS):
+                for n in head.key_tiles:
+                    tile = head.tile_of_pool(block, values_of(pair, part), n)
+                    pm.copy_in(tile, states.at[part, n], refs.state_full)
+
+        def fetch_chunk(head, pair, chunk, number):
+            refs, at = head.refs, stage_of(number)
+            token, _ = head.row.tokens_of(chunk)
+            here, full = pm.slice_of(token, TILE), refs.full.at[at]
+            pm.when(number >= _STAGES)(lambda: pm.wait(refs.free.at[at]))
+            for name in ("k_before", "k_after", "q_before") if head.per_channel else ("k", "q"):
+                head.copy_keys(name, here, head.first + chunk, at, full)
+            if wait_for_products:
+                wait_for_products(head.first + chunk, head.key_head)
+            head.copy_products(head.first + chunk, at, full)
+            attention = refs.attention.at[0, head.head, head.first + chunk]
+            pm.copy_in(attention, refs.squares["attention"].at[at], full)
+            pm.when(number >= _STAGES)(lambda: pm.wait(refs.values_free.at[at]))
+            for part in range(PARTS):
+                source = refs.v.at[here, head.head, values_of(pair, part)]
+                pm.copy_in(source, head.token_rows["v"].at[at, part], full)
+
+        chunks = jax.lax.while_loop(lambda carry: carry[0].number < work.total, fetch_head, (take(), jnp.int32(0)))[1]
         pm.wait(refs.seen)
 
         # A barrier has one phase bit, so each of its completions must be waited for.
-        @pm.loop(jnp.maximum(total - _STAGES, 0), total)
-        def _(chunk):
-            pm.wait(refs.free.at[stage_of(chunk)])
+        @pm.loop(jnp.maximum(chunks - _STAGES, 0), chunks)
+        def _(number):
+            pm.wait(refs.free.at[stage_of(number)])
+            pm.wait(refs.values_free.at[stage_of(number)])
 
     def carry_part():
         """Runs the chunks' way from state to state for one part of the value dims, and makes its outputs."""
         pm.set_max_registers(232, action="increase")
         part = pm.axis_index(pm.WARPGROUP) - 1
+        own_states = [states.at[part, n] for n in range(states.shape[1])]
 
         def see():
-            """Returns what has been taken, and lets the next one be taken."""
+            """Returns what has been taken and the state before it, and lets the next one be taken."""
             pm.wait(refs.taken)
-            found = number[0]
+            found = Taken.heard(told)
             pm.arrive(refs.seen)
-            return found
+            head, _ = place_of(found)
+            pm.when(head.has_initial)(lambda: pm.wait(refs.state_full))
+            load = pm.load if layout == "VK" else pm.load_transposed
+            nothing = lambda: pm.zeros(SHAPE, states.dtype)
+            return found, [jax.lax.cond(head.has_initial, lambda x=x: load(x), nothing) for x in own_states]
 
-        run(see, lambda head, pair, before: carry_head(head, values_of(pair, part), part, before))
+        def carry_on(carry):
+            found, state, before = carry
+            head, pair = place_of(found)
+            values = values_of(pair, part)
+            state = carry_head(head, [x.astype(jnp.float32) for x in state], values, part, before)
+            # The next state is in the place that this one takes.
+            following, next_state = see()
+            head.row.store_last(found.write, state, lambda block, state: store_state(head, block, state, values))
+            return following, next_state, before + head.count
 
-    def carry_head(head, values, part, before):
-        """Runs a part of a head. Before it, the program has had so many chunks."""
+        def store_state(head, block, state, values):
+            pm.commit()  # all threads have loaded what was there
+            for x, tile in zip(own_states, state, strict=True):
+                if layout == "VK":
+                    x[...] = tile.astype(x.dtype)
+                else:
+                    pm.store_transposed(x, tile.astype(x.dtype))
+            pm.commit()
+            for n, x in enumerate(own_states):
+                pm.copy_out(x, head.tile_of_pool(block, values, n))
+
+        *_, chunks = jax.lax.while_loop(lambda carry: carry[0].number < work.total, carry_on, (*see(), jnp.int32(0)))
+        pm.wait_for_copies_out(0, wait_read_only=True)
+        pm.when(chunks > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(chunks - 1)]))
+
+    def carry_head(head, state, values, part, before):
+        """Runs a part of a head. Before it, the program has had so many chunks. Takes and returns the state's tiles."""
         refs = head.refs
-        out_rows, out_tile = head.token_rows["out"].at[part], head.token_tiles["out"].at[part]
-        store_tokens = lambda token, live: head.store_outputs(token, live, out_rows, values)
+
+        def let_fetch(chunk):
+            """Lets the places be filled from which the outputs of the chunk before and the head's state have left."""
+            pm.wait_for_copies_out(0, wait_read_only=True)
+            pm.when(before + chunk > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
+            pm.when(chunk == 0)(lambda: pm.arrive(refs.state_free))
 
         def advance(chunk, state):
             """Runs one chunk. Takes and returns the state's tiles."""
@@ -133,7 +212,12 @@ def carry_states(
             v_tile = head.token_tiles["v"].at[at, part]
             pm.wait(refs.full.at[at])
             head.keep_tokens(live, v_tile, at)  # both parts' warpgroups write the same keys
-            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], lambda: [load_values(v_tile)])
+
+            def meanwhile():
+                let_fetch(chunk)
+                return [load_values(v_tile)]
+
+            known, v = pm.multiply_all(SHAPE, [head.of_before(state, at)], meanwhile)
             (added,) = pm.multiply_all(SHAPE, [head.of_wanted(known, v.astype(jnp.float32), at)])
             queries, attention = head.keys_of("q_before", at), refs.squares["attention"].at[at]
             of_queries = [(head.piece(state[n], 0), queries[n].T) for n in head.key_tiles]
@@ -143,19 +227,25 @@ def carry_states(
             out = (out + of_added).astype(jnp.bfloat16)
             state = head.changed(state, pm.multiply_all(SHAPE, head.of_added(added, at)), at)
             pm.arrive(refs.free.at[at])
-            pm.wait_for_copies_out(0, wait_read_only=True)
-            pm.store_transposed(out_tile, out)
+            # Outputs take the place of the chunk's values.
+            store_values(v_tile, out)
             pm.commit()
-            store_tokens(token, live)
+            head.store_outputs(token, live, head.token_rows["v"].at[at, part], values)
             return state
 
-        @pm.when(head.count > 0)
-        def _():
-            advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
-            head.row.run(refs, head.initial(values), advance_to, lambda block, state: head.store(block, state, values))
+        advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
+        state = head.row.run(refs, state, advance_to, lambda block, state: head.store(block, state, values))
 
-        pm.wait_for_copies_out(0, wait_read_only=True)
-        head.row.clear(refs.v.shape[0], out_tile, store_tokens)
+        @pm.when(head.count == 0)
+        def _():
+            pm.wait_for_copies_out(0, wait_read_only=True)
+            pm.arrive(refs.state_free)
+
+        # If this were read earlier, it would stay in a register over the loop, which has none to spare.
+        total = refs.query_start_loc[pm.computed(jnp.int32(work.rows))]
+        row = dataclasses.replace(head.row, total=total)
+        pm.when(total < tokens)(lambda: head.clear_outputs(row, values))
+        return state
 
     warpgroup = pm.axis_index(pm.WARPGROUP)
     pm.when(warpgroup == 0)(fetch)
@@ -163,10 +253,10 @@ def carry_states(
     pm.finish_together(refs.done)
 
 
-def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+def memory(key_dim: int, pieces: int, dtype: Any, pool_dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
     """Describes a program's shared memory, as views of the same place."""
     tiles = key_dim // TILE
-    tokens, squares = dict(out=(PARTS, *SHAPE), v=(_STAGES, PARTS, *SHAPE)), dict(solve=(_STAGES, pieces))
+    tokens, squares = dict(v=(_STAGES, PARTS, *SHAPE)), dict(solve=(_STAGES, pieces))
     squares |= dict(attention=(_STAGES,))
     if per_channel:
         squares |= dict.fromkeys(("k_before", "k_after", "q_before"), (_STAGES, tiles))
@@ -177,16 +267,21 @@ def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[
     tile = lambda *shape: pm.tiled(*shape, *SHAPE, dtype=jnp.bfloat16)
     squares = {name: tile(*shape) for name, shape in squares.items()}
     rows, tiles_of_tokens = pm.views_of_tokens(tokens, dtype)
-    others = dict(squares=squares, chunk_factors=factors, number=pm.shared((1,), jnp.int32))
+    others = dict(squares=squares, chunk_factors=factors, told=pm.shared((len(Taken._fields),), jnp.int32))
+    others |= dict(states=pm.tiled(PARTS, tiles, *SHAPE, dtype=pool_dtype))
     return [(rows, others), (tiles_of_tokens,)]
 
 
 def barriers(key_dim: int, pieces: int, *, per_channel: bool) -> dict[str, Any]:
     """Describes a program's barriers."""
-    copies = (2 + per_channel) * (key_dim // TILE) + PARTS + pieces + 2
+    tiles = key_dim // TILE
+    copies = (2 + per_channel) * tiles + PARTS + pieces + 2
     return dict(
         full=pm.Barrier(num_arrivals=copies, num_barriers=_STAGES),
         free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        values_free=pm.Barrier(num_arrivals=PARTS, num_barriers=_STAGES),
+        state_full=pm.Barrier(num_arrivals=PARTS * tiles),
+        state_free=pm.Barrier(num_arrivals=PARTS),
         taken=pm.Barrier(),
         seen=pm.Barrier(num_arrivals=PARTS),
         done=pm.Barrier(num_arrivals=1 + PARTS),

@@ -32,7 +32,7 @@ def states(inputs: dict[str, jax.Array], pool: jax.Array, *, layout: StateLayout
     v, key_dim, pieces = inputs["v"], inputs["k"].shape[2], inputs["solve"].shape[0]
     rows, (_, value_heads, value_dim) = inputs["read_block"].shape[0], v.shape
     names, chosen = [*inputs, "pool", "out"], forms(rows, value_heads, value_dim)
-    described = views(chosen, key_dim, pieces, v.dtype, per_channel=True)
+    described = views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=True)
     works = [work_of(form, rows, value_heads, value_dim) for form in chosen]
     programs = [programs_of(form, work) for form, work in zip(chosen, works, strict=True)]
 

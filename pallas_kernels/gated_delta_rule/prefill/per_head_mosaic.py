@@ -45,12 +45,15 @@ class Plan(NamedTuple):
         work: What they carry.
         makers: The number of programs that make products, which come before.
         helpers: How many of the carriers make products of the first chunks first, as many per key head.
+        is_packed: Whether a maker's warpgroups have items that follow each other. Then the last items are made by few
+            makers, and the places of the others are free for carriers.
     """
 
     carrying: ModuleType
     work: Work
     makers: int
     helpers: int
+    is_packed: bool
 
     @property
     def carriers(self) -> int:
@@ -62,11 +65,10 @@ def plan(form: ModuleType, rows: int, value_heads: int, value_dim: int) -> Plan:
     """Returns the plan for so many rows and heads of so many value dims."""
     work = work_of(form, rows, value_heads, value_dim)
     if form is heads_mosaic:
-        # Of much work, half of the cores carry the first heads while the others make products of those after.
-        makers = CORES // 2 if work.total >= 2 * CORES else CORES
-        return Plan(form, work, makers, helpers=0)
+        # If no program carries more than one head, the last ones to begin decide when all are done.
+        return Plan(form, work, CORES, helpers=0, is_packed=work.total > CORES)
     # The makers of few rows fill the GPU together with the carriers.
-    return Plan(form, work, makers=max(CORES - work.total, CORES // 2 + 2), helpers=work.of_row)
+    return Plan(form, work, makers=max(CORES - work.total, CORES // 2 + 2), helpers=work.of_row, is_packed=False)
 
 
 def prefill(
@@ -92,7 +94,7 @@ def prefill(
     chosen = tuple(each.carrying for each in plans)
     described = [
         products_mosaic.memory(WARPGROUPS, k.dtype),
-        *views(chosen, key_dim, pieces, v.dtype, per_channel=False),
+        *views(chosen, key_dim, pieces, v.dtype, pool.dtype, per_channel=False),
     ]
     names = [*given, "pool", *outputs]
 
@@ -110,7 +112,11 @@ def prefill(
         # has one.
         items, step = number * key_heads, WARPGROUPS * makers
         helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
-        first, of_helpers = helpers + warpgroup * makers + program, jnp.int32(0)
+        packed = program * WARPGROUPS + warpgroup
+        place = of_plan(
+            *(packed if each.is_packed else warpgroup * makers + program for each in (first_plan, last_plan))
+        )
+        first, of_helpers = helpers + place, jnp.int32(0)
         if first_plan.helpers:
             each = jnp.int32(first_plan.helpers // key_heads)
             of_helper = rem(index, each) * key_heads + div(index, each)
@@ -132,9 +138,14 @@ def prefill(
             """Returns the gates of an item's first two value heads, or of others if there is no such item."""
             return products_mosaic.load_pair(refs, chunk_and_head(item)[1], 0, bounds)
 
-        def one(n, carry):
+        def is_live(carry):
+            """Returns whether there is an item. If a chunk has no tokens, none after it has any."""
+            n, _, (start, end), _ = carry
+            return (n < count) & (start < end)
+
+        def one(carry):
             # The compiler would keep every address in registers over the loop if it knew that none changes.
-            here, bounds, gates = pm.computed(carry[0]), *carry[1:]
+            n, here, bounds, gates = carry[0], pm.computed(carry[1]), *carry[2:]
             place = products_mosaic.place_of(here, of_products, products_barriers)
             item = first + n * step
             chunk, key_head = chunk_and_head(item)
@@ -144,10 +155,10 @@ def prefill(
             gates = gates_of(item + step, following)  # they arrive while this one waits
             pm.wait_for_copies_out(0)
             pm.signal(counters.at[item])
-            return here, following, gates
+            return n + 1, here, following, gates
 
         begin = bounds_of(first)
-        jax.lax.fori_loop(0, count, one, (warpgroup, begin, gates_of(first, begin)))
+        jax.lax.while_loop(is_live, one, (jnp.int32(0), warpgroup, begin, gates_of(first, begin)))
 
         def carry(own, memory, barriers):
             wait = lambda chunk, key_head: pm.wait_for_signal(counters.at[chunk * key_heads + key_head])

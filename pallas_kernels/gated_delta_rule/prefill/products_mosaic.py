@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
+from pallas_kernels._mosaic_tokens import keep_rows
 from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import Factors, load_gates, scale_tokens, sum_log_decays
 from pallas_kernels.gated_delta_rule.prefill.weights_mosaic import find_norms, weigh
@@ -46,7 +47,7 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
     Args:
         refs: The inputs and outputs by name, see `outputs`.
         place: The warpgroup's shared memory and barriers by name, see `memory`.
-        chunk: The chunk, which may be empty.
+        chunk: The chunk, which has tokens.
         key_head: The key head.
         bounds: The chunk's first token, and the token after its last one.
         gates: What `load_pair` returns for the first two value heads.
@@ -65,66 +66,64 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
         log_decays, strengths = gates
         sum_log_decays(log_decays, strengths, place.per_row, place.per_column, place.sums)
 
-    @pm.when(end > start)
+    for tokens, rows in ((refs.k, k_rows), (refs.q, q_rows)):
+        for n in tiles:
+            source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
+            pm.copy_in(source, rows.at[n], place.full)
+    sum_decays(gates)
+    pm.wait(place.full)
+
+    @pm.when(end - start < SIZE)
     def _():
-        for tokens, rows in ((refs.k, k_rows), (refs.q, q_rows)):
+        for tile in (k, q):
             for n in tiles:
-                source = tokens.at[pm.slice_of(start, SIZE), key_head, pm.slice_of(n * SIZE, SIZE)]
-                pm.copy_in(source, rows.at[n], place.full)
-        sum_decays(gates)
-        pm.wait(place.full)
+                keep_rows(tile.at[n], end - start)
+        pm.commit()
 
-        @pm.when(end - start < SIZE)
-        def _():
-            for tile in (k, q):
-                for n in tiles:
-                    pm.keep_rows(tile.at[n], end - start)
-            pm.commit()
+    def norms():
+        for n, (x, factor) in enumerate(((k, 1.0), (q, scale))):
+            find_norms(x, len(tiles), place.norms.at[n], factor, use_l2norm=use_qk_l2norm)
 
-        def norms():
-            for n, (x, factor) in enumerate(((k, 1.0), (q, scale))):
-                find_norms(x, len(tiles), place.norms.at[n], factor, use_l2norm=use_qk_l2norm)
+    keys, queries = pm.multiply_all(
+        _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]], norms
+    )
+    pm.commit()  # all threads have finished with the tokens, whose place the systems take
 
-        keys, queries = pm.multiply_all(
-            _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]], norms
-        )
-        pm.commit()  # all threads have finished with the tokens, whose place the systems take
+    def of_pair(pair, _):
+        for half in (0, 1):
+            vectors = place.per_row.at[half], place.per_column.at[half], place.norms
+            weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
+        scale_tokens(place.per_row, place.norms, place.kinds)
+        pm.commit()
+        for half in range(0, 2, together):
+            head, is_own = head_of(pair, half)
 
-        def of_pair(pair, _):
-            for half in (0, 1):
-                vectors = place.per_row.at[half], place.per_column.at[half], place.norms
-                weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
-            scale_tokens(place.per_row, place.norms, place.kinds)
-            pm.commit()
-            for half in range(0, 2, together):
-                head, is_own = head_of(pair, half)
+            @pm.when(is_own)
+            def _(half=half, head=head):
+                target = refs.scales.at[pm.slice_of(head, together), chunk]
+                pm.copy_out(place.kinds.at[pm.slice_of(half, together)], target)
 
-                @pm.when(is_own)
-                def _(half=half, head=head):
-                    target = refs.scales.at[pm.slice_of(head, together), chunk]
-                    pm.copy_out(place.kinds.at[pm.slice_of(half, together)], target)
+        for half in (0, 1):
+            head, is_own = head_of(pair, half)
 
-            for half in (0, 1):
-                head, is_own = head_of(pair, half)
+            @pm.when(is_own)
+            def _(half=half, head=head):
+                pm.copy_out(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
 
-                @pm.when(is_own)
-                def _(half=half, head=head):
-                    pm.copy_out(place.attention_tile.at[half], refs.attention.at[0, head, chunk])
+        invert(system, place.per_row.at[:, _AT.beta], solution)
+        pm.commit()
+        pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
+        for half in (0, 1):
+            head, is_own = head_of(pair, half)
 
-            invert(system, place.per_row.at[:, _AT.beta], solution)
-            pm.commit()
-            pm.when(2 * (pair + 1) < repeats)(lambda: sum_decays(load_pair(refs, key_head, pair + 1, bounds)))
-            for half in (0, 1):
-                head, is_own = head_of(pair, half)
+            @pm.when(is_own)
+            def _(half=half, head=head):
+                for n in pieces:
+                    pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
 
-                @pm.when(is_own)
-                def _(half=half, head=head):
-                    for n in pieces:
-                        pm.copy_out(solution.at[half, n], refs.solve.at[n, head, chunk])
+        pm.wait_for_copies_out(0, wait_read_only=True)
 
-            pm.wait_for_copies_out(0, wait_read_only=True)
-
-        jax.lax.fori_loop(0, (repeats + 1) // 2, of_pair, None)
+    jax.lax.fori_loop(0, (repeats + 1) // 2, of_pair, None)
 
 
 def outputs(value_heads: int, chunks: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:

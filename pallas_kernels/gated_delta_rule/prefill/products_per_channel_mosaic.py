@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
 from pallas_kernels._dot import pieces
+from pallas_kernels._mosaic_tokens import keep_rows
 from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.chunks import Chunks
 from pallas_kernels.gated_delta_rule.prefill.inverse_mosaic import SIZE, invert
@@ -116,7 +117,7 @@ def kernel(names, *arrays, scale: float, use_qk_l2norm: bool):
         @pm.when(end - start < SIZE)
         def _():
             for ref in (token_tiles["k"], token_tiles["q"], decay_tiles):
-                pm.loop(0, ref.shape[0])(lambda n, ref=ref: pm.keep_rows(ref.at[n], end - start))
+                pm.loop(0, ref.shape[0])(lambda n, ref=ref: keep_rows(ref.at[n], end - start))
 
             pm.commit()
 

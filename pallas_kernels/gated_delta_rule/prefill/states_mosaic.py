@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _pallas_mosaic as pm
-from pallas_kernels._mosaic_rows import SHAPE, TILE
+from pallas_kernels._mosaic_rows import SHAPE, TILE, PrefillRow
 from pallas_kernels.blocks import StateLayout
 from pallas_kernels.gated_delta_rule.prefill.carry_mosaic import Head, load_values
 
@@ -56,12 +56,12 @@ def carry_states(
         begin: Each warpgroup calls it before it uses shared memory.
     """
     row, head_index, part = place
-    head = Head(refs, memory, row, head_index, layout)
+    of_row = PrefillRow.of(refs, row)
+    head = Head(refs, memory, of_row, head_index, refs.layer[0], refs.read_block[row], layout)
     refs, token_rows, per_channel, count, first = head.refs, head.token_rows, head.per_channel, head.count, head.first
     out_rows, out_tile = token_rows["out"], head.token_tiles["out"]
     stages, key_tiles = refs.chunk_factors.shape[0], head.key_tiles
     values = pm.slice_of(part * TILE, TILE)
-    store_tokens = lambda token, live: head.store_outputs(token, live, out_rows, values)
 
     def fetch():
         """Fetches what the chunks to come need: keys, values and squares for the state, then queries for the outputs."""
@@ -136,7 +136,9 @@ def carry_states(
         @pm.when(count > 0)
         def _():
             advance_to = lambda chunk, stop, state: jax.lax.fori_loop(chunk, stop, advance, state)
-            head.row.run(refs, state, advance_to, lambda block, state: head.store(block, state, values))
+            store = lambda block, state: head.store(block, state, values)
+            last = head.row.run(refs, state, advance_to, store)
+            head.row.store_last(refs.write_block[row], last, store)
             pm.wait(refs.state_free)
             pm.wait(refs.added_free)
 
@@ -162,16 +164,16 @@ def carry_states(
             pm.wait_for_copies_out(0, wait_read_only=True)
             out_tile[...] = (out + of_added).astype(jnp.bfloat16)
             pm.commit()
-            store_tokens(token, live)
+            head.store_outputs(token, live, out_rows, values)
 
         jax.lax.fori_loop(0, count, one, None)
         pm.wait_for_copies_out(0, wait_read_only=True)
-        head.row.clear(refs.v.shape[0], out_tile, store_tokens)
+        head.clear_outputs(head.row, values)
 
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
-def memory(key_dim: int, pieces: int, dtype: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+def memory(key_dim: int, pieces: int, dtype: Any, _: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
     """Describes a program's shared memory, as views of the same place."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))

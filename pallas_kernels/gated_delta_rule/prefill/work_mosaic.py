@@ -40,12 +40,24 @@ class Work(NamedTuple):
         return *divide(rest, self.value_heads), part
 
 
+def tell(numbers: Any, told: Any) -> None:
+    """Writes int32 numbers to shared memory, by one warpgroup."""
+
+    def body(_: Any, told: Any, *numbers: Any) -> None:
+        with pm.only_if(code.is_equal(pm.thread_index_again(), 0)):
+            for n, number in enumerate(numbers):
+                memref.store(number, told, code.indices(pm.constant(n)))
+        pm.warpgroup_barrier()
+
+    pm.inline(body, (told, ()), *numbers)
+
+
 def take_next(taken: Any, number: Any) -> None:
     """Takes the next number that no program has taken, by one warpgroup.
 
     Args:
         taken: How many have been taken: one of `pm.counters`.
-        number: Receives the number. int32 [1], in shared memory.
+        number: Receives the number as its first element. An int32 array in shared memory.
     """
 
     def body(_: Any, taken: Any, number: Any) -> None:
