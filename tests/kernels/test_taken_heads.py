@@ -126,7 +126,6 @@ class Row:
     index: int
     chunks: int
     head: "Head | None" = None
-    total: int | None = None
 
     def tokens_of(self, chunk):
         return chunk, chunk

@@ -1,5 +1,6 @@
 """What the two kernels that carry states on Hopper GPUs share: a head of a row, and the steps from state to state."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -144,8 +145,9 @@ class Head:
         """Stores the first `live` rows of a tile of outputs, of which `rows` is the view for copies."""
         store_rows(rows, live, self._outputs_from(token, values))
 
-    def clear_outputs(self, row: PrefillRow, values: Any) -> None:
-        """Writes zeros to those of the tokens after the last row that are a row's to clear."""
+    def clear_outputs(self, total: Any, values: Any) -> None:
+        """Writes zeros to those of the tokens from `total` on, after the last row, that are this row's to clear."""
+        row = dataclasses.replace(self.row, total=total)
         row.clear(self.refs.v.shape[0], lambda token: self._outputs_from(token, values))
 
     def _outputs_from(self, token: Any, values: Any) -> Any:

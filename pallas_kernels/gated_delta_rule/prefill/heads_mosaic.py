@@ -11,7 +11,6 @@ chunks while it still carries the one before. States come and leave as copies of
 give them, threads would load and store them in pieces of 32 bytes, which takes longer than a chunk.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,7 +90,6 @@ def carry_states(
     told, states = others["told"], others["states"]
     stage_of = lambda chunk: jax.lax.rem(chunk, jnp.int32(_STAGES))
     values_of = lambda pair, part: pm.slice_of((PARTS * pair + part) * TILE, TILE)
-    tokens = refs.v.shape[0]
 
     def place_of(found: Taken) -> tuple[Head, Any]:
         """Returns the head of what has been taken, and the number of its part. What is not told of its row is None."""
@@ -243,8 +241,7 @@ def carry_states(
 
         # If this were read earlier, it would stay in a register over the loop, which has none to spare.
         total = refs.query_start_loc[pm.computed(jnp.int32(work.rows))]
-        row = dataclasses.replace(head.row, total=total)
-        pm.when(total < tokens)(lambda: head.clear_outputs(row, values))
+        pm.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
         return state
 
     warpgroup = pm.axis_index(pm.WARPGROUP)

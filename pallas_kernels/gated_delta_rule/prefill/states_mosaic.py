@@ -168,7 +168,7 @@ def carry_states(
 
         jax.lax.fori_loop(0, count, one, None)
         pm.wait_for_copies_out(0, wait_read_only=True)
-        head.clear_outputs(head.row, values)
+        head.clear_outputs(head.row.total, values)
 
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
