@@ -92,7 +92,7 @@ class PrefillRow:
         return jax.lax.fori_loop(0, checkpoints + 1, segment, (jnp.int32(0), state))[1]
 
     def store_last(self, block: Any, state: list[jax.Array], store: Callable[[Any, list[jax.Array]], None]) -> None:
-        """Stores the row's state at its end in its write block, if it has tokens."""
+        """Stores the row's state at its end in a block, unless the row has no tokens or the block is the null block."""
         pm.when((block != NULL_BLOCK) & (self.end > self.start))(lambda: store(block, state))
 
     def clear(self, tokens: int, tile_of: Callable[[Any], Any]) -> None:

@@ -12,7 +12,6 @@ from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir
 
 _PIECE = 8  # tokens whose parts of 16 bytes change places
-_THREADS = 128  # of a warpgroup
 
 
 def keep_rows(tile: Any, count: jax.Array) -> None:
@@ -31,6 +30,7 @@ def keep_rows(tile: Any, count: jax.Array) -> None:
         def place(token: Any, part: Any) -> Any:
             column = code.scaled(part, numbers)
             if across == 1 and of_piece == _PIECE * of_row:
+                # Tokens follow each other in memory, which takes fewer instructions.
                 return code.total(code.scaled(token, of_row), column)
             piece, row = arith.shrui(token, pm.constant(3)), arith.andi(token, pm.constant(_PIECE - 1))
             group, rest = arith.divui(column, pm.constant(length)), arith.remui(column, pm.constant(length))
@@ -94,7 +94,7 @@ def _numbers_of(kind: Any) -> int:
 
 def _places(tokens: int, parts: int) -> list[tuple[Any, Any]]:
     """Returns the tokens of a tile that have a part for this thread, and which of so many parts of 16 bytes it is."""
-    thread, step = pm.thread_index_again(), _THREADS // parts
+    thread, step = pm.thread_index_again(), code.THREADS // parts
     first, part = arith.divui(thread, pm.constant(parts)), arith.remui(thread, pm.constant(parts))
     return [(code.total(first, pm.constant(n)), part) for n in range(0, tokens, step)]
 

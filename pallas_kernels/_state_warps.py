@@ -20,7 +20,7 @@ from pallas_kernels import _thread_code as code
 from pallas_kernels._pallas_mosaic import arith, ir, math, memref, vector
 from pallas_kernels.blocks import NULL_BLOCK
 
-_WARPS, _LANES = 4, 32
+_WARPS = 4
 _LOAD_BYTES = 16  # that a lane loads at once
 _MAX_ROWS = 16  # state rows of a warp
 _MAX_NUMBERS = 64  # of a state in a lane
@@ -42,12 +42,12 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
         itemsize: The bytes of a number of the pool.
     """
     heads, rows_of_head, columns = head
-    most = min(_MAX_ROWS, _MAX_NUMBERS * _LANES // columns)
+    most = min(_MAX_ROWS, _MAX_NUMBERS * code.LANES // columns)
     if window > 1:
         return min(most, 8) if itemsize == 4 else most
     is_small = batch_rows * heads * rows_of_head < _PROGRAMS * _WARPS * most
     lanes = columns * itemsize // _LOAD_BYTES
-    return min(most, 4 * _LANES // lanes) if is_small else most
+    return min(most, 4 * code.LANES // lanes) if is_small else most
 
 
 def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
@@ -116,7 +116,7 @@ class Warp:
         self._batch_rows, self._window = ir.MemRefType(write_blocks.type).shape
         self.columns = _LOAD_BYTES // pm.bytes_of(self.kind)
         self._lanes = self._row_length // self.columns  # of a state row
-        self._rows_of_load = _LANES // self._lanes
+        self._rows_of_load = code.LANES // self._lanes
         self._loads = state_rows // self._rows_of_load
         self._lane, warp = code.lane_and_warp(pm.thread_index())
         self.column = code.scaled(arith.andi(self._lane, pm.constant(self._lanes - 1)), self.columns)

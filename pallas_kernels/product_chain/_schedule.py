@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels._pallas_mosaic import pack_of_spread
+from pallas_kernels._thread_code import THREADS
 from pallas_kernels.linear.config import default_config as linear_config
 from pallas_kernels.product_chain._steps import (
     Experts,
@@ -43,7 +44,6 @@ _MAX_SLOTS = 10  # blocks in shared memory
 _MAX_ROWS = 16  # of a block
 _MAX_GROUP = 5  # pieces that are fetched at once, if there are several tokens
 _SUMS_BYTES = 20_480  # shared memory for sums of warps, if there are several tokens
-_THREADS = 128  # of a warpgroup
 
 
 class Work(NamedTuple):
@@ -200,7 +200,7 @@ def _of_experts(experts: Experts, norm: int | None) -> list[Phase]:
     has as many rows as make it no larger than one of the first.
     """
     inputs, size = experts.up.shape[2], experts.down.shape[2]
-    outputs = -(-experts.router.shape[0] // _THREADS) * _THREADS
+    outputs = -(-experts.router.shape[0] // THREADS) * THREADS
     first = Phase(inputs, outputs, 1, norm, 1, "router", experts=experts)
     second = Phase(inputs, experts.chosen * size, 2, None, 1, "up", experts=experts)
     counts = range(1, experts.chosen + 1)
@@ -312,7 +312,7 @@ def unsupported(
     dtypes = {jnp.dtype(weight.dtype) for weight in weights_of(multiplied)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         return f"all weights must be bfloat16 or all float16, got {sorted(map(str, dtypes))}"
-    rows, normed, most_pieces = (ROWS, _THREADS, _MAX_PIECES) if is_one else (TOKENS_ROWS, WIDTH, _FEW_PIECES)
+    rows, normed, most_pieces = (ROWS, THREADS, _MAX_PIECES) if is_one else (TOKENS_ROWS, WIDTH, _FEW_PIECES)
     channels = x.shape[-1]
     for number, step in enumerate(steps):
         if isinstance(step, GatedNorm):

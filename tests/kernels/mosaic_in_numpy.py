@@ -60,7 +60,7 @@ def memory(dtype, *shape):
 
 
 class _Lax:
-    """jax.lax, whose loops are Python's."""
+    """jax.lax, whose loops and conditionals are Python's."""
 
     def __getattr__(self, name):
         return getattr(jax.lax, name)
@@ -70,6 +70,9 @@ class _Lax:
             carry = body(jnp.int32(n), carry)
         return carry
 
+    def cond(self, condition, then, otherwise):
+        return then() if bool(condition) else otherwise()
+
     def while_loop(self, condition, body, carry):
         while condition(carry):
             carry = body(carry)
@@ -77,7 +80,7 @@ class _Lax:
 
 
 class _Jax:
-    """jax with such loops."""
+    """jax with such loops and conditionals."""
 
     lax = _Lax()
 
@@ -86,7 +89,7 @@ class _Jax:
 
 
 def loops_of_python():
-    """Returns JAX with loops that are Python's."""
+    """Returns JAX with loops and conditionals that are Python's."""
     return _Jax()
 
 

@@ -239,16 +239,6 @@ def fake_pm(programs):
     )
 
 
-def fake_jax():
-    """JAX with loops and conditionals of Python."""
-
-    class Lax(type(loops_of_python().lax)):
-        def cond(self, condition, then, otherwise):
-            return then() if condition else otherwise()
-
-    return SimpleNamespace(lax=Lax())
-
-
 @pytest.mark.parametrize("lengths", [[1, 0, 3, 2, 0, 5, 1], [0, 0], [4], [1] * 7])
 def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
     work, counter, lock = Work(len(lengths), HEADS, 1), itertools.count(), threading.Lock()
@@ -274,7 +264,7 @@ def test_all_chunks_of_all_heads_are_carried_once(monkeypatch, lengths):
 
     programs = [Program(lengths) for _ in range(PROGRAMS)]
     by_refs = {id(program.refs): program for program in programs}
-    fakes = dict(pm=fake_pm(programs), jax=fake_jax(), take_next=take_next, tell=tell, load_values=MagicMock())
+    fakes = dict(pm=fake_pm(programs), jax=loops_of_python(), take_next=take_next, tell=tell, load_values=MagicMock())
     fakes |= dict(Head=lambda refs, _, row, head, *__: Head(by_refs[id(refs)], row, head))
     fakes |= dict(PrefillRow=rows_of(lengths), store_values=store_values)
     for name, fake in fakes.items():

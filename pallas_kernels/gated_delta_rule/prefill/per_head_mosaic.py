@@ -40,6 +40,8 @@ from pallas_kernels.gated_delta_rule.prefill.work_mosaic import Work
 class Plan(NamedTuple):
     """How programs share the work if states are carried in one form. No result depends on it.
 
+    An item is a chunk and key head. One warpgroup makes its products.
+
     Attributes:
         carrying: The module of the programs that carry states.
         work: What they carry.
@@ -108,8 +110,7 @@ def prefill(
         of_plan = lambda one, other: one if len(plans) == 1 else jnp.where(is_first, one, other)
         makers = of_plan(jnp.int32(first_plan.makers), jnp.int32(last_plan.makers))
         is_maker, index, div, rem = program < makers, program - makers, jax.lax.div, jax.lax.rem
-        # An item is a chunk and key head. A helper has one, and of every `step` others, in order, each warpgroup of a maker
-        # has one.
+        # A helper has one item, and of every `step` others, in order, each warpgroup of a maker has one.
         items, step = number * key_heads, WARPGROUPS * makers
         helpers = of_plan(jnp.int32(first_plan.helpers), jnp.int32(last_plan.helpers))
         packed = program * WARPGROUPS + warpgroup

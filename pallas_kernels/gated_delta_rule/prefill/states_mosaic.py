@@ -173,8 +173,8 @@ def carry_states(
     pm.run_by_warpgroup([fetch, carry_state, write_outputs], refs.done)
 
 
-def memory(key_dim: int, pieces: int, dtype: Any, _: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
-    """Describes a program's shared memory, as views of the same place."""
+def memory(key_dim: int, pieces: int, dtype: Any, _pool: Any, *, per_channel: bool) -> list[tuple[Any, ...]]:
+    """Describes a program's shared memory, as views of the same place. The pool's states are never in it."""
     tiles, stages = key_dim // TILE, _stages(per_channel)
     tokens, squares = dict(out=SHAPE, v=(stages, *SHAPE)), dict(solve=(stages, pieces), attention=(_QUERY_STAGES,))
     if per_channel:

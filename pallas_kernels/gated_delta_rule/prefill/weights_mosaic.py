@@ -84,7 +84,7 @@ def weigh(
         of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
         of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
         nothing, kind = code.number(0.0), code.vector_type(2, ir.F32Type.get())
-        # What this thread has of the products: for each eight columns, two numbers of each of its two rows.
+        # Of every eight columns of the products, this thread has two numbers in each of its two rows.
         held = [[*x.registers.flat] for x in (keys, queries)]
         for n in range(_BLOCKS):
             first = code.total(code.scaled(pair, 2), pm.constant(8 * n))
