@@ -423,24 +423,31 @@ def load_for_each_warp(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=_by_warp().reduce(0), optimized=False)
 
 
-def hand_over(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: Any) -> None:
-    """Stores tiles in shared memory for tensor cores, and arrives at a barrier at which their reader waits.
-
-    Each thread does so for itself. With `commit`, the warpgroup's threads would wait for each other.
+def store_tiles(tiles: Sequence[jax.Array], refs: Sequence[Any], *, is_visible: bool = False) -> None:
+    """Stores tiles in shared memory. Each thread does so for itself, and waits for no other.
 
     Args:
         tiles: Tiles in registers, in the layout of tensor cores.
         refs: Where they go, `tiled`. Nothing reads it any more when any of the threads gets here.
-        barrier: The barrier.
+        is_visible: Whether tensor cores and copies then see what the thread has stored. Else they do after a `commit`.
     """
 
     def body(_: Any, tiles: Sequence[Any], refs: Sequence[Any]) -> None:
         for tile, ref in zip(tiles, refs, strict=True):
             tile.store_tiled(ref, swizzle=SWIZZLE)
-        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+        if is_visible:
+            nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     types = [plgpu.Layout.WGMMA] * len(tiles), [plgpu.RefType(tiling(x.dtype)) for x in tiles]
     plgpu.inline_mgpu(arg_types=types)(body)(list(tiles), list(refs))
+
+
+def hand_over(tiles: Sequence[jax.Array], refs: Sequence[Any], barrier: Any) -> None:
+    """Stores tiles in shared memory for tensor cores, and arrives at a barrier at which their reader waits.
+
+    Each thread does so for itself: see `store_tiles`. With `commit`, the warpgroup's threads would wait for each other.
+    """
+    store_tiles(tiles, refs, is_visible=True)
     arrive(barrier)
 
 

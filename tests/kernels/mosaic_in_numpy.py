@@ -137,10 +137,10 @@ def _threads_run(function):
     return run
 
 
-def _find_norms(tokens, tiles, norms, factor, *, use_l2norm):
+def _find_norms(products, norms, factor):
     """Runs `weights_mosaic.find_norms` for all threads."""
-    tokens, norms = (threads_in_numpy.Ref(x) for x in (threads_in_numpy.tiled(tokens.array), norms.array))
-    weights_mosaic.find_norms(tokens, tiles, norms, factor, use_l2norm=use_l2norm)
+    held = None if products is None else threads_in_numpy.held_tile(products)
+    weights_mosaic.find_norms(held, threads_in_numpy.Ref(norms.array), factor)
 
 
 def _weigh(keys, queries, per_row, per_column, norms, system, attention):

@@ -110,7 +110,7 @@ class Program:
         described = heads_mosaic.barriers(KEY_DIM, PIECES, per_channel=False)
         of = lambda each, count: Barriers(Barrier(each) for _ in range(count)) if count > 1 else Barrier(each)
         described = {name: of(each, int(np.prod(each.num_barriers))) for name, each in described.items()}
-        self.refs = SimpleNamespace(**described, v=Inputs(), layer=[0], query_start_loc=[0] * (len(lengths) + 1))
+        self.refs = SimpleNamespace(**described, v=Inputs(), layer=[0])
         self.refs.read_block = self.refs.write_block = range(len(lengths))
         self.refs.squares = self.refs.attention = MagicMock()
         told = [None] * len(heads_mosaic.Taken._fields)
@@ -144,7 +144,7 @@ class Row:
 def rows_of(lengths):
     """Returns what stands for `PrefillRow`. A row's last token tells its chunks."""
     make = lambda index, rows, start, end, *_: Row(int(index), int(end))
-    read = lambda _, index: SimpleNamespace(start=0, end=lengths[int(index)], first_chunk=0, first_length=0)
+    read = lambda _, index: SimpleNamespace(start=0, end=lengths[int(index)], first_chunk=0, first_length=0, total=0)
     make.of = read
     return make
 
@@ -214,6 +214,10 @@ def fake_pm(programs):
         time.sleep(SLOW)
         return place.content
 
+    def store_tiles(tiles, places):
+        for tile, place in zip(tiles, places, strict=True):
+            place[...] = tile
+
     def copy_in(source, target, full):
         if isinstance(source, Content):
             target.content = source
@@ -231,7 +235,7 @@ def fake_pm(programs):
         when=when,
         loop=loop,
         load=load,
-        computed=lambda x: x,
+        store_tiles=store_tiles,
         zeros=lambda *_: NOTHING,
         wait_for_copies_out=wait_for_copies_out,
         finish_together=finish_together,

@@ -242,7 +242,13 @@ def multiply_tile_of_tf32(sums, left, right):
     return add_product(sums, a, b)
 
 
-APPROXIMATIONS = {"ex2": np.exp2, "rcp": np.reciprocal, "rsqrt": lambda x: 1 / np.sqrt(x)}
+@np.errstate(invalid="ignore")
+def _rsqrt(x):
+    """Returns 1 / sqrt(x), and NaN for negative numbers, which threads may have that do not use the result."""
+    return 1 / np.sqrt(x)
+
+
+APPROXIMATIONS = {"ex2": np.exp2, "rcp": np.reciprocal, "rsqrt": _rsqrt}
 
 
 class Address:
@@ -312,11 +318,15 @@ def _words(threads):
         pairs = np.ascontiguousarray(np.moveaxis(rows, (4, 2), (2, 3))).reshape(-1, 4, 32, 2)
         return [value(pairs[:, n].reshape(THREADS, 2).view(np.int32)[:, 0]) for n in range(4)]
 
-    def store_transposed_matrices(place, words):
+    def store_matrices(place, words, *axes):
         ref, first = place
         pairs = np.stack(words, axis=1).astype(np.int32).reshape(-1, 32, 4, 1).view(ref.dtype).reshape(-1, 8, 4, 4, 2)
-        rows = np.moveaxis(pairs, 3, 1).reshape(-1, 4, 8, 8).swapaxes(2, 3).reshape(THREADS, 8)
-        ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows
+        matrices = np.moveaxis(pairs, 3, 1).reshape(-1, 4, 8, 8)
+        rows = matrices.swapaxes(*axes) if axes else matrices
+        ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows.reshape(THREADS, 8)
+
+    def store_transposed_matrices(place, words):
+        store_matrices(place, words, 2, 3)
 
     def store_words_if(condition, place, words, first=0):
         array, here, places = of_16_bytes(place, first, condition)
@@ -333,6 +343,7 @@ def _words(threads):
             condition, place, [np.zeros(THREADS, np.int32)] * 4
         ),
         load_transposed_matrices=load_transposed_matrices,
+        store_matrices=store_matrices,
         store_transposed_matrices=store_transposed_matrices,
         load_words=load,
         store_words=store,

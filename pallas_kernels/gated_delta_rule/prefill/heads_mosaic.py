@@ -39,6 +39,7 @@ class Taken(NamedTuple):
         layer: The layer of the pool that has its states.
         read: The block of the state before the row.
         write: The block of the state at its end.
+        total: The token after the last row of all.
     """
 
     number: Any
@@ -49,6 +50,7 @@ class Taken(NamedTuple):
     layer: Any
     read: Any
     write: Any
+    total: Any
 
     @classmethod
     def of(cls, refs: Any, work: Work, number: Any) -> "Taken":
@@ -57,7 +59,7 @@ class Taken(NamedTuple):
         row = PrefillRow.of(refs, index)
         end = jnp.where(number < work.total, row.end, row.start)
         blocks = refs.layer[0], refs.read_block[index], refs.write_block[index]
-        return cls(number, row.start, end, row.first_chunk, row.first_length, *blocks)
+        return cls(number, row.start, end, row.first_chunk, row.first_length, *blocks, row.total)
 
     @classmethod
     def heard(cls, told: Any) -> "Taken":
@@ -175,32 +177,35 @@ def carry_states(
             state = carry_head(head, [x.astype(jnp.float32) for x in state], values, part, before)
             # The next state is in the place that this one takes.
             following, next_state = see()
+            chunks = before + head.count
+            pm.wait_for_copies_out(0, wait_read_only=True)
+            pm.when(head.count > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(chunks - 1)]))
             head.row.store_last(found.write, state, lambda block, state: store_state(head, block, state, values))
-            return following, next_state, before + head.count
+            return following, next_state, chunks
 
         def store_state(head, block, state, values):
             pm.commit()  # all threads have loaded what was there
-            for x, tile in zip(own_states, state, strict=True):
-                if layout == "VK":
-                    x[...] = tile.astype(x.dtype)
-                else:
-                    pm.store_transposed(x, tile.astype(x.dtype))
+            tiles = [tile.astype(states.dtype) for tile in state]
+            if layout == "VK":
+                pm.store_tiles(tiles, own_states)
+            else:
+                for x, tile in zip(own_states, tiles, strict=True):
+                    pm.store_transposed(x, tile)
             pm.commit()
             for n, x in enumerate(own_states):
                 pm.copy_out(x, head.tile_of_pool(block, values, n))
 
-        *_, chunks = jax.lax.while_loop(lambda carry: carry[0].number < work.total, carry_on, (*see(), jnp.int32(0)))
+        jax.lax.while_loop(lambda carry: carry[0].number < work.total, carry_on, (*see(), jnp.int32(0)))
         pm.wait_for_copies_out(0, wait_read_only=True)
-        pm.when(chunks > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(chunks - 1)]))
 
     def carry_head(head, state, values, part, before):
         """Runs a part of a head. Before it, the program has had so many chunks. Takes and returns the state's tiles."""
         refs = head.refs
 
         def let_fetch(chunk):
-            """Lets the places be filled from which the outputs of the chunk before and the head's state have left."""
+            """Lets the place of the chunk before be filled, or in the first chunk that of the state before the head."""
             pm.wait_for_copies_out(0, wait_read_only=True)
-            pm.when(before + chunk > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
+            pm.when(chunk > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
             pm.when(chunk == 0)(lambda: pm.arrive(refs.state_free))
 
         def advance(chunk, state):
@@ -239,8 +244,9 @@ def carry_states(
             pm.wait_for_copies_out(0, wait_read_only=True)
             pm.arrive(refs.state_free)
 
-        # If this were read earlier, it would stay in a register over the loop, which has none to spare.
-        total = refs.query_start_loc[pm.computed(jnp.int32(work.rows))]
+        # If this were read earlier, it would stay in a register over the loop, which has none to spare. What has been taken
+        # since then has the same total.
+        total = Taken.heard(told).total
         pm.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
         return state
 

@@ -49,15 +49,26 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
         half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
         _invert_block(system, half, share, lane)
         pm.warpgroup_barrier()
-        # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. All warps run the same code.
-        columns = share, arith.subi(pm.constant(_BLOCKS - 1), share)
-        found = [
-            _find_column(system, half, lane, column, below)
-            for column, below in zip(columns, (_BLOCKS - 1, 1), strict=True)
-        ]
-        pm.warpgroup_barrier()  # all threads have read the systems
-        for column, tiles in zip(columns, found, strict=True):
+        # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. Loops keep the code short.
+        other, of_column = arith.subi(pm.constant(_BLOCKS - 1), share), _BLOCKS * _OF_THREAD
+
+        def find(n: Any, held: list[Any]) -> list[Any]:
+            """Finds the n-th column, which comes before those that are held."""
+            column = arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), share, other)
+            tiles = _find_column(system, half, lane, column)
+            return [x for tile in tiles for x in tile] + held[:of_column]
+
+        def store(n: Any, held: list[Any]) -> list[Any]:
+            """Stores the first column that is held, which is the last one that was found, and lets it follow the other."""
+            column = arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), other, share)
+            tiles = [held[first:][:_OF_THREAD] for first in range(0, of_column, _OF_THREAD)]
             _store(tiles, beta, solution, half, lane, column)
+            return held[of_column:] + held[:of_column]
+
+        start, stop = (code.index(pm.constant(n)) for n in (0, 2))
+        held = pm.repeated(start, stop, find, [code.number(0.0)] * (2 * of_column))
+        pm.warpgroup_barrier()  # all threads have read the systems
+        pm.repeated(start, stop, store, held)
 
     pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
 
@@ -92,14 +103,11 @@ def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
         memref.store(x, system, code.indices(*outer, code.total(place, arith.andi(column, pm.constant(3)))))
 
 
-def _find_column(system: Any, half: Any, lane: Any, column: Any, below: int) -> list[Tile]:
-    """Returns a column of the inverse's blocks, transposed, from the diagonal down.
-
-    A column has at most `below` blocks below the diagonal. What there is no block for is zero.
-    """
+def _find_column(system: Any, half: Any, lane: Any, column: Any) -> list[Tile]:
+    """Returns a column of the inverse's blocks, transposed, from the diagonal down. Blocks beyond the last row are zeros."""
     nothing = [code.number(0.0)] * _OF_THREAD
     found, parts = [_load_transposed(system, half, lane, column)], list[Split]()
-    for distance in range(1, below + 1):
+    for distance in range(1, _BLOCKS):
         row = code.total(column, pm.constant(distance))
         parts.append(_split(found[-1]))
 
@@ -110,7 +118,7 @@ def _find_column(system: Any, half: Any, lane: Any, column: Any, below: int) -> 
             return _multiply([(_split(total), _load_block(system, half, lane, row, row))])
 
         found.append(pm.value_if(code.is_less(row, _BLOCKS), block, nothing))
-    return found + [nothing] * (_BLOCKS - 1 - below)
+    return found
 
 
 def _load_transposed(system: Any, half: Any, lane: Any, number: Any) -> Tile:
@@ -192,23 +200,32 @@ def _cut(x: Any, bits: int) -> tuple[Any, Any]:
 
 
 def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any, column: Any) -> None:
-    """Stores a column of blocks times its factors, two neighbours of a transposed row at a time.
-
-    The zeros beyond the last row of blocks go to the rows above the diagonal.
-    """
-    row, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+    """Stores a column of blocks times its factors. The zeros beyond the last row go to the blocks above the diagonal."""
+    count = solution.type.shape[1]
+    # A transposed block has four matrices: the halves of its first eight rows, and those of its last ones.
+    in_matrix, matrix = arith.andi(lane, pm.constant(_PIECE - 1)), arith.shrui(lane, pm.constant(3))
+    in_block = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _PIECE), in_matrix)
+    row = code.total(code.scaled(half, count * SIZE), code.scaled(column, _BLOCK), in_block)
+    factors = []
     for of_column in range(2):
-        piece = code.total(code.scaled(column, 2), pm.constant(of_column))
-        factor = memref.load(beta, code.indices(half, code.total(code.scaled(piece, _PIECE), row)))
-        for number, tile in enumerate(tiles):
-            block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
+        own = code.total(
+            code.scaled(column, _BLOCK), pm.constant(_PIECE * of_column), arith.shrui(lane, pm.constant(2))
+        )
+        factors.append(memref.load(beta, code.indices(half, own)))
+    for number, tile in enumerate(tiles):
+        block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
+        group = code.total(code.scaled(block, 2), arith.andi(matrix, pm.constant(1)))
+        words: list[list[Any]] = [[] for _ in range(count)]
+        for of_column, factor in enumerate(factors):
             for part in range(2):
-                group = code.total(code.scaled(block, 2), pm.constant(part))
-                place = code.total(code.swizzled(group, row, _PIECE), code.scaled(pair, 2))
                 values = [arith.mulf(x, factor) for x in tile[4 * part + 2 * of_column :][:2]]
-                for n, numbers in enumerate(_pieces(values, solution.type.shape[1])):
-                    at = code.indices(half, pm.constant(n), piece, pm.constant(0), row, place)
-                    vector.store(code.rounded_pair(numbers, jnp.bfloat16), solution, at, alignment=4)
+                for of_piece, numbers in zip(words, _pieces(values, count), strict=True):
+                    of_piece.append(code.word(code.rounded_pair(numbers, jnp.bfloat16)))
+        for n, of_piece in enumerate(words):
+            place = code.total(
+                code.scaled(row, SIZE), code.swizzled(group, in_matrix, _PIECE), pm.constant(n * SIZE * SIZE)
+            )
+            code.store_matrices(pm.address_in_shared(solution, place), of_piece)
 
 
 def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:

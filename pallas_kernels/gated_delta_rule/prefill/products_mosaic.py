@@ -80,19 +80,21 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
                 keep_rows(tile.at[n], end - start)
         pm.commit()
 
-    def norms():
-        for n, (x, factor) in enumerate(((k, 1.0), (q, scale))):
-            find_norms(x, len(tiles), place.norms.at[n], factor, use_l2norm=use_qk_l2norm)
+    def product(x, y):
+        return pm.multiply_all(_SHAPE, [[(x.at[n], y.at[n].T) for n in tiles]])[0]
 
-    keys, queries = pm.multiply_all(
-        _SHAPE, [[(k.at[n], k.at[n].T) for n in tiles], [(q.at[n], k.at[n].T) for n in tiles]], norms
-    )
+    keys, queries = product(k, k), product(q, k)
+    squares = (keys, product(q, q)) if use_qk_l2norm else (None, None)
+    for n, factor in enumerate((1.0, scale)):
+        find_norms(squares[n], place.norms.at[n], factor)
     pm.commit()  # all threads have finished with the tokens, whose place the systems take
 
     def of_pair(pair, _):
-        for half in (0, 1):
+        @pm.loop(0, 2)
+        def _(half):
             vectors = place.per_row.at[half], place.per_column.at[half], place.norms
             weigh(keys, queries, *vectors, system.at[half], place.attention_tile.at[half])
+
         scale_tokens(place.per_row, place.norms, place.kinds)
         pm.commit()
         for half in range(0, 2, together):

@@ -17,43 +17,56 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _BLOCKS = SIZE // 8  # of eight columns
 _GROUP = 8  # numbers of 16 bytes
+_WARPS = 4  # of a warpgroup
+_PARTS = 2  # of a warp's rows, in each of which a thread has one row
+_ROWS = 8  # of a part
 _AT = Factors()
 
 
-def find_norms(tokens: Any, tiles: int, norms: Any, factor: float, *, use_l2norm: bool) -> None:
-    """Writes the factors that normalise keys or queries. A warpgroup does it, with two threads for each token.
+def find_norms(products: jax.Array | None, norms: Any, factor: float) -> None:
+    """Writes the factors that normalise keys or queries, by one warpgroup.
 
     Args:
-        tokens: The tiles, bfloat16 [tiles, 64, 64], in shared memory.
-        tiles: Their number, 1 or 2.
+        products: Their products with themselves, float32 [64, 64], of which only the diagonal is used. None if tokens are
+            not normalised.
         norms: Receives the factors, times `factor`. float32 [64], in shared memory. Other threads see them after the
             warpgroup's next barrier.
         factor: What all of them are multiplied with.
-        use_l2norm: Whether tokens are normalised.
     """
 
-    def body(_: Any, tokens: Any, norms: Any) -> None:
-        thread = pm.thread_index_again()
-        row, half = arith.shrui(thread, pm.constant(1)), arith.andi(thread, pm.constant(1))
-        piece, in_piece = arith.shrui(row, pm.constant(3)), arith.andi(row, pm.constant(7))
-        tile = half if tiles == 2 else pm.constant(0)
-        first = arith.xori(in_piece, code.scaled(half, 4))  # two threads of a token read from different banks
-        kind = code.vector_type(_GROUP, pm.type_of(jnp.bfloat16))
-        sums = [code.number(0.0)] * 2
+    def body(_: Any, *operands: Any) -> None:
+        *products, norms = operands
+        lane, warp = code.lane_and_warp(pm.thread_index_again())
+        row, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+        factors = [code.number(factor)] * _PARTS
+        if products:
+            for part, total in enumerate(_diagonal(products[0], row, warp)):
+                norm = code.approximate("rsqrt", arith.addf(total, code.number(L2_EPSILON)))
+                factors[part] = arith.mulf(norm, factors[part])
+        has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, pair, arith.shrui(row, pm.constant(1)))
+        with pm.only_if(has_diagonal):
+            for part, found in enumerate(factors):
+                place = code.total(code.scaled(warp, _PARTS * _ROWS), row, pm.constant(_ROWS * part))
+                memref.store(found, norms, code.indices(place))
 
-        for n in range(4 * tiles):
-            group = arith.xori(first, pm.constant(n))
-            place = code.indices(tile, piece, pm.constant(0), in_piece, code.scaled(group, _GROUP))
-            for m, x in enumerate(code.parts(code.wide(vector.load(kind, tokens, place, alignment=16)))):
-                sums[m % 2] = math.fma(x, x, sums[m % 2])
-        norm = code.number(factor)
-        if use_l2norm:
-            total = pm.sum_over(arith.addf(*sums), [1])
-            norm = arith.mulf(code.approximate("rsqrt", arith.addf(total, code.number(L2_EPSILON))), norm)
-        with pm.only_if(code.is_equal(half, 0)):
-            memref.store(norm, norms, code.indices(row))
+    pm.inline(body, *([] if products is None else [products]), (norms, ()))
 
-    pm.inline(body, (tokens, pm.tiling(jnp.bfloat16)), (norms, ()))
+
+def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
+    """Returns the diagonal's number in each of a thread's rows. Only a thread with `lane % 4 == lane // 8` has it.
+
+    Of its warp's 16 rows, a thread has `row` and the one eight later, and of every eight columns two.
+    """
+    held = [code.parts(x) for x in products.registers.flat]
+    is_odd, is_odd_warp = (code.is_equal(arith.andi(x, pm.constant(1)), 1) for x in (row, warp))
+    is_late_warp = code.differs(arith.andi(warp, pm.constant(2)), 0)
+    found = []
+    for part in range(_PARTS):
+        # Each warp has its own 16 columns of the diagonal. Which of its registers they are in depends on the warp.
+        pairs = [held[_PARTS * (_PARTS * of_warp + part) + part] for of_warp in range(_WARPS)]
+        a, b, c, d = (code.either(is_odd, second, first) for first, second in pairs)
+        found.append(code.either(is_late_warp, code.either(is_odd_warp, d, c), code.either(is_odd_warp, b, a)))
+    return found
 
 
 def weigh(
