@@ -178,7 +178,7 @@ def carry_states(
             # The next state is in the place that this one takes.
             following, next_state = see()
             chunks = before + head.count
-            pm.wait_for_copies_out(0, wait_read_only=True)
+            pm.wait_for_copies_out(0, wait_read_only=True)  # of the last chunk's outputs
             pm.when(head.count > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(chunks - 1)]))
             head.row.store_last(found.write, state, lambda block, state: store_state(head, block, state, values))
             return following, next_state, chunks
@@ -244,8 +244,8 @@ def carry_states(
             pm.wait_for_copies_out(0, wait_read_only=True)
             pm.arrive(refs.state_free)
 
-        # If this were read earlier, it would stay in a register over the loop, which has none to spare. What has been taken
-        # since then has the same total.
+        # If this were read earlier, it would stay in a register over the loop, which has none to spare. The next part of a
+        # head may have been told since then, and has the same total.
         total = Taken.heard(told).total
         pm.when(total < refs.v.shape[0])(lambda: head.clear_outputs(total, values))
         return state
