@@ -203,7 +203,7 @@ def carry_states(
         refs = head.refs
 
         def let_fetch(chunk):
-            """Lets the place of the chunk before be filled, or in the first chunk that of the state before the head."""
+            """Frees the place of the last chunk's outputs, or in the first chunk that of states, once they have left."""
             pm.wait_for_copies_out(0, wait_read_only=True)
             pm.when(chunk > 0)(lambda: pm.arrive(refs.values_free.at[stage_of(before + chunk - 1)]))
             pm.when(chunk == 0)(lambda: pm.arrive(refs.state_free))
