@@ -58,29 +58,18 @@ def load_transposed_matrices(place: Any) -> list[Any]:
     return _four_words(text, "=r,=r,=r,=r,r", [place])
 
 
-def store_matrices(place: Any, words: Sequence[Any]) -> None:
+def store_matrices(place: Any, words: Sequence[Any], *, transposed: bool = False) -> None:
     """Stores four matrices of 8 x 8 numbers of 16 bits in shared memory, by a warp.
 
     Args:
-        place: The address of a row of a matrix: the first eight threads give those of the first one, and so on. It is a
-            multiple of 16.
+        place: The address of a row of what is stored: the first eight threads give those of the first matrix, and so on. It
+            is a multiple of 16.
         words: For each matrix, a word with two numbers that follow each other in a row. The first four threads have those of
             its first row, and so on.
+        transposed: Whether the matrices are transposed as they are stored.
     """
-    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
-    pm.assembly(text, "r,r,r,r,r", None, [place, *words])
-
-
-def store_transposed_matrices(place: Any, words: Sequence[Any]) -> None:
-    """Transposes four matrices of 8 x 8 numbers of 16 bits, and stores them in shared memory, by a warp.
-
-    Args:
-        place: The address of a row of a transposed matrix: the first eight threads give those of the first one, and so on.
-            It is a multiple of 16.
-        words: For each matrix, a word with two numbers that follow each other in a row. The first four threads have those of
-            its first row, and so on.
-    """
-    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
+    kind = ".trans" if transposed else ""
+    text = f"stmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 [$0], {{$1, $2, $3, $4}};"
     pm.assembly(text, "r,r,r,r,r", None, [place, *words])
 
 

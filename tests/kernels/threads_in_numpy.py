@@ -318,15 +318,12 @@ def _words(threads):
         pairs = np.ascontiguousarray(np.moveaxis(rows, (4, 2), (2, 3))).reshape(-1, 4, 32, 2)
         return [value(pairs[:, n].reshape(THREADS, 2).view(np.int32)[:, 0]) for n in range(4)]
 
-    def store_matrices(place, words, *axes):
+    def store_matrices(place, words, *, transposed=False):
         ref, first = place
         pairs = np.stack(words, axis=1).astype(np.int32).reshape(-1, 32, 4, 1).view(ref.dtype).reshape(-1, 8, 4, 4, 2)
         matrices = np.moveaxis(pairs, 3, 1).reshape(-1, 4, 8, 8)
-        rows = matrices.swapaxes(*axes) if axes else matrices
+        rows = matrices.swapaxes(2, 3) if transposed else matrices
         ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows.reshape(THREADS, 8)
-
-    def store_transposed_matrices(place, words):
-        store_matrices(place, words, 2, 3)
 
     def store_words_if(condition, place, words, first=0):
         array, here, places = of_16_bytes(place, first, condition)
@@ -344,7 +341,6 @@ def _words(threads):
         ),
         load_transposed_matrices=load_transposed_matrices,
         store_matrices=store_matrices,
-        store_transposed_matrices=store_transposed_matrices,
         load_words=load,
         store_words=store,
         either=either,

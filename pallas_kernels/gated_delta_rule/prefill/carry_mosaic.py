@@ -171,7 +171,7 @@ def store_values(tile: Any, values: jax.Array) -> None:
     def body(_: Any, tile: Any, values: Any) -> None:
         words = [code.word(pair) for pair in values.registers.flat]
         for n, place in enumerate(_places_of_matrices(tile)):
-            code.store_transposed_matrices(place, words[4 * n :][:4])
+            code.store_matrices(place, words[4 * n :][:4], transposed=True)
 
     pm.inline(body, (tile, pm.tiling(tile.dtype)), values)
 

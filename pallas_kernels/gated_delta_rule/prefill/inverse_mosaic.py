@@ -52,15 +52,18 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
         # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. Loops keep the code short.
         other, of_column = arith.subi(pm.constant(_BLOCKS - 1), share), _BLOCKS * _OF_THREAD
 
+        def either(n: Any, first: Any, second: Any) -> Any:
+            """Returns the column of the loops' first turn, or that of the second one."""
+            return arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), first, second)
+
         def find(n: Any, held: list[Any]) -> list[Any]:
             """Finds the n-th column, which comes before those that are held."""
-            column = arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), share, other)
-            tiles = _find_column(system, half, lane, column)
+            tiles = _find_column(system, half, lane, either(n, share, other))
             return [x for tile in tiles for x in tile] + held[:of_column]
 
         def store(n: Any, held: list[Any]) -> list[Any]:
             """Stores the first column that is held, which is the last one that was found, and lets it follow the other."""
-            column = arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), other, share)
+            column = either(n, other, share)
             tiles = [held[first:][:_OF_THREAD] for first in range(0, of_column, _OF_THREAD)]
             _store(tiles, beta, solution, half, lane, column)
             return held[of_column:] + held[:of_column]

@@ -84,9 +84,9 @@ def make_products(refs, place, chunk, key_head, bounds, gates, *, scale: float, 
         return pm.multiply_all(_SHAPE, [[(x.at[n], y.at[n].T) for n in tiles]])[0]
 
     keys, queries = product(k, k), product(q, k)
-    squares = (keys, product(q, q)) if use_qk_l2norm else (None, None)
+    with_themselves = (keys, product(q, q)) if use_qk_l2norm else (None, None)
     for n, factor in enumerate((1.0, scale)):
-        find_norms(squares[n], place.norms.at[n], factor)
+        find_norms(with_themselves[n], place.norms.at[n], factor)
     pm.commit()  # all threads have finished with the tokens, whose place the systems take
 
     def of_pair(pair, _):

@@ -17,7 +17,7 @@ from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
 _BLOCKS = SIZE // 8  # of eight columns
 _GROUP = 8  # numbers of 16 bytes
-_WARPS = 4  # of a warpgroup
+_WARPS = code.THREADS // code.LANES
 _PARTS = 2  # of a warp's rows, in each of which a thread has one row
 _ROWS = 8  # of a part
 _AT = Factors()
@@ -45,11 +45,16 @@ def find_norms(products: jax.Array | None, norms: Any, factor: float) -> None:
                 factors[part] = arith.mulf(norm, factors[part])
         has_diagonal = arith.cmpi(arith.CmpIPredicate.eq, pair, arith.shrui(row, pm.constant(1)))
         with pm.only_if(has_diagonal):
-            for part, found in enumerate(factors):
-                place = code.total(code.scaled(warp, _PARTS * _ROWS), row, pm.constant(_ROWS * part))
+            for place, found in zip(_rows(warp, row)[1], factors, strict=True):
                 memref.store(found, norms, code.indices(place))
 
     pm.inline(body, *([] if products is None else [products]), (norms, ()))
+
+
+def _rows(warp: Any, in_piece: Any) -> tuple[list[Any], list[Any]]:
+    """Returns a thread's piece of eight rows in each part, and its row, which has the place `in_piece` in both."""
+    pieces = [code.total(code.scaled(warp, _PARTS), pm.constant(part)) for part in range(_PARTS)]
+    return pieces, [code.total(code.scaled(piece, _ROWS), in_piece) for piece in pieces]
 
 
 def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
@@ -90,8 +95,7 @@ def weigh(
         per_row, per_column, norms, system, attention = refs
         lane, warp = code.lane_and_warp(pm.thread_index_again())
         in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
-        pieces = [code.total(code.scaled(warp, 2), pm.constant(part)) for part in range(2)]
-        rows = [code.total(code.scaled(piece, 8), in_piece) for piece in pieces]
+        pieces, rows = _rows(warp, in_piece)
         of_row = lambda ref, n: [memref.load(ref, code.indices(pm.constant(n), row)) for row in rows]
         coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
         of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
