@@ -325,21 +325,28 @@ def test_closed_event_loop_aborts_its_requests(engine):
 
 def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
     """A request that comes during a long step does not make the event loop wait for it."""
-    slow_steps(monkeypatch, engine, 0.7)
-    gaps = []
+    step_outputs, entered, released, ended = engine.step_outputs, threading.Event(), threading.Event(), []
 
-    async def tick():
-        while True:
-            begin = time.perf_counter()
-            await asyncio.sleep(0.005)
-            gaps.append(time.perf_counter() - begin)
+    def held():
+        entered.set()
+        released.wait(60)
+        ended.append(True)
+        return step_outputs()
+
+    monkeypatch.setattr(engine, "step_outputs", held)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
 
     async def main():
         async with AsyncEngine(engine) as serving:
-            ticking = asyncio.create_task(tick())
-            params = SamplingParams(max_tokens=2, ignore_eos=True)
-            await asyncio.gather(*(last(serving.generate([number], params)) for number in range(3)))
-            ticking.cancel()
+            answers = [asyncio.create_task(last(serving.generate([1], params)))]
+            try:
+                await until(entered.is_set)
+                answers += [asyncio.create_task(last(serving.generate([number], params))) for number in (2, 3)]
+                for _ in range(5):
+                    await asyncio.sleep(0.005)
+                assert not ended
+            finally:
+                released.set()
+            await asyncio.gather(*answers)
 
     run(main())
-    assert max(gaps) < 0.35

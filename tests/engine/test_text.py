@@ -150,22 +150,20 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
     """A server answers all others meanwhile."""
     own, text = load_tokenizer(BYTE_MODEL), "def read(self): " * 40_000
     alone = tokenizers.Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json"))
-    begin = time.perf_counter()
     wanted = alone.encode(text).ids
-    blocked_s = time.perf_counter() - begin
-    ended, gaps = threading.Event(), []
+    ended, ticks = threading.Event(), []
 
     def tick():
-        last = time.perf_counter()
         while not ended.wait(0.001):
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
+            ticks.append(time.perf_counter())
 
     ticking = threading.Thread(target=tick)
     ticking.start()
+    begin = time.perf_counter()
     found = own.encode(text)
+    end = time.perf_counter()
     ended.set()
     ticking.join()
     assert list(found) == wanted
-    assert max(gaps) < blocked_s / 2
+    # Two could come while the call begins and ends. There are hundreds if no thread waits.
+    assert sum(begin < moment < end for moment in ticks) > 10

@@ -12,54 +12,51 @@ from mamba_align_jax.engine.admission import NUM_SEEDS, seeded, with_seed
 from mamba_align_jax.engine.config import SamplingParams
 from mamba_align_jax.serve.settings import Limits, Settings
 
+PATIENCE_S = 60
 
-class Slow:
-    """A tokenizer whose `name` takes a while."""
 
-    def __init__(self, tokenizer, name, seconds):
-        self._tokenizer, self._name, self._seconds = tokenizer, name, seconds
+class Held:
+    """A tokenizer whose `decode` of many tokens waits until the test lets it go on."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.entered, self.released = threading.Semaphore(0), threading.Semaphore(0)
 
     def __getattr__(self, name):
-        found = getattr(self._tokenizer, name)
-        if name != self._name:
-            return found
+        return getattr(self._tokenizer, name)
 
-        def slow(value, **options):
-            if len(value) > 100:
-                time.sleep(self._seconds)
-            return found(value, **options)
-
-        return slow
-
-
-def longest_wait(served, ask):
-    """How long /health takes while `ask` runs in a thread, at most."""
-    thread, waits = threading.Thread(target=ask), []
-    with served.new_client() as client:
-        client.get("/health")
-        thread.start()
-        while thread.is_alive():
-            begin = time.monotonic()
-            client.get("/health")
-            waits.append(time.monotonic() - begin)
-            time.sleep(0.01)
-    thread.join()
-    return max(waits)
+    def decode(self, tokens, **options):
+        if len(tokens) > 100:
+            self.entered.release()
+            self.released.acquire(timeout=2 * PATIENCE_S)
+        return self._tokenizer.decode(tokens, **options)
 
 
 @pytest.mark.parametrize(
-    ("path", "fields"),
+    ("path", "fields", "num_texts"),
     [
-        ("/detokenize", {"tokens": [65] * 200}),
-        ("/v1/completions", {"prompt": [[65] * 200] * 2, "n": 4, "echo": True, "max_tokens": 0}),
+        ("/detokenize", {"tokens": [65] * 200}, 1),
+        ("/v1/completions", {"prompt": [[65] * 200] * 2, "n": 4, "echo": True, "max_tokens": 0}, 2),
     ],
 )
-def test_tokens_become_text_while_other_calls_go_on(served, monkeypatch, path, fields):
-    engine = served.engine
-    monkeypatch.setattr(engine, "tokenizer", Slow(engine.tokenizer, "decode", 3.0))
-    begin = time.monotonic()
-    assert longest_wait(served, lambda: served.post(path, fields)) < 1.5
-    assert time.monotonic() - begin < 15  # each prompt is decoded once, and not for each choice
+def test_tokens_become_text_while_other_calls_go_on(served, monkeypatch, path, fields, num_texts):
+    """Each prompt is decoded once, and not for each choice."""
+    tokenizer, replies = Held(served.engine.tokenizer), []
+    monkeypatch.setattr(served.engine, "tokenizer", tokenizer)
+    asking = threading.Thread(target=lambda: replies.append(served.post(path, fields)))
+    asking.start()
+    try:
+        with served.new_client() as client:
+            for _ in range(num_texts):
+                assert tokenizer.entered.acquire(timeout=PATIENCE_S)
+                assert client.get("/health", timeout=PATIENCE_S).status_code == 200
+                assert not replies
+                tokenizer.released.release()
+    finally:
+        tokenizer.released.release(100)
+        asking.join()
+    assert [reply.status_code for reply in replies] == [200]
+    assert not tokenizer.entered.acquire(blocking=False)
 
 
 def test_long_texts_are_read_one_at_a_time_and_short_ones_beside_them(served, monkeypatch):
