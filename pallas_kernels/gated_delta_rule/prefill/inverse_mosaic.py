@@ -27,10 +27,10 @@ _PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply 
 _OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
 _VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
 
-Tile = list[
-    Any
-]  # what a thread has of a block: four numbers of each half of its columns, as `multiply_tile` returns them
-Split = list[Sequence[Any]]  # the same numbers as their larger and smaller parts, in the order of left operands
+# What a thread has of a block: four numbers of each half of its columns, as `multiply_tile` returns them.
+Tile = list[Any]
+# The same numbers as their larger and smaller parts, in the order of left operands.
+Split = list[Sequence[Any]]
 
 
 def invert(system: Any, beta: Any, solution: Any) -> None:
@@ -78,10 +78,8 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
 
 def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
     """Inverts a block on the diagonal by half of a warp, and puts the inverse into its place."""
-    column, number = (
-        arith.andi(lane, pm.constant(15)),
-        code.total(code.scaled(share, 2), arith.shrui(lane, pm.constant(4))),
-    )
+    column = arith.andi(lane, pm.constant(15))
+    number = code.total(code.scaled(share, 2), arith.shrui(lane, pm.constant(4)))
     tile, first = arith.shrui(number, pm.constant(1)), arith.andi(number, pm.constant(1))
 
     def at(row: int, group: Any) -> list[Any]:
