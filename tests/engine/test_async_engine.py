@@ -325,12 +325,12 @@ def test_closed_event_loop_aborts_its_requests(engine):
 
 def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
     """A request that comes during a long step does not make the event loop wait for it."""
-    step_outputs, entered, released, ended = engine.step_outputs, threading.Event(), threading.Event(), []
+    step_outputs, (entered, released, ended) = engine.step_outputs, (threading.Event() for _ in range(3))
 
     def held():
         entered.set()
         released.wait(60)
-        ended.append(True)
+        ended.set()
         return step_outputs()
 
     monkeypatch.setattr(engine, "step_outputs", held)
@@ -342,9 +342,8 @@ def test_event_loop_runs_while_the_engine_steps(engine, monkeypatch):
             try:
                 await until(entered.is_set)
                 answers += [asyncio.create_task(last(serving.generate([number], params))) for number in (2, 3)]
-                for _ in range(5):
-                    await asyncio.sleep(0.005)
-                assert not ended
+                await until(lambda: len(serving._coming) == 2)
+                assert not ended.is_set()
             finally:
                 released.set()
             await asyncio.gather(*answers)
