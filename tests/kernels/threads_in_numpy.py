@@ -138,6 +138,12 @@ class Threads:
         self.local.blocks = self.local.blocks[:-1]
 
 
+def _select(condition, x, y):
+    """Returns x where a condition, which all threads or each one has, is met, and else y. They may be vectors."""
+    condition = np.broadcast_to(condition, THREADS)
+    return value(np.where(condition[:, None] if np.ndim(x) == 2 else condition, x, y))
+
+
 def _arithmetic():
     same = lambda function: lambda x, y: value(function(x, y))
     unsigned = lambda x: np.asarray(x).astype(np.uint32)
@@ -149,7 +155,7 @@ def _arithmetic():
         divui=same(np.floor_divide), remui=same(np.remainder), shrui=same(np.right_shift),
         addf=same(np.add), subf=same(np.subtract), mulf=same(np.multiply), divf=same(np.divide), maximumf=same(np.maximum),
         minimumf=same(np.minimum),
-        negf=lambda x: value(-np.asarray(x)), select=lambda condition, x, y: value(np.where(condition, x, y)),
+        negf=lambda x: value(-np.asarray(x)), select=_select,
         index_cast=lambda _, x: np.asarray(x).astype(np.int64),
         cmpi=compare,
         CmpIPredicate=SimpleNamespace(
@@ -285,7 +291,7 @@ def _words(threads):
             array[places] = np.ascontiguousarray(stacked[here]).view(array.dtype)
 
     def either(condition, x, y):
-        return x.unless(condition, y) if isinstance(x, Address) else value(np.where(condition, x, y))
+        return x.unless(condition, y) if isinstance(x, Address) else _select(condition, x, y)
 
     def load_if(condition, place, bits):
         (ref, index), here = place, np.broadcast_to(condition, THREADS) & threads.mask()

@@ -23,6 +23,7 @@ SIZE = 64  # the rows of a system
 _BLOCK = 16
 _BLOCKS = SIZE // _BLOCK
 _OF_THREAD = 8  # elements of a block that a thread has
+_WORDS = _OF_THREAD // 2  # of a piece of them
 _PIECE = 8  # rows of a tile's piece, and columns of what tensor cores multiply at once
 _OF_TILE = pm.SWIZZLE // 4 // _BLOCK  # a system's blocks side by side in a tile
 _VECTOR = 4  # float32 numbers of 16 bytes, which the swizzle keeps together
@@ -49,29 +50,21 @@ def invert(system: Any, beta: Any, solution: Any) -> None:
         half, share = arith.shrui(warp, pm.constant(1)), arith.andi(warp, pm.constant(1))
         _invert_block(system, half, share, lane)
         pm.warpgroup_barrier()
-        # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. Loops keep the code short.
-        other, of_column = arith.subi(pm.constant(_BLOCKS - 1), share), _BLOCKS * _OF_THREAD
-
-        def either(n: Any, first: Any, second: Any) -> Any:
-            """Returns the column of the loops' first turn, or that of the second one."""
-            return arith.select(code.is_equal(arith.index_cast(pm.integer(), n), 0), first, second)
+        # A warp finds the columns 0 and 3, or 1 and 2, which have about as many products. A loop keeps the code short.
+        other, count = arith.subi(pm.constant(_BLOCKS - 1), share), solution.type.shape[1]
+        of_column = _BLOCKS * count * _WORDS
 
         def find(n: Any, held: list[Any]) -> list[Any]:
-            """Finds the n-th column, which comes before those that are held."""
-            tiles = _find_column(system, half, lane, either(n, share, other))
-            return [x for tile in tiles for x in tile] + held[:of_column]
-
-        def store(n: Any, held: list[Any]) -> list[Any]:
-            """Stores the first column that is held, which is the last one that was found, and lets it follow the other."""
-            column = either(n, other, share)
-            tiles = [held[first:][:_OF_THREAD] for first in range(0, of_column, _OF_THREAD)]
-            _store(tiles, beta, solution, half, lane, column)
-            return held[of_column:] + held[:of_column]
+            """Finds the n-th column, and returns its words before those that are held."""
+            is_first = code.is_equal(arith.index_cast(pm.integer(), n), 0)
+            tiles = _find_column(system, beta, half, lane, arith.select(is_first, share, other))
+            return [word for tile in tiles for word in _words(tile, count)] + held[:of_column]
 
         start, stop = (code.index(pm.constant(n)) for n in (0, 2))
-        held = pm.repeated(start, stop, find, [code.number(0.0)] * (2 * of_column))
+        held = pm.repeated(start, stop, find, [pm.constant(0)] * (2 * of_column))
         pm.warpgroup_barrier()  # all threads have read the systems
-        pm.repeated(start, stop, store, held)
+        for column, words in ((other, held[:of_column]), (share, held[of_column:])):
+            _store(words, solution, half, lane, column)
 
     pm.inline(body, (system, pm.tiling(jnp.float32)), (beta, ()), (solution, pm.tiling(jnp.bfloat16)))
 
@@ -104,10 +97,13 @@ def _invert_block(system: Any, half: Any, share: Any, lane: Any) -> None:
         memref.store(x, system, code.indices(*outer, code.total(place, arith.andi(column, pm.constant(3)))))
 
 
-def _find_column(system: Any, half: Any, lane: Any, column: Any) -> list[Tile]:
-    """Returns a column of the inverse's blocks, transposed, from the diagonal down. Blocks beyond the last row are zeros."""
+def _find_column(system: Any, beta: Any, half: Any, lane: Any, column: Any) -> list[Tile]:
+    """Returns a column of the inverse's blocks, transposed, from the diagonal down. Blocks beyond the last row are zeros.
+
+    All are multiplied with the column's factors, because the block on the diagonal is, from which the others come.
+    """
     nothing = [code.number(0.0)] * _OF_THREAD
-    found, parts = [_load_transposed(system, half, lane, column)], list[Split]()
+    found, parts = [_load_transposed(system, beta, half, lane, column)], list[Split]()
     for distance in range(1, _BLOCKS):
         row = code.total(column, pm.constant(distance))
         parts.append(_split(found[-1]))
@@ -122,15 +118,17 @@ def _find_column(system: Any, half: Any, lane: Any, column: Any) -> list[Tile]:
     return found
 
 
-def _load_transposed(system: Any, half: Any, lane: Any, number: Any) -> Tile:
-    """Loads the transpose of a block on the diagonal, as a thread has the results of products."""
+def _load_transposed(system: Any, beta: Any, half: Any, lane: Any, number: Any) -> Tile:
+    """Loads the transpose of a block on the diagonal, times its factors, as a thread has the results of products."""
     row, pair, tile = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3)), []
     for part in range(2):
         for of_column in range(2):
+            column = code.total(row, pm.constant(_PIECE * of_column))
+            factor = memref.load(beta, code.indices(half, code.total(code.scaled(number, _BLOCK), column)))
             for n in range(2):
                 in_piece = code.total(code.scaled(pair, 2), pm.constant(n))
-                at = _place(number, part, in_piece, number, code.total(row, pm.constant(_PIECE * of_column)))
-                tile.append(memref.load(system, code.indices(half, *at)))
+                place = _place(number, part, in_piece, number, column)
+                tile.append(arith.mulf(memref.load(system, code.indices(half, *place)), factor))
     return tile
 
 
@@ -200,33 +198,33 @@ def _cut(x: Any, bits: int) -> tuple[Any, Any]:
     return large, arith.subf(x, large)
 
 
-def _store(tiles: Sequence[Tile], beta: Any, solution: Any, half: Any, lane: Any, column: Any) -> None:
-    """Stores a column of blocks times its factors. The zeros beyond the last row go to the blocks above the diagonal."""
+def _words(tile: Tile, count: int) -> list[Any]:
+    """Returns so many pieces of a block, the largest first, as words. A piece has one for each quarter of the block."""
+    words: list[list[Any]] = [[] for _ in range(count)]
+    for of_column in range(2):
+        for part in range(2):
+            values = tile[4 * part + 2 * of_column :][:2]
+            for of_piece, numbers in zip(words, _pieces(values, count), strict=True):
+                of_piece.append(code.word(code.rounded_pair(numbers, jnp.bfloat16)))
+    return [word for of_piece in words for word in of_piece]
+
+
+def _store(words: Sequence[Any], solution: Any, half: Any, lane: Any, column: Any) -> None:
+    """Stores the words of a column of blocks. The zeros beyond the last row go to the blocks above the diagonal."""
     count = solution.type.shape[1]
     # A transposed block has four matrices: the halves of its first eight rows, and those of its last ones.
     in_matrix, matrix = arith.andi(lane, pm.constant(_PIECE - 1)), arith.shrui(lane, pm.constant(3))
     in_block = code.total(code.scaled(arith.shrui(matrix, pm.constant(1)), _PIECE), in_matrix)
     row = code.total(code.scaled(half, count * SIZE), code.scaled(column, _BLOCK), in_block)
-    factors = []
-    for of_column in range(2):
-        own = code.total(
-            code.scaled(column, _BLOCK), pm.constant(_PIECE * of_column), arith.shrui(lane, pm.constant(2))
-        )
-        factors.append(memref.load(beta, code.indices(half, own)))
-    for number, tile in enumerate(tiles):
+    for number in range(_BLOCKS):
         block = arith.andi(code.total(column, pm.constant(number)), pm.constant(_BLOCKS - 1))
         group = code.total(code.scaled(block, 2), arith.andi(matrix, pm.constant(1)))
-        words: list[list[Any]] = [[] for _ in range(count)]
-        for of_column, factor in enumerate(factors):
-            for part in range(2):
-                values = [arith.mulf(x, factor) for x in tile[4 * part + 2 * of_column :][:2]]
-                for of_piece, numbers in zip(words, _pieces(values, count), strict=True):
-                    of_piece.append(code.word(code.rounded_pair(numbers, jnp.bfloat16)))
-        for n, of_piece in enumerate(words):
+        for n in range(count):
             place = code.total(
                 code.scaled(row, SIZE), code.swizzled(group, in_matrix, _PIECE), pm.constant(n * SIZE * SIZE)
             )
-            code.store_matrices(pm.address_in_shared(solution, place), of_piece)
+            first = (number * count + n) * _WORDS
+            code.store_matrices(pm.address_in_shared(solution, place), words[first:][:_WORDS])
 
 
 def _pieces(values: Sequence[Any], count: int) -> list[list[Any]]:

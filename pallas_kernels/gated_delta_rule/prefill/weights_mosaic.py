@@ -3,6 +3,7 @@
 These weights are products of keys with keys and with queries, times norms and decays. Single threads make them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,12 @@ from pallas_kernels._pallas_triton import LOG2_E
 from pallas_kernels.gated_delta_rule.prefill.sums_mosaic import SIZE, Factors
 from pallas_kernels.gated_delta_rule.xla import L2_EPSILON
 
-_BLOCKS = SIZE // 8  # of eight columns
-_GROUP = 8  # numbers of 16 bytes
+_GROUP = 8  # columns, of which a thread has two. So many numbers of 16 bits have 16 bytes
+_ROWS = 8  # of a piece of a tile
 _WARPS = code.THREADS // code.LANES
-_PARTS = 2  # of a warp's rows, in each of which a thread has one row
-_ROWS = 8  # of a part
+_OF_WARP = SIZE // _WARPS  # rows
+_PARTS = _OF_WARP // _ROWS  # of a warp's rows, in each of which a thread has one row
+_GROUPS = _OF_WARP // _GROUP  # of columns, whose tokens are those of a warp's rows
 _AT = Factors()
 
 
@@ -63,15 +65,20 @@ def _diagonal(products: Any, row: Any, warp: Any) -> list[Any]:
     Of its warp's 16 rows, a thread has `row` and the one eight later, and of every eight columns two.
     """
     held = [code.parts(x) for x in products.registers.flat]
-    is_odd, is_odd_warp = (code.is_equal(arith.andi(x, pm.constant(1)), 1) for x in (row, warp))
-    is_late_warp = code.differs(arith.andi(warp, pm.constant(2)), 0)
+    is_odd = code.is_equal(arith.andi(row, pm.constant(1)), 1)
     found = []
     for part in range(_PARTS):
         # Each warp has its own 16 columns of the diagonal. Which of its registers they are in depends on the warp.
-        pairs = [held[_PARTS * (_PARTS * of_warp + part) + part] for of_warp in range(_WARPS)]
-        a, b, c, d = (code.either(is_odd, second, first) for first, second in pairs)
-        found.append(code.either(is_late_warp, code.either(is_odd_warp, d, c), code.either(is_odd_warp, b, a)))
+        pairs = [held[_PARTS * (_GROUPS * of_warp + part) + part] for of_warp in range(_WARPS)]
+        found.append(_of_warp([code.either(is_odd, second, first) for first, second in pairs], warp))
     return found
+
+
+def _of_warp(values: Sequence[Any], warp: Any) -> Any:
+    """Returns the value of this thread's warp."""
+    is_odd, is_late = (code.differs(arith.andi(warp, pm.constant(bit)), 0) for bit in (1, 2))
+    first, second = (code.either(is_odd, values[n + 1], values[n]) for n in (0, 2))
+    return code.either(is_late, second, first)
 
 
 def weigh(
@@ -79,7 +86,10 @@ def weigh(
 ) -> None:
     """Writes the system and the weights of a chunk and value head, by one warpgroup.
 
-    The two products are in registers, and everything else is in shared memory.
+    The two products are in registers, and everything else is in shared memory. A warp has 16 rows. The decay from a token
+    before these is a product of two: the decay to the token of the warp's first row, which both rows of a thread need, and
+    the decay from there to the row's own token. Neither has a positive exponent. Between the tokens of these rows, a decay
+    is computed at once. A column whose token comes after the row's has the weight 0 in outputs, and is not used in systems.
 
     Args:
         keys: Products of keys. float32 [64, 64].
@@ -100,36 +110,94 @@ def weigh(
         coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
         of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
         of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
-        nothing, kind = code.number(0.0), code.vector_type(2, ir.F32Type.get())
+        sums, factors = [*zip(coarse, fine, strict=True)], [*zip(of_keys, of_queries, strict=True)]
+        first_row = code.scaled(warp, _OF_WARP)
+        start = [memref.load(per_row, code.indices(pm.constant(n), first_row)) for n in (_AT.coarse, _AT.fine)]
+        since_start = [_decay(start, to) for to in sums]
+        of_earlier = [[arith.mulf(x, y) for x in each] for each, y in zip(factors, since_start, strict=True)]
         # Of every eight columns of the products, this thread has two numbers in each of its two rows.
         held = [[*x.registers.flat] for x in (keys, queries)]
-        for n in range(_BLOCKS):
-            first = code.total(code.scaled(pair, 2), pm.constant(8 * n))
-            of_column = lambda ref, at, first=first: code.parts(
-                vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
-            )
-            columns = [*zip(of_column(per_column, 0), of_column(per_column, 1), of_column(norms, 0), strict=True)]
-            in_tile = code.total(arith.shrui(pair, pm.constant(1)), pm.constant(2 * n % 8))
-            in_group = code.scaled(arith.andi(pair, pm.constant(1)), 2)
-            in_system = code.total(code.swizzled(in_tile, in_piece, 4), in_group)
-            in_attention = code.total(code.swizzled(pm.constant(n), in_piece, _GROUP), code.scaled(pair, 2))
-            for part in range(2):
-                of_system, of_attention = [], []
-                for m, (coarse_too, fine_too, norm) in enumerate(columns):
-                    difference = arith.subf(coarse[part], coarse_too), arith.subf(fine[part], fine_too)
-                    exponent = math.fma(difference[0], code.number(LOG2_E), difference[1])
-                    weight = code.approximate("ex2", arith.minimumf(exponent, nothing))
-                    weight = arith.mulf(weight, norm)
-                    key, query = (code.parts(x[2 * n + part])[m] for x in held)
-                    of_system.append(arith.mulf(arith.mulf(weight, key), of_keys[part]))
-                    is_later = arith.cmpi(arith.CmpIPredicate.sgt, code.total(first, pm.constant(m)), rows[part])
-                    known = arith.mulf(arith.mulf(weight, query), of_queries[part])
-                    of_attention.append(arith.select(is_later, nothing, known))
-                place = code.indices(pieces[part], pm.constant(n // 4), in_piece, in_system)
-                vector.store(code.from_parts(of_system), system, place, alignment=8)
-                place = code.indices(pieces[part], pm.constant(0), in_piece, in_attention)
-                vector.store(code.rounded_pair(of_attention, jnp.bfloat16), attention, place, alignment=4)
+        in_group = code.scaled(pair, 2)  # the place of the first of the two columns
+        half, in_half = arith.shrui(pair, pm.constant(1)), code.scaled(arith.andi(pair, pm.constant(1)), 2)
+        in_system = code.total(code.swizzled(half, in_piece, _GROUP // 2), in_half)
+        in_attention = code.total(code.scaled(in_piece, _GROUP), in_group)
+
+        def columns(n: Any) -> list[tuple[tuple[Any, Any], Any]]:
+            """Returns, for both columns of the n-th group, the sums of log decays and the factor of the key."""
+            kind, first = code.vector_type(2, ir.F32Type.get()), code.total(in_group, code.scaled(n, _GROUP))
+            load = lambda ref, at: vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
+            coarse, fine, norm = (code.parts(load(*x)) for x in ((per_column, 0), (per_column, 1), (norms, 0)))
+            return [*zip(zip(coarse, fine, strict=True), norm, strict=True)]
+
+        def weighted(products: Sequence[Any], weights: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
+            """Returns two products of keys and two of queries and keys, times the columns' weights and the row's factors."""
+            return [
+                [arith.mulf(arith.mulf(w, x), factor) for w, x in zip(weights, code.parts(each), strict=True)]
+                for each, factor in zip(products, factors, strict=True)
+            ]
+
+        # The swizzle moves a group by changing bits of its place.
+        def store_system(n: Any, part: int, values: Sequence[Any]) -> None:
+            """Stores two numbers of a row's n-th group."""
+            in_tile = arith.xori(in_system, code.scaled(arith.andi(n, pm.constant(3)), _GROUP))
+            place = code.indices(pieces[part], arith.shrui(n, pm.constant(2)), in_piece, in_tile)
+            vector.store(code.from_parts(values), system, place, alignment=8)
+
+        def store_attention(n: Any, part: int, values: Sequence[Any]) -> None:
+            """Stores two numbers of a row's n-th group."""
+            in_tile = arith.xori(in_attention, code.scaled(n, _GROUP))
+            place = code.indices(pieces[part], pm.constant(0), in_piece, in_tile)
+            vector.store(code.rounded_pair(values, jnp.bfloat16), attention, place, alignment=4)
+
+        def weigh_earlier(n: int) -> None:
+            """Weighs the n-th group, whose tokens come before those of the warp's rows."""
+            weights = [arith.mulf(_decay(to, start), norm) for to, norm in columns(pm.constant(n))]
+            for part in range(_PARTS):
+                products = [x[_PARTS * n + part] for x in held]
+                of_system, of_attention = weighted(products, weights, of_earlier[part])
+                store_system(pm.constant(n), part, of_system)
+                store_attention(pm.constant(n), part, of_attention)
+
+        def weigh_own(group: int, warp: Any) -> None:
+            """Weighs one of the groups whose tokens are those of the warp's rows."""
+            n = code.total(code.scaled(warp, _GROUPS), pm.constant(group))
+            of_group = columns(n)
+            for part in range(_PARTS):
+                if part < group:  # all of these columns come later
+                    store_attention(n, part, nothing)
+                    continue
+                of_warps = [[x[_PARTS * (_GROUPS * m + group) + part] for m in range(_WARPS)] for x in held]
+                products = [_of_warp(each, warp) for each in of_warps]
+                weights = [arith.mulf(_decay(to, sums[part]), norm) for to, norm in of_group]
+                of_system, of_attention = weighted(products, weights, factors[part])
+                if part == group:
+                    places = [code.total(in_group, pm.constant(m)) for m in range(2)]
+                    is_later = [arith.cmpi(arith.CmpIPredicate.sgt, x, in_piece) for x in places]
+                    of_attention = [*map(code.either, is_later, nothing, of_attention)]
+                store_system(n, part, of_system)
+                store_attention(n, part, of_attention)
+
+        nothing = [code.number(0.0)] * 2
+        for other in range(_WARPS - 1):
+            of_other = range(_GROUPS * other, _GROUPS * (other + 1))
+            with pm.only_if(arith.cmpi(arith.CmpIPredicate.sgt, warp, pm.constant(other))):
+                for n in of_other:
+                    weigh_earlier(n)
+            with pm.only_if(code.is_less(warp, other + 1)):
+                for n in of_other:
+                    for part in range(_PARTS):
+                        store_attention(pm.constant(n + _GROUPS), part, nothing)
+        # The warp's number is computed again, because the compiler would keep it in memory until here.
+        _, warp = code.lane_and_warp(pm.thread_index_again())
+        for group in range(_GROUPS):
+            weigh_own(group, warp)
 
     vectors = [(x, ()) for x in (per_row, per_column, norms)]
     tiles = (system, pm.tiling(jnp.float32)), (attention, pm.tiling(jnp.bfloat16))
     pm.inline(body, keys, queries, *vectors, *tiles)
+
+
+def _decay(since: Sequence[Any], until: Sequence[Any]) -> Any:
+    """Returns the decay from one token to another one, given the first two `Factors` of both."""
+    coarse, fine = (arith.subf(x, y) for x, y in zip(until, since, strict=True))
+    return code.approximate("ex2", math.fma(coarse, code.number(LOG2_E), fine))
