@@ -32,8 +32,8 @@ State = list[list[Any]]  # a lane's part: for each of its loads, the float32 num
 def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsize: int) -> int:
     """Returns how many state rows a warp has. It changes no bit.
 
-    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, on an H100 with JAX 0.11.2, for heads of 128 x 128 and of
-    64 x 128.
+    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, on an H100 and an H200 with JAX 0.11.2, for heads of
+    128 x 128 and of 64 x 128.
 
     Args:
         batch_rows: The number of rows of the batch.
@@ -46,8 +46,10 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
     if window > 1:
         return min(most, 8) if itemsize == 4 else most
     is_small = batch_rows * heads * rows_of_head < _PROGRAMS * _WARPS * most
-    lanes = columns * itemsize // _LOAD_BYTES
-    return min(most, 4 * code.LANES // lanes) if is_small else most
+    if is_small:
+        return min(most, 4 * code.LANES // (columns * itemsize // _LOAD_BYTES))
+    # With numbers of 16 bits, one program for all 64 state rows of a head takes longer than two.
+    return min(most, rows_of_head // (2 * _WARPS)) if itemsize == 2 else most
 
 
 def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
