@@ -102,99 +102,122 @@ def weigh(
     """
 
     def body(_: Any, keys: Any, queries: Any, *refs: Any) -> None:
-        per_row, per_column, norms, system, attention = refs
-        lane, warp = code.lane_and_warp(pm.thread_index_again())
-        in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
-        pieces, rows = _rows(warp, in_piece)
-        of_row = lambda ref, n: [memref.load(ref, code.indices(pm.constant(n), row)) for row in rows]
-        coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
-        of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
-        of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
-        sums, factors = [*zip(coarse, fine, strict=True)], [*zip(of_keys, of_queries, strict=True)]
-        first_row = code.scaled(warp, _OF_WARP)
-        start = [memref.load(per_row, code.indices(pm.constant(n), first_row)) for n in (_AT.coarse, _AT.fine)]
-        since_start = [_decay(start, to) for to in sums]
-        of_earlier = [[arith.mulf(x, y) for x in each] for each, y in zip(factors, since_start, strict=True)]
-        # Of every eight columns of the products, this thread has two numbers in each of its two rows.
-        held = [[*x.registers.flat] for x in (keys, queries)]
-        in_group = code.scaled(pair, 2)  # the place of the first of the two columns
-        half, in_half = arith.shrui(pair, pm.constant(1)), code.scaled(arith.andi(pair, pm.constant(1)), 2)
-        in_system = code.total(code.swizzled(half, in_piece, _GROUP // 2), in_half)
-        in_attention = code.total(code.scaled(in_piece, _GROUP), in_group)
-
-        def columns(n: Any) -> list[tuple[tuple[Any, Any], Any]]:
-            """Returns, for both columns of the n-th group, the sums of log decays and the factor of the key."""
-            kind, first = code.vector_type(2, ir.F32Type.get()), code.total(in_group, code.scaled(n, _GROUP))
-            load = lambda ref, at: vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
-            coarse, fine, norm = (code.parts(load(*x)) for x in ((per_column, 0), (per_column, 1), (norms, 0)))
-            return [*zip(zip(coarse, fine, strict=True), norm, strict=True)]
-
-        def weighted(products: Sequence[Any], weights: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
-            """Returns two products of keys and two of queries and keys, times the columns' weights and the row's factors."""
-            return [
-                [arith.mulf(arith.mulf(w, x), factor) for w, x in zip(weights, code.parts(each), strict=True)]
-                for each, factor in zip(products, factors, strict=True)
-            ]
-
-        # The swizzle moves a group by changing bits of its place.
-        def store_system(n: Any, part: int, values: Sequence[Any]) -> None:
-            """Stores two numbers of a row's n-th group."""
-            in_tile = arith.xori(in_system, code.scaled(arith.andi(n, pm.constant(3)), _GROUP))
-            place = code.indices(pieces[part], arith.shrui(n, pm.constant(2)), in_piece, in_tile)
-            vector.store(code.from_parts(values), system, place, alignment=8)
-
-        def store_attention(n: Any, part: int, values: Sequence[Any]) -> None:
-            """Stores two numbers of a row's n-th group."""
-            in_tile = arith.xori(in_attention, code.scaled(n, _GROUP))
-            place = code.indices(pieces[part], pm.constant(0), in_piece, in_tile)
-            vector.store(code.rounded_pair(values, jnp.bfloat16), attention, place, alignment=4)
-
-        def weigh_earlier(n: int) -> None:
-            """Weighs the n-th group, whose tokens come before those of the warp's rows."""
-            weights = [arith.mulf(_decay(to, start), norm) for to, norm in columns(pm.constant(n))]
-            for part in range(_PARTS):
-                products = [x[_PARTS * n + part] for x in held]
-                of_system, of_attention = weighted(products, weights, of_earlier[part])
-                store_system(pm.constant(n), part, of_system)
-                store_attention(pm.constant(n), part, of_attention)
-
-        def weigh_own(group: int, warp: Any) -> None:
-            """Weighs one of the groups whose tokens are those of the warp's rows."""
-            n = code.total(code.scaled(warp, _GROUPS), pm.constant(group))
-            of_group = columns(n)
-            for part in range(_PARTS):
-                if part < group:  # all of these columns come later
-                    store_attention(n, part, nothing)
-                    continue
-                of_warps = [[x[_PARTS * (_GROUPS * m + group) + part] for m in range(_WARPS)] for x in held]
-                products = [_of_warp(each, warp) for each in of_warps]
-                weights = [arith.mulf(_decay(to, sums[part]), norm) for to, norm in of_group]
-                of_system, of_attention = weighted(products, weights, factors[part])
-                if part == group:
-                    places = [code.total(in_group, pm.constant(m)) for m in range(2)]
-                    is_later = [arith.cmpi(arith.CmpIPredicate.sgt, x, in_piece) for x in places]
-                    of_attention = [*map(code.either, is_later, nothing, of_attention)]
-                store_system(n, part, of_system)
-                store_attention(n, part, of_attention)
-
-        nothing = [code.number(0.0)] * 2
-        for other in range(_WARPS - 1):
-            of_other = range(_GROUPS * other, _GROUPS * (other + 1))
-            with pm.only_if(arith.cmpi(arith.CmpIPredicate.sgt, warp, pm.constant(other))):
-                for n in of_other:
-                    weigh_earlier(n)
-            with pm.only_if(code.is_less(warp, other + 1)):
-                for n in of_other:
-                    for part in range(_PARTS):
-                        store_attention(pm.constant(n + _GROUPS), part, nothing)
+        thread = _Thread(keys, queries, *refs)
+        for warp in range(_WARPS - 1):
+            groups = range(_GROUPS * warp, _GROUPS * (warp + 1))
+            with pm.only_if(arith.cmpi(arith.CmpIPredicate.sgt, thread.warp, pm.constant(warp))):
+                for n in groups:
+                    thread.weigh_earlier(n)
+            with pm.only_if(code.is_less(thread.warp, warp + 1)):
+                for n in groups:
+                    thread.clear_later(n + _GROUPS)
         # The warp's number is computed again, because the compiler would keep it in memory until here.
         _, warp = code.lane_and_warp(pm.thread_index_again())
         for group in range(_GROUPS):
-            weigh_own(group, warp)
+            thread.weigh_own(group, warp)
 
     vectors = [(x, ()) for x in (per_row, per_column, norms)]
     tiles = (system, pm.tiling(jnp.float32)), (attention, pm.tiling(jnp.bfloat16))
     pm.inline(body, keys, queries, *vectors, *tiles)
+
+
+class _Thread:
+    """What a thread of `weigh` has: two rows, and of every group of eight columns two.
+
+    Attributes:
+        warp: The number of its warp.
+    """
+
+    def __init__(
+        self, keys: Any, queries: Any, per_row: Any, per_column: Any, norms: Any, system: Any, attention: Any
+    ) -> None:
+        """Loads what belongs to the rows."""
+        self._per_column, self._norms, self._system, self._attention = per_column, norms, system, attention
+        lane, self.warp = code.lane_and_warp(pm.thread_index_again())
+        self._in_piece, pair = arith.shrui(lane, pm.constant(2)), arith.andi(lane, pm.constant(3))
+        self._pieces, rows = _rows(self.warp, self._in_piece)
+        of_row = lambda ref, n: [memref.load(ref, code.indices(pm.constant(n), row)) for row in rows]
+        coarse, fine, beta = (of_row(per_row, n) for n in (_AT.coarse, _AT.fine, _AT.beta))
+        of_keys, of_queries = (of_row(norms, n) for n in (0, 1))
+        of_keys = [arith.negf(arith.mulf(x, y)) for x, y in zip(of_keys, beta, strict=True)]
+        # For each row, the sums of log decays, and the factors of keys and of queries. The latter are decayed for earlier
+        # columns, from the token of the warp's first row on.
+        self._sums, self._factors = [*zip(coarse, fine, strict=True)], [*zip(of_keys, of_queries, strict=True)]
+        first = code.scaled(self.warp, _OF_WARP)
+        self._start = [memref.load(per_row, code.indices(pm.constant(n), first)) for n in (_AT.coarse, _AT.fine)]
+        decays = [_decay(self._start, to) for to in self._sums]
+        self._decayed = [[arith.mulf(x, y) for x in each] for each, y in zip(self._factors, decays, strict=True)]
+        self._products = [[*x.registers.flat] for x in (keys, queries)]
+        # Where a group's first column of this thread is in the group, and where it is in both tiles for the first group. The
+        # swizzle moves a group by changing bits of its place.
+        self._in_group = code.scaled(pair, 2)
+        half, in_half = arith.shrui(pair, pm.constant(1)), code.scaled(arith.andi(pair, pm.constant(1)), 2)
+        self._in_system = code.total(code.swizzled(half, self._in_piece, _GROUP // 2), in_half)
+        self._in_attention = code.total(code.scaled(self._in_piece, _GROUP), self._in_group)
+
+    def weigh_earlier(self, n: int) -> None:
+        """Weighs the n-th group, whose tokens come before those of the warp's rows."""
+        weights = [arith.mulf(_decay(to, self._start), norm) for to, norm in self._columns(pm.constant(n))]
+        for part in range(_PARTS):
+            products = [x[_PARTS * n + part] for x in self._products]
+            self._store(pm.constant(n), part, *_weighted(products, weights, self._decayed[part]))
+
+    def weigh_own(self, group: int, warp: Any) -> None:
+        """Weighs one of the groups whose tokens are those of the warp's rows."""
+        n = code.total(code.scaled(warp, _GROUPS), pm.constant(group))
+        columns = self._columns(n)
+        for part in range(_PARTS):
+            if part < group:
+                self._clear(n, part)
+                continue
+            of_warps = [[x[_PARTS * (_GROUPS * m + group) + part] for m in range(_WARPS)] for x in self._products]
+            products = [_of_warp(each, warp) for each in of_warps]
+            weights = [arith.mulf(_decay(to, self._sums[part]), norm) for to, norm in columns]
+            of_system, of_attention = _weighted(products, weights, self._factors[part])
+            if part == group:
+                places = [code.total(self._in_group, pm.constant(m)) for m in range(2)]
+                is_later = [arith.cmpi(arith.CmpIPredicate.sgt, x, self._in_piece) for x in places]
+                nothing = code.number(0.0)
+                of_attention = [arith.select(x, nothing, y) for x, y in zip(is_later, of_attention, strict=True)]
+            self._store(n, part, of_system, of_attention)
+
+    def clear_later(self, n: int) -> None:
+        """Sets the weights of the n-th group to zero, whose tokens come after those of the warp's rows."""
+        for part in range(_PARTS):
+            self._clear(pm.constant(n), part)
+
+    def _columns(self, n: Any) -> list[tuple[tuple[Any, Any], Any]]:
+        """Returns, for both columns of the n-th group, the sums of log decays and the factor of the key."""
+        kind, first = code.vector_type(2, ir.F32Type.get()), code.total(self._in_group, code.scaled(n, _GROUP))
+        load = lambda ref, at: vector.load(kind, ref, code.indices(pm.constant(at), first), alignment=8)
+        arrays = (self._per_column, 0), (self._per_column, 1), (self._norms, 0)
+        coarse, fine, norm = (code.parts(load(*x)) for x in arrays)
+        return [*zip(zip(coarse, fine, strict=True), norm, strict=True)]
+
+    def _clear(self, n: Any, part: int) -> None:
+        """Sets the weights of a row's n-th group to zero. Nothing reads the system there."""
+        self._store_attention(n, part, [code.number(0.0)] * 2)
+
+    def _store(self, n: Any, part: int, of_system: Sequence[Any], of_attention: Sequence[Any]) -> None:
+        """Stores what a row's n-th group has in the system, and its weights."""
+        in_tile = arith.xori(self._in_system, code.scaled(arith.andi(n, pm.constant(3)), _GROUP))
+        place = code.indices(self._pieces[part], arith.shrui(n, pm.constant(2)), self._in_piece, in_tile)
+        vector.store(code.from_parts(of_system), self._system, place, alignment=8)
+        self._store_attention(n, part, of_attention)
+
+    def _store_attention(self, n: Any, part: int, values: Sequence[Any]) -> None:
+        """Stores the weights of a row's n-th group."""
+        in_tile = arith.xori(self._in_attention, code.scaled(n, _GROUP))
+        place = code.indices(self._pieces[part], pm.constant(0), self._in_piece, in_tile)
+        vector.store(code.rounded_pair(values, jnp.bfloat16), self._attention, place, alignment=4)
+
+
+def _weighted(products: Sequence[Any], weights: Sequence[Any], factors: Sequence[Any]) -> list[list[Any]]:
+    """Returns two products of keys, and two of queries and keys, times the columns' weights and the row's two factors."""
+    return [
+        [arith.mulf(arith.mulf(w, x), factor) for w, x in zip(weights, code.parts(each), strict=True)]
+        for each, factor in zip(products, factors, strict=True)
+    ]
 
 
 def _decay(since: Sequence[Any], until: Sequence[Any]) -> Any:
