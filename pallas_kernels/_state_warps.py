@@ -32,8 +32,8 @@ State = list[list[Any]]  # a lane's part: for each of its loads, the float32 num
 def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsize: int) -> int:
     """Returns how many state rows a warp has. It changes no bit.
 
-    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, on an H100 and an H200 with JAX 0.11.2, for heads of
-    128 x 128 and of 64 x 128.
+    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, on an H100 with JAX 0.11.2, for heads of 128 x 128 and of
+    64 x 128. On an H200, only 8 and 16 were compared.
 
     Args:
         batch_rows: The number of rows of the batch.
