@@ -25,6 +25,7 @@ _LOAD_BYTES = 16  # that a lane loads at once
 _MAX_ROWS = 16  # state rows of a warp
 _MAX_NUMBERS = 64  # of a state in a lane
 _PROGRAMS = 256  # that fill a GPU
+_MANY_ROWS = 600_000  # state rows that a large batch advances, each counted once per token
 
 State = list[list[Any]]  # a lane's part: for each of its loads, the float32 numbers of some neighbouring columns
 
@@ -32,8 +33,8 @@ State = list[list[Any]]  # a lane's part: for each of its loads, the float32 num
 def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsize: int) -> int:
     """Returns how many state rows a warp has. It changes no bit.
 
-    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, on an H100 with JAX 0.11.2, for heads of 128 x 128 and of
-    64 x 128. On an H200, only 8 and 16 were compared.
+    Of 4, 8 and 16, it is the fastest number, or within 2 % of it, for heads of 128 x 128 and of 64 x 128, with JAX 0.11.2 on
+    an H100, and on an H200 as far as they were compared there.
 
     Args:
         batch_rows: The number of rows of the batch.
@@ -44,12 +45,22 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
     heads, rows_of_head, columns = head
     most = min(_MAX_ROWS, _MAX_NUMBERS * code.LANES // columns)
     if window > 1:
-        return min(most, 8) if itemsize == 4 else most
+        is_large = batch_rows * window * heads * rows_of_head > _MANY_ROWS
+        return min(most, 4 if is_large else 8) if itemsize == 4 else most
     is_small = batch_rows * heads * rows_of_head < _PROGRAMS * _WARPS * most
     if is_small:
         return min(most, 4 * code.LANES // (columns * itemsize // _LOAD_BYTES))
     # With numbers of 16 bits, one program for all 64 state rows of a head takes longer than two.
     return min(most, rows_of_head // (2 * _WARPS)) if itemsize == 2 else most
+
+
+def _passes_cache(window: int, rows_of_head: int, itemsize: int) -> bool:
+    """Returns whether a state passes the caches: `load_words_if` and `store_words_if` say what that means.
+
+    On an H200 with JAX 0.11.2, it is faster where this function says so, and slower or as fast elsewhere.
+    """
+    # A head of the delta rule has 128 state rows, and one of Mamba-2 has 64.
+    return window > 1 or (itemsize == 2 and rows_of_head >= 128)
 
 
 def unsupported(pool: jax.Array, *inputs: jax.Array) -> str | None:
@@ -120,6 +131,7 @@ class Warp:
         self._lanes = self._row_length // self.columns  # of a state row
         self._rows_of_load = code.LANES // self._lanes
         self._loads = state_rows // self._rows_of_load
+        self._passes_cache = _passes_cache(self._window, self._rows_of_head, pm.bytes_of(self.kind))
         self._lane, warp = code.lane_and_warp(pm.thread_index())
         self.column = code.scaled(arith.andi(self._lane, pm.constant(self._lanes - 1)), self.columns)
         first = code.total(code.scaled(place.part, _WARPS * state_rows), code.scaled(warp, state_rows))
@@ -129,9 +141,17 @@ class Warp:
     def run(self, recurrence: Recurrence) -> None:
         """Runs the row's tokens, and clears this row's share of the outputs of tokens after the last row."""
         start, end, read = self.place.start, self.place.end, self.place.read
-        with pm.only_if(arith.cmpi(arith.CmpIPredicate.slt, start, end)):
+        is_live = arith.cmpi(arith.CmpIPredicate.slt, start, end)
+        if self._window > 1:
+            # No number is negative. If the branch did not depend on them, the compiler would load these two behind it.
+            for number in (read, self.place.layer):
+                is_live = arith.andi(is_live, arith.cmpi(arith.CmpIPredicate.sge, number, pm.constant(0)))
+        with pm.only_if(is_live):
             at, exists = self._address(read), code.differs(read, NULL_BLOCK)
-            state = [code.load_words_if(exists, at, self._offset(n)) for n in range(self._loads)]
+            state = [
+                code.load_words_if(exists, at, self._offset(n), passes_cache=self._passes_cache)
+                for n in range(self._loads)
+            ]
             inputs = [*recurrence.take(start), self._write_block(start)]
             values = [*(x for words in state for x in self._wide(words)), *inputs]
             count = len(inputs)
@@ -143,7 +163,8 @@ class Warp:
                 self._store_output(token, output)
                 at, is_kept = self._address(write), code.differs(write, NULL_BLOCK)
                 for n, part in enumerate(state):
-                    code.store_words_if(is_kept, at, self._narrow(part), self._offset(n))
+                    words, first = self._narrow(part), self._offset(n)
+                    code.store_words_if(is_kept, at, words, first, passes_cache=self._passes_cache)
                 return [x for part in state for x in part]
 
             def step_in_loop(number: Any, values: list[Any]) -> list[Any]:

@@ -84,10 +84,15 @@ def clear_shared_words_if(condition: Any, place: Any) -> None:
     pm.assembly(text, "r,r", None, [place, as_integer(condition)])
 
 
-def load_words_if(condition: Any, place: Any, first: int = 0) -> list[Any]:
-    """Does what `load_words` does where a condition is met, and returns zeros elsewhere."""
+def load_words_if(condition: Any, place: Any, first: int = 0, *, passes_cache: bool = False) -> list[Any]:
+    """Does what `load_words` does where a condition is met, and returns zeros elsewhere.
+
+    A thread's loads keep the order in which they are written. `passes_cache` says that the L1 cache keeps no copy.
+    """
     clear = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))
-    load = f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
+    # The compiler changes the order of loads that are not "relaxed".
+    kind = "relaxed.cta.global.L1::no_allocate" if passes_cache else "relaxed.cta.global"
+    load = f"@p ld.{kind}.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];"
     text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {clear} {load}}}"
     return _four_words(text, "=&r,=&r,=&r,=&r,l,r", [place, as_integer(condition)])
 
@@ -99,9 +104,15 @@ def _four_words(text: str, constraints: str, operands: Sequence[Any]) -> list[An
     return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
 
 
-def store_words_if(condition: Any, place: Any, words: Sequence[Any], first: int = 0) -> None:
-    """Does what `store_words` does where a condition is met."""
-    store = f"@p st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};"
+def store_words_if(
+    condition: Any, place: Any, words: Sequence[Any], first: int = 0, *, passes_cache: bool = False
+) -> None:
+    """Does what `store_words` does where a condition is met.
+
+    `passes_cache` says that the L2 cache makes room by giving these words up before others.
+    """
+    kind = "global.cs" if passes_cache else "global"
+    store = f"@p st.{kind}.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};"
     text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {store}}}"
     pm.assembly(text, "l,r,r,r,r,r", None, [place, *words, as_integer(condition)])
 

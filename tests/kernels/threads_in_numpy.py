@@ -312,7 +312,7 @@ def _words(threads):
         here, size = np.flatnonzero(np.broadcast_to(condition, THREADS) & threads.mask()), ref.dtype.itemsize
         return _from(ref.array), here, index[here, None] + first // size + np.arange(16 // size)
 
-    def load_words_if(condition, place, first=0):
+    def load_words_if(condition, place, first=0, *, passes_cache=False):
         found = np.zeros((THREADS, 4), np.int32)
         array, here, places = of_16_bytes(place, first, condition)
         found[here] = np.ascontiguousarray(array[places]).view(np.int32)
@@ -331,7 +331,7 @@ def _words(threads):
         rows = matrices.swapaxes(2, 3) if transposed else matrices
         ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows.reshape(THREADS, 8)
 
-    def store_words_if(condition, place, words, first=0):
+    def store_words_if(condition, place, words, first=0, *, passes_cache=False):
         array, here, places = of_16_bytes(place, first, condition)
         array[places] = np.ascontiguousarray(np.stack(words, axis=1)[here]).view(array.dtype)
 
