@@ -55,7 +55,7 @@ def state_rows_of_warp(batch_rows: int, window: int, head: Sequence[int], itemsi
 
 
 def _passes_cache(window: int, rows_of_head: int, itemsize: int) -> bool:
-    """Returns whether a state passes the caches: `load_words_if` and `store_words_if` say what that means.
+    """Returns whether a state passes the caches: `load_words_if` and `store_words` say what that means.
 
     On an H200 with JAX 0.11.2, it is faster where this function says so, and slower or as fast elsewhere.
     """
@@ -83,8 +83,11 @@ class Recurrence(Protocol):
         """Loads the inputs of one token, given its index."""
         ...
 
-    def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
-        """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""
+    def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
+        """Advances the state by one token, and returns the output of the lane's own state row.
+
+        It calls `keep` with the part of each load, in their order, as soon as the part has its new numbers.
+        """
         ...
 
 
@@ -159,13 +162,18 @@ class Warp:
             def step(token: Any, values: Sequence[Any]) -> list[Any]:
                 numbers, inputs, write = values[:-count], values[-count:-1], values[-1]
                 state = [list(numbers[n : n + self.columns]) for n in range(0, len(numbers), self.columns)]
-                output, state = recurrence.advance(inputs, state)
-                self._store_output(token, output)
                 at, is_kept = self._address(write), code.differs(write, NULL_BLOCK)
-                for n, part in enumerate(state):
-                    words, first = self._narrow(part), self._offset(n)
-                    code.store_words_if(is_kept, at, words, first, passes_cache=self._passes_cache)
-                return [x for part in state for x in part]
+                after: State = []
+
+                def keep(part: list[Any]) -> None:
+                    # In a branch, so that the compiler stores the part before it goes on to the next one.
+                    with pm.only_if(is_kept):
+                        words, first = self._narrow(part), self._offset(len(after))
+                        code.store_words(at, words, first, passes_cache=self._passes_cache)
+                    after.append(part)
+
+                self._store_output(token, recurrence.advance(inputs, state, keep))
+                return [x for part in after for x in part]
 
             def step_in_loop(number: Any, values: list[Any]) -> list[Any]:
                 # The next token's inputs are loaded while this one's are used.
@@ -199,7 +207,11 @@ class Warp:
 
     def times(self, state: State, x: Sequence[Any]) -> Any:
         """Returns the product of the state with a vector, of which each lane has its columns, for the lane's own row."""
-        sums, distance = [self.product(part, x) for part in state], self._lanes // 2
+        return self.whole_sum([self.product(part, x) for part in state])
+
+    def whole_sum(self, sums: Sequence[Any]) -> Any:
+        """Returns the sum over all lanes of a state row, for the lane's own row. Of each load, a lane has a sum."""
+        distance = self._lanes // 2
         while len(sums) > 1:
             half, is_upper = len(sums) // 2, self._has_bit(distance)
             pairs = zip(sums[:half], sums[half:], strict=True)

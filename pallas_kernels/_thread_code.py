@@ -38,9 +38,13 @@ def load_words(place: Any, first: int = 0) -> list[Any]:
     return _four_words(f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{first}];", "=r,=r,=r,=r,l", [place])
 
 
-def store_words(place: Any, words: Sequence[Any], first: int = 0) -> None:
-    """Stores four words to the GPU's memory, from `first` bytes after an address on, which are a multiple of 16."""
-    pm.assembly(f"st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
+def store_words(place: Any, words: Sequence[Any], first: int = 0, *, passes_cache: bool = False) -> None:
+    """Stores four words to the GPU's memory, from `first` bytes after an address on, which are a multiple of 16.
+
+    `passes_cache` says that the L2 cache makes room by giving these words up before others.
+    """
+    kind = "global.cs" if passes_cache else "global"
+    pm.assembly(f"st.{kind}.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
 
 
 def load_transposed_matrices(place: Any) -> list[Any]:
@@ -104,15 +108,9 @@ def _four_words(text: str, constraints: str, operands: Sequence[Any]) -> list[An
     return [pm.element_of_struct(found, n, pm.integer()) for n in range(4)]
 
 
-def store_words_if(
-    condition: Any, place: Any, words: Sequence[Any], first: int = 0, *, passes_cache: bool = False
-) -> None:
-    """Does what `store_words` does where a condition is met.
-
-    `passes_cache` says that the L2 cache makes room by giving these words up before others.
-    """
-    kind = "global.cs" if passes_cache else "global"
-    store = f"@p st.{kind}.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};"
+def store_words_if(condition: Any, place: Any, words: Sequence[Any], first: int = 0) -> None:
+    """Does what `store_words` does where a condition is met."""
+    store = f"@p st.global.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};"
     text = f"{{.reg .pred p; setp.ne.s32 p, $5, 0; {store}}}"
     pm.assembly(text, "l,r,r,r,r,r", None, [place, *words, as_integer(condition)])
 

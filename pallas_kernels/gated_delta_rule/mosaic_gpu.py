@@ -4,7 +4,7 @@ Products are fused with sums, which a kernel that XLA gives to Triton's compiler
 multiplied with the old state, both at once, and not with the state before and after the correction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,17 +49,16 @@ class _DeltaRule:
         gates = [code.load_number(ref, token, self.head) for ref in (self.refs.a, self.refs.b)]
         return [*vectors, code.load_number(self.refs.qkv, token, of_value), *gates]
 
-    def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
-        """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""
+    def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
+        """Advances the state by one token, and returns the output of the lane's own state row."""
         query, key, value, raw, beta = inputs
         query, key, query_of_key = self.scale(*(code.parts(code.wide(x)) for x in (query, key)))
         decay = math.exp(self.gate.log_decay(raw, self.rate, self.bias))
         known, answer = (self.warp.times(state, [arith.mulf(decay, x) for x in each]) for each in (key, query))
         correction = arith.mulf(self.gate.beta(beta), arith.subf(value, known))
-        after = []
         for part, factor in zip(state, self.warp.of_each_load(correction), strict=True):
-            after.append([math.fma(factor, k, arith.mulf(decay, x)) for k, x in zip(key, part, strict=True)])
-        return math.fma(correction, query_of_key, answer), after
+            keep([math.fma(factor, k, arith.mulf(decay, x)) for k, x in zip(key, part, strict=True)])
+        return math.fma(correction, query_of_key, answer)
 
     def scale(self, query: list[Any], key: list[Any]) -> tuple[list[Any], list[Any], Any]:
         """Returns the lane's part of the query and the key, normalised and scaled, and the product of all of both."""

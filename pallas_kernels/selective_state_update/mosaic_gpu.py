@@ -3,7 +3,7 @@
 Products are fused with sums, which a kernel that XLA gives to Triton's compiler cannot do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,19 +46,20 @@ class _StateSpace:
         of_row = [code.load_number(ref, token, self.head, warp.own_row) for ref in channels]
         return [*vectors, code.load_number(refs.dt, token, self.head), *of_row]
 
-    def advance(self, inputs: Sequence[Any], state: State) -> tuple[Any, State]:
-        """Advances the state by one token. Returns the output of the lane's own state row, and the new state."""
+    def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
+        """Advances the state by one token, and returns the output of the lane's own state row."""
         B, C, dt, x, *z = inputs
         B, C = (code.parts(code.wide(each)) for each in (B, C))
         dt = dt if self.bias is None else arith.addf(dt, self.bias)
         dt = code.softplus(dt) if self.dt_softplus else dt
-        decay = math.exp(arith.mulf(self.rate, dt))
-        after = []
+        decay, sums = math.exp(arith.mulf(self.rate, dt)), []
         for part, factor in zip(state, self.warp.of_each_load(arith.mulf(dt, x)), strict=True):
-            after.append([math.fma(factor, k, arith.mulf(decay, s)) for k, s in zip(B, part, strict=True)])
-        y = self.warp.times(after, C)
+            after = [math.fma(factor, k, arith.mulf(decay, s)) for k, s in zip(B, part, strict=True)]
+            sums.append(self.warp.product(after, C))
+            keep(after)
+        y = self.warp.whole_sum(sums)
         y = y if self.skip is None else math.fma(self.skip, x, y)
-        return (arith.mulf(y, code.silu(*z)) if z else y), after
+        return arith.mulf(y, code.silu(*z)) if z else y
 
 
 def selective_state_update(

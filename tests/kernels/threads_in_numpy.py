@@ -285,7 +285,9 @@ def _words(threads):
             found[here] = np.ascontiguousarray(array[places]).view(np.int32)
         return [value(found[:, n]) for n in range(4)]
 
-    def store(at, words, first=0):
+    def store(at, words, first=0, *, passes_cache=False):
+        if not isinstance(at, Address):
+            return store_words_if(True, at, words, first)
         stacked = np.stack(words, axis=1)
         for array, here, places in at.places(threads.mask(), first):
             array[places] = np.ascontiguousarray(stacked[here]).view(array.dtype)
@@ -331,7 +333,7 @@ def _words(threads):
         rows = matrices.swapaxes(2, 3) if transposed else matrices
         ref.array.reshape(-1)[first[:, None] + np.arange(8)] = rows.reshape(THREADS, 8)
 
-    def store_words_if(condition, place, words, first=0, *, passes_cache=False):
+    def store_words_if(condition, place, words, first=0):
         array, here, places = of_16_bytes(place, first, condition)
         array[places] = np.ascontiguousarray(np.stack(words, axis=1)[here]).view(array.dtype)
 
