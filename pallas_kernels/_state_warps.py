@@ -59,7 +59,7 @@ def _passes_cache(window: int, rows_of_head: int, itemsize: int) -> bool:
 
     On an H200 with JAX 0.11.2, it is faster where this function says so, and slower or as fast elsewhere.
     """
-    # A head of the delta rule has 128 state rows, and one of Mamba-2 has 64.
+    # In the models that were timed, a head of the delta rule has 128 state rows, and one of Mamba-2 has 64.
     return window > 1 or (itemsize == 2 and rows_of_head >= 128)
 
 
@@ -86,7 +86,7 @@ class Recurrence(Protocol):
     def advance(self, inputs: Sequence[Any], state: State, keep: Callable[[list[Any]], None]) -> Any:
         """Advances the state by one token, and returns the output of the lane's own state row.
 
-        It calls `keep` with the part of each load, in their order, as soon as the part has its new numbers.
+        It calls `keep` once for each part of the new state, in the order of `state`, as soon as the part is computed.
         """
         ...
 
@@ -146,7 +146,8 @@ class Warp:
         start, end, read = self.place.start, self.place.end, self.place.read
         is_live = arith.cmpi(arith.CmpIPredicate.slt, start, end)
         if self._window > 1:
-            # No number is negative. If the branch did not depend on them, the compiler would load these two behind it.
+            # Neither number is negative, so these conditions always hold. They make the compiler load both numbers before
+            # the branch. Otherwise it loads them after it, which takes longer.
             for number in (read, self.place.layer):
                 is_live = arith.andi(is_live, arith.cmpi(arith.CmpIPredicate.sge, number, pm.constant(0)))
         with pm.only_if(is_live):
@@ -210,7 +211,10 @@ class Warp:
         return self.whole_sum([self.product(part, x) for part in state])
 
     def whole_sum(self, sums: Sequence[Any]) -> Any:
-        """Returns the sum over all lanes of a state row, for the lane's own row. Of each load, a lane has a sum."""
+        """Adds up the sums of all lanes that have a part of the same state row, and returns that of the lane's own row.
+
+        `sums` are those of this lane, one for each load.
+        """
         distance = self._lanes // 2
         while len(sums) > 1:
             half, is_upper = len(sums) // 2, self._has_bit(distance)

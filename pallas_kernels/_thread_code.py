@@ -41,7 +41,7 @@ def load_words(place: Any, first: int = 0) -> list[Any]:
 def store_words(place: Any, words: Sequence[Any], first: int = 0, *, passes_cache: bool = False) -> None:
     """Stores four words to the GPU's memory, from `first` bytes after an address on, which are a multiple of 16.
 
-    `passes_cache` says that the L2 cache makes room by giving these words up before others.
+    `passes_cache` says that the L2 cache gives up these words before others when it needs room.
     """
     kind = "global.cs" if passes_cache else "global"
     pm.assembly(f"st.{kind}.v4.b32 [$0+{first}], {{$1, $2, $3, $4}};", "l,r,r,r,r", None, [place, *words])
@@ -91,7 +91,8 @@ def clear_shared_words_if(condition: Any, place: Any) -> None:
 def load_words_if(condition: Any, place: Any, first: int = 0, *, passes_cache: bool = False) -> list[Any]:
     """Does what `load_words` does where a condition is met, and returns zeros elsewhere.
 
-    A thread's loads keep the order in which they are written. `passes_cache` says that the L1 cache keeps no copy.
+    A thread's loads keep the order in which they are written. `passes_cache` says that the L1 cache keeps no copy of the
+    words.
     """
     clear = " ".join(f"mov.b32 ${n}, 0;" for n in range(4))
     # The compiler changes the order of loads that are not "relaxed".
