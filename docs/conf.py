@@ -42,14 +42,10 @@ _EXPORTS |= {id(value) for name, value in vars(pallas_kernels).items() if not na
 
 
 def _skip(app, what, name, obj, skip, options):
-    """Leaves out exports, old names that still work, and the fields of named tuples, which have no text of their own."""
+    """Leaves out exports, and the fields of named tuples, which have no text of their own."""
     doc = inspect.getdoc(obj) or ""
     has_own_entry = what == "module" and id(obj) in _EXPORTS
-    return (
-        True
-        if has_own_entry or doc.startswith(("The old name of", "A field that goes", "Alias for field number"))
-        else None
-    )
+    return True if has_own_entry or doc.startswith("Alias for field number") else None
 
 
 def _short(annotation):

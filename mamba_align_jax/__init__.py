@@ -6,10 +6,6 @@ Names resolve on first use, so that the host-side parts import without JAX and t
 import importlib
 from typing import Any
 
-from mamba_align_jax._deprecated import install_old_modules
-
-install_old_modules()
-
 _PUBLIC = {
     "AlignConfig": "align.config",
     "ConvState": "align.config",

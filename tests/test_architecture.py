@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -12,29 +14,22 @@ CODE = ("mamba_align_jax", "pallas_kernels", "benchmarks", "examples")
 # whose order is from the foundation up: no room imports a later one.
 MAY_IMPORT = {
     "pallas_kernels": (),
-    "mamba_align_jax._deprecated": (),
-    "mamba_align_jax": ("mamba_align_jax._deprecated",),
+    "mamba_align_jax": (),
     "mamba_align_jax._values": (),
     "mamba_align_jax.errors": ("pallas_kernels",),
     "mamba_align_jax.data": (),
-    "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._values", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.align": ("pallas_kernels", "mamba_align_jax._values"),
     "mamba_align_jax.kv": ("mamba_align_jax._values", "mamba_align_jax.align"),
-    "mamba_align_jax.cache": ("mamba_align_jax.align", "mamba_align_jax._values", "mamba_align_jax._deprecated"),
-    "mamba_align_jax.metadata": (
-        "pallas_kernels",
-        "mamba_align_jax._values",
-        "mamba_align_jax.align",
-        "mamba_align_jax._deprecated",
-    ),
+    "mamba_align_jax.cache": ("mamba_align_jax.align", "mamba_align_jax._values"),
+    "mamba_align_jax.metadata": ("pallas_kernels", "mamba_align_jax._values", "mamba_align_jax.align"),
     "mamba_align_jax.sharding": ("mamba_align_jax.align", "mamba_align_jax.kv"),
-    "mamba_align_jax.vllm_compat": ("pallas_kernels", "mamba_align_jax.align", "mamba_align_jax._deprecated"),
+    "mamba_align_jax.vllm_compat": ("pallas_kernels", "mamba_align_jax.align"),
     "mamba_align_jax.layers": (
         "pallas_kernels",
         "mamba_align_jax._values",
         "mamba_align_jax.align",
         "mamba_align_jax.metadata",
         "mamba_align_jax.sharding",
-        "mamba_align_jax._deprecated",
     ),
     "mamba_align_jax.models": (
         "pallas_kernels",
@@ -43,7 +38,6 @@ MAY_IMPORT = {
         "mamba_align_jax.metadata",
         "mamba_align_jax.sharding",
         "mamba_align_jax.layers",
-        "mamba_align_jax._deprecated",
     ),
     "mamba_align_jax.engine": (
         "pallas_kernels",
@@ -56,7 +50,6 @@ MAY_IMPORT = {
         "mamba_align_jax.sharding",
         "mamba_align_jax.layers",
         "mamba_align_jax.models",
-        "mamba_align_jax._deprecated",
     ),
     "mamba_align_jax.processes": (
         "mamba_align_jax._values",
@@ -110,15 +103,19 @@ def room_of(module):
     return None
 
 
-@functools.cache
 def imports_of(module):
     """The modules of this repository that a module imports, anywhere in its text, with the names it takes from them."""
+    return imports_in(MODULES[module])
+
+
+@functools.cache
+def imports_in(file):
     found = []
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
+            assert node.level == 0, f"{file} has a relative import"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 found.append((whole, None) if whole in MODULES else (node.module, alias.name))
@@ -136,8 +133,7 @@ def test_rooms_import_earlier_rooms_alone():
         assert all(order.index(other) < order.index(room) for other in allowed), room
 
 
-# The old names forward to modules of any room, when they are used.
-@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) not in (None, "mamba_align_jax._deprecated")])
+@pytest.mark.parametrize("module", [module for module in MODULES if room_of(module)])
 def test_a_module_imports_what_its_room_may(module):
     room = room_of(module)
     reached = {room_of(name) for name, _ in imports_of(module)} - {room}
@@ -150,24 +146,35 @@ def test_a_room_uses_every_arrow_that_it_has(room):
     assert set(MAY_IMPORT[room]) <= reached
 
 
+def circle_in(graph):
+    """The modules of a circle of imports, in order and with the first repeated at the end, or None if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as found:
+        return found.args[1]
+    return None
+
+
 def test_no_module_is_in_a_circle():
-    done, path = set(), []
+    # A package's `__init__.py` may take names from itself.
+    circle = circle_in({module: {name for name, _ in imports_of(module)} - {module} for module in MODULES})
+    assert circle is None, f"circle: {' -> '.join(circle)}"
 
-    def visit(module):
-        if module in path:
-            pytest.fail(f"circle: {' -> '.join([*path[path.index(module) :], module])}")
-        if module in done or module not in MODULES:
-            return
-        path.append(module)
-        for name, _ in imports_of(module):
-            if name != module:
-                visit(name)
-        done.add(path.pop())
 
-    for module in MODULES:
-        if room_of(module) != "mamba_align_jax._deprecated":
-            done.add("mamba_align_jax._deprecated")
-            visit(module)
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("mamba_align_jax._values", "mamba_align_jax.cli"),
+        ("mamba_align_jax.align.columns", "mamba_align_jax.engine.core"),
+        ("pallas_kernels.dispatch", "pallas_kernels"),
+    ],
+)
+def test_a_planted_circle_is_seen(monkeypatch, tmp_path, module, imported):
+    file = tmp_path / "module.py"
+    file.write_text(f"{MODULES[module].read_text()}\n\ndef late():\n    import {imported}\n")
+    monkeypatch.setitem(MODULES, module, file)
+    with pytest.raises(AssertionError, match=f"circle: .*{re.escape(imported)}"):
+        test_no_module_is_in_a_circle()
 
 
 def package_of(module):
@@ -178,7 +185,7 @@ def package_of(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_no_private_module_of_another_package(module):
     for name, taken in imports_of(module):
-        private = [part for part in name.split(".") if part.startswith("_") and part != "_deprecated"]
+        private = [part for part in name.split(".") if part.startswith("_")]
         if private:
             assert module.split(".")[0] == name.split(".")[0], f"{module} imports {name}"
         if taken and taken.startswith("_") and not taken.startswith("__"):
@@ -197,7 +204,7 @@ def test_tests_import_no_private_module_of_the_kernels(path):
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            assert not name.startswith("pallas_kernels._") or name == "pallas_kernels._deprecated", name
+            assert not name.startswith("pallas_kernels._"), name
 
 
 @pytest.mark.parametrize("module", MODULES)

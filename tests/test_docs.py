@@ -11,7 +11,6 @@ import pytest
 import mamba_align_jax
 import pallas_kernels
 from docs import generate
-from mamba_align_jax import _deprecated
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -52,8 +51,8 @@ def test_every_link_leads_somewhere(page):
 def test_every_file_that_a_page_names_exists():
     missing = []
     for page in PAGES:
-        # The porting page names vLLM's files as well, and the changelog names modules that are gone.
-        rooms = "" if page.name in ("porting.md", "CHANGELOG.md") else "|align|cache|engine|layers|load|metadata|models"
+        # The porting page names vLLM's files as well.
+        rooms = "" if page.name == "porting.md" else "|align|cache|engine|layers|load|metadata|models"
         tops = f"tests|benchmarks|examples|docs|mamba_align_jax|pallas_kernels{rooms}"
         for name in re.findall(rf"`((?:{tops})/[\w/.]+\w)(?:::\w+)?`", page.read_text()):
             if not (ROOT / name).exists() and not (ROOT / "mamba_align_jax" / name).exists():
@@ -116,48 +115,24 @@ def test_the_readme_is_short():
     assert len(next(line for line in lines if "|" in line)) < 200
 
 
-def test_every_old_name_is_in_the_changelog_with_its_new_one():
-    said = set(re.findall(r"`([^`]+)`", (ROOT / "CHANGELOG.md").read_text()))
-    old = [(name, module) for name, modules in _deprecated.MODULES.items() for module in modules]
-    assert [names for names in old if not said.issuperset(names)] == []
-    words = {word for name in said for word in re.findall(r"\w+", name)}
-    renamed = [(name, new) for (_, name), new in _deprecated.NAMES.items()]
-    for package in ("mamba_align_jax", "pallas_kernels"):
-        for file in (ROOT / package).rglob("*.py"):
-            for names in re.findall(r"^ *@renamed_(?:fields|keywords)\(([^)]+)\)", file.read_text(), re.MULTILINE):
-                renamed += re.findall(r'(\w+)="([^"]+)"', names)
-    assert len(renamed) > 20
-    assert [names for names in renamed if not words.issuperset([names[0], *names[1].split(".")])] == []
-
-
-# Words that have another name now: the glossary has the new ones. Each would be a second word for one thing.
-OLD_WORDS = (
-    "conv_row", "read_row", "row_offset", "state_idx", "mamba_state_idx", "nc_lo", "nc_hi", "max_num_reqs",
-    '"ngram"', "'ngram'", "NGramDrafter", "NGramLookup", "save_checkpoint", "read_checkpoint",
-    "mamba_align_jax.spec", "mamba_align_jax.pool", "align.host", "align/host", "align.staging", "align/staging",
-    "metadata.kinds", "metadata.tokens", "metadata.block_idx", "metadata.attention", "models.checkpoint",
-    "engine.demo", "engine/demo", "mtp_drafting", "device_drafting",
-    "pallas_kernels._chunks", "pallas_kernels._pool", "pallas_kernels._rows", "pallas_kernels._dispatch",
-)  # fmt: skip
-# Foreign names behind their door, the old names that still work and their tests, and the pages that translate.
+# vLLM's words for things that have another name here: the glossary has both. Each would be a second word for one thing.
+VLLM_WORDS = ("state_idx", "mamba_state_idx", "max_num_reqs", '"ngram"', "'ngram'")
+# Where vLLM's names are at home: the modules that take its arguments, their mutants, and the pages that translate.
 MAY_SAY = (
     "mamba_align_jax/vllm_compat/", "tests/vllm_compat/", "tests/fakes/mode_all_server.py", "tests/fakes/host_path.py",
-    "tests/mutants.txt", "mamba_align_jax/_deprecated.py", "pallas_kernels/_deprecated.py", "tests/test_deprecated.py",
-    "tests/kernels/test_deprecated.py", "tests/test_docs.py", "CHANGELOG.md", "docs/glossary.md", "docs/porting.md",
+    "tests/mutants.txt", "tests/test_docs.py", "docs/glossary.md", "docs/porting.md",
 )  # fmt: skip
 
 
-def test_old_words_are_gone():
+def test_vllms_words_stay_where_its_arguments_are_taken():
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not in a clone")
-    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, OLD_WORDS)) + r")(?!\w)")
+    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, VLLM_WORDS)) + r")(?!\w)")
     found = []
     for name in listed.stdout.splitlines():
-        if name.endswith((".py", ".md", ".toml", ".txt", ".jsonl")) and not name.startswith(MAY_SAY):
-            lines = (ROOT / name).read_text().splitlines()
-            for number, (before, line) in enumerate(zip(["", *lines], lines, strict=False), 1):
-                # Old names stand where they are mapped to new ones, and where a test expects the warning.
-                is_accepted = re.search(r"renamed_\w+\(|\"\w+\": \"", line) or "DeprecationWarning" in before
-                found += [f"{name}:{number}: {word}" for word in pattern.findall(line) if not is_accepted]
+        is_text = name.endswith((".py", ".md", ".toml", ".txt", ".jsonl")) and (ROOT / name).exists()
+        if is_text and not name.startswith(MAY_SAY):
+            for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+                found += [f"{name}:{number}: {word}" for word in pattern.findall(line)]
     assert found == []

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import dropped_fields, warn_dropped
 from mamba_align_jax.align.config import AlignConfig
 
 # Takes an array to the device, or leaves it on the host for a jitted function to transfer.
 Put = Callable[[np.ndarray], jax.Array]
 
 
-@dropped_fields(is_prefilling=lambda batch: (batch.idx_mapping >= 0) & (batch.num_drafts < 0))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
@@ -41,7 +39,6 @@ class StepBatch:
         idx_mapping: Sequence[int],
         query_start_loc: Sequence[int],
         num_drafts: Sequence[int],
-        is_prefilling: Sequence[bool] | None = None,
         put: Put = jax.device_put,
     ) -> "StepBatch":
         """Checks the rows and pads them to `bucket`.
@@ -52,15 +49,11 @@ class StepBatch:
             idx_mapping: The slot of each row, or -1 for a padding row.
             query_start_loc: See the attribute. One entry more than there are rows.
             num_drafts: See the attribute.
-            is_prefilling: Has no use any more and is ignored.
-            put: Takes each NumPy array to the device, or leaves it on the host for a jitted function to transfer. Pass
-                it by keyword.
+            put: Takes each NumPy array to the device, or leaves it on the host for a jitted function to transfer.
 
         Raises:
             ValueError: A row is wrong. The text names the row, what was wanted and what came.
         """
-        if is_prefilling is not None:
-            warn_dropped("StepBatch.from_host: argument 'is_prefilling'")
         values.instance("StepBatch: spec", spec, AlignConfig)
         bucket = values.integer("StepBatch: bucket", bucket, 0)
         idx_mapping = values.integers("StepBatch: idx_mapping", idx_mapping, -values.INT32_MAX)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align._fields import dtype_name, itemsize, set_fields
 from mamba_align_jax.align.columns import blocks_per_request
 from mamba_align_jax.align.policy import POLICIES
@@ -158,7 +157,6 @@ class GroupSpec:
             )
 
 
-@renamed_fields(max_num_reqs="max_num_seqs")
 @dataclass(frozen=True)
 class AlignConfig:
     """Describes how states are kept. `StatePool`, `AlignState`, `BlockTables` and every step are made from it.

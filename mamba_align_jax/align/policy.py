@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import choose, column_of, fold_end
 
 
-@renamed_fields(conv_row="window_row")
 class Migration(NamedTuple):
     """The copies to make before the step, per row.
 
@@ -33,7 +31,6 @@ class Migration(NamedTuple):
     needed: Any
 
 
-@renamed_fields(conv_row="window_row")
 class ReadPlaces(NamedTuple):
     """Where the model reads each row's states.
 

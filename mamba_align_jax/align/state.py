@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import Put
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.slots import set_slots
 
 
-@renamed_fields(state_idx="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AlignState:
@@ -82,7 +80,6 @@ def check_entries(
                 raise ValueError(f"{owner}: {name} of entry {entry} must be in [0, {end}), got {value}")
 
 
-@renamed_fields(state_idx="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Additions:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.columns import (
     accepted_after_save,
@@ -25,7 +24,6 @@ from mamba_align_jax.align.tables import BlockTables
 from pallas_kernels import NULL_BLOCK, Implementation, state_copy
 
 
-@renamed_fields(conv_row="window_row")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class CopyPlan:
@@ -54,7 +52,6 @@ class CopyPlan:
         return jnp.sum(recurrent, axis=1, dtype=jnp.int32), jnp.sum(conv, axis=1, dtype=jnp.int32)
 
 
-@renamed_fields(conv_row="window_row", column="running_column")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepIndices:

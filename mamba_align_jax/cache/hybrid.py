@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import last_boundary
 from mamba_align_jax.cache.block_pool import ensure
 from mamba_align_jax.cache.checkpoints import Checkpoints, request_checkpoints, requested_offsets
@@ -137,7 +136,6 @@ class HybridCache:
             interval=self.states.block_size if self.states.mode == "all" else self.checkpoint_interval,
         )
 
-    @renamed_keywords(most="max_num_batched_tokens")
     def chunk_end(
         self, start: int, budget: int, max_num_batched_tokens: int, prompt: int, stops: Collection[int] = ()
     ) -> int:
@@ -189,7 +187,6 @@ class HybridCache:
         count = bisect_left(ends, True, key=lacks)
         return ends[count - 1] if count else 0
 
-    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
         self,
         request: Hashable,

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Sequence
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.align.columns import column_of
 from mamba_align_jax.cache.block_pool import BlockPool
 from mamba_align_jax.cache.checkpoints import Checkpoints
@@ -119,7 +118,6 @@ class StateBlockManager:
         record.in_flight.append(Step(num_tokens, num_drafts))
         return True
 
-    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def fits(
         self,
         request: Hashable,
@@ -146,7 +144,6 @@ class StateBlockManager:
         missing = self._missing(request, wanted, held)
         return self.pool.fits(len(missing), tuple(held.values()))
 
-    @renamed_keywords(nc_lo="min_computed", nc_hi="max_computed", q="num_tokens", drafts="num_drafts")
     def allocate(
         self,
         request: Hashable,

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_names, renamed_value
 from mamba_align_jax.align.config import check_fold_length
 from mamba_align_jax.align.policy import POLICIES as POLICIES
 from mamba_align_jax.engine.drafting.prompt_lookup import LONGEST_LOOKUP
@@ -21,9 +19,6 @@ WINDOW_LAYOUTS, STATE_LAYOUTS = ("SD", "DS"), ("VK", "KV")
 MAX_LOGIT_BIASES, MAX_FORBIDDEN_STOPS = 300, 64
 # The largest number of most likely tokens that a request may ask for.
 MAX_LOGPROBS = 20
-_OLD_SPECULATIONS: Mapping[str, str] = MappingProxyType({"ngram": "prompt_lookup"})
-
-__getattr__ = renamed_names(__name__, {"MODES": "mamba_align_jax.engine.config:PREFIX_CACHE_MODES"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +97,6 @@ class EngineConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.speculation, str):
-            object.__setattr__(self, "speculation", renamed_value("speculation", self.speculation, _OLD_SPECULATIONS))
         self._check(values.choice, "prefix_cache", PREFIX_CACHE_MODES)
         self._check(values.choice, "policy", POLICIES)
         self._check(values.choice, "speculation", SPECULATIONS)

@@ -10,7 +10,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.cache.hybrid import CachedPrefix
 from mamba_align_jax.engine.admission import check_request, params_for, seeded
 from mamba_align_jax.engine.buckets import Bucket, programs_of
@@ -79,7 +78,6 @@ class Engine(PortableCore):
         super().__init__(model, config, drafter, mesh, tokenizer)
 
     @classmethod
-    @renamed_keywords(advance="progress")
     def from_pretrained(
         cls,
         path: str | Path,
@@ -114,7 +112,6 @@ class Engine(PortableCore):
         """Whether a request waits or runs, or has an output that `step` has not returned yet."""
         return bool(self._requests or self._outputs)
 
-    @renamed_keywords(advance="progress")
     def warmup(self, progress: Callable[[], None] = lambda: None, *, draws: bool = True, full: bool = False) -> float:
         """Compiles every program that requests can need, and runs each once on padding.
 

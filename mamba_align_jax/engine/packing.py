@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from mamba_align_jax._deprecated import renamed_names
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.config import AlignConfig
 from mamba_align_jax.align.state import Additions
@@ -23,8 +22,6 @@ from mamba_align_jax.engine.page_tables import Entry, PageUpdates
 from mamba_align_jax.engine.program import Inputs
 from mamba_align_jax.engine.sampling import DrawOptions
 from mamba_align_jax.engine.scheduler import Row
-
-__getattr__ = renamed_names(__name__, {"all_buckets": "mamba_align_jax.engine.buckets:all_buckets"})
 
 # Pages that hits may bring to a step with prefill rows, beside the pages of its chunks. Four hits of 4096 tokens bring 1024.
 _PAGES_OF_HITS = 1024

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.lax import Precision
 
 import pallas_kernels as ops
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.chain import Inputs, like
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear
@@ -250,7 +249,6 @@ class Attention(nnx.Module):
         del conv_dtype, state_dtype
         return ()
 
-    @old_mixer_call
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are the pages of keys and of values."""
         keys, values = pools

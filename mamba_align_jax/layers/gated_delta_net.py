@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
@@ -90,7 +89,6 @@ class GatedDeltaNet(nnx.Module):
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
         return DeltaRuleRing(self.key_heads, self.key_dim, self.value_heads, self.value_dim, dtype)
 
-    @old_mixer_call
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, *others = pools

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import DeltaRuleRing
 from mamba_align_jax.layers.chain import Inputs
@@ -97,7 +96,6 @@ class KimiDeltaAttention(nnx.Module):
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
         return DeltaRuleRing(self.heads, self.head_dim, self.heads, self.head_dim, dtype, per_channel=True)
 
-    @old_mixer_call
     def __call__(self, x: Inputs, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import Mamba1Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
@@ -86,7 +85,6 @@ class Mamba1Mixer(nnx.Module):
         channels, state_dim = self.A_log.shape
         return Mamba1Ring(channels, state_dim, dtype)
 
-    @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, recurrent, *ring = pools

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.align.config import ConvState, RecurrentState
 from mamba_align_jax.align.ring import Mamba2Ring
 from mamba_align_jax.layers.causal_conv import CausalConv1d
@@ -95,7 +94,6 @@ class Mamba2Mixer(nnx.Module):
         """Describes the entries that this layer keeps under policy "deferred": see `Mixer`."""
         return Mamba2Ring(self.heads, self.head_dim, self.groups, self.state_dim, dtype)
 
-    @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`. The pools are windows, recurrent states, and perhaps a ring."""
         conv, recurrent, *ring = pools

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_align_jax._deprecated import old_mixer_call
 from mamba_align_jax.layers.attention import paged_attention
 from mamba_align_jax.layers.exchange import Outputs
 from mamba_align_jax.layers.linear import Linear, precision
@@ -118,7 +117,6 @@ class MultiHeadLatentAttention(nnx.Module):
         del conv_dtype, state_dtype
         return ()
 
-    @old_mixer_call
     def __call__(self, x: jax.Array, at: LayerStep, *pools: jax.Array) -> tuple[Outputs, *tuple[jax.Array, ...]]:
         """Runs a step's packed tokens: see `Mixer`.
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels as ops
-from mamba_align_jax._deprecated import renamed_names
 from mamba_align_jax.layers.chain import Chain, Inputs, settled
 from mamba_align_jax.layers.exchange import Outputs, Partial
 from mamba_align_jax.layers.linear import Linear
@@ -301,12 +300,3 @@ class SharedExpertsMoE(MixtureOfExperts):
         options = dict(valid=valid, implementation=implementation)
         logits = self.gate.logits(x, implementation)
         return self.experts.routed_sums(x, logits, self.gate.top_k, **self.gate.choice(), **options)
-
-
-__getattr__ = renamed_names(
-    __name__,
-    {
-        "softmax_router": "pallas_kernels:choose_experts",
-        "sigmoid_router": "mamba_align_jax._deprecated:sigmoid_router",
-    },
-)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
@@ -88,7 +87,6 @@ class LayerRows:
         return dict(boundary_row=self.fold.boundary_row, boundary_block=self.fold.boundary_block)
 
 
-@renamed_fields(conv_row="window_row")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.batch import StepBatch
 from mamba_align_jax.align.step import StepIndices
 from mamba_align_jax.metadata.interior import InteriorBoundaries
@@ -17,14 +16,6 @@ from pallas_kernels import Chunks, Implementation
 from pallas_kernels.rows import TokenRows
 
 
-@renamed_fields(
-    split="rows",
-    positions="pages.positions",
-    kv_page="pages.kv_page",
-    kv_offset="pages.kv_offset",
-    page_table="pages.page_table",
-    num_decode_tokens="rows.max_decode_tokens",
-)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:

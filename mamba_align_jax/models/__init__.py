@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.models import (
     bailing_hybrid,
     bamba,
@@ -56,7 +55,6 @@ ARCHITECTURES: Mapping[str, ModuleType] = {
 }
 
 
-@renamed_keywords(advance="progress")
 def load_model(
     path: str | Path,
     dtype: str | None = None,

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.layers.linear import Linear
 from mamba_align_jax.models.causal_lm import CausalLM
 from mamba_align_jax.models.config import ModelConfig
@@ -215,7 +214,6 @@ def _plan(path: Path, architecture: ModuleType, config: ModelConfig, tensors: di
     return _Plan(graph, variables, found, tensors)
 
 
-@renamed_keywords(advance="progress")
 def read_weights(
     path: str | Path,
     architecture: ModuleType,

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mamba_align_jax._deprecated import renamed_fields
 from mamba_align_jax.align.columns import NULL_BLOCK
 from mamba_align_jax.align.config import AlignConfig
 
@@ -61,7 +60,6 @@ class InputBatch(Protocol):
         ...
 
 
-@renamed_fields(conv_row="window_row")
 class HostCopyPlan(NamedTuple):
     """A `CopyPlan` of NumPy arrays. It always has `max_num_seqs` rows, so that one compiled program runs all plans.
 
@@ -91,7 +89,6 @@ class HostCopyPlan(NamedTuple):
         return not self.destination.any()
 
 
-@renamed_fields(conv_row="window_row")
 class HostIndices(NamedTuple):
     """Where each row reads and writes: NumPy arrays with names, shapes and meanings as in `StepIndices`."""
 

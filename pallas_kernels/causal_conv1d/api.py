@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, check_together, checked, checkpoints_of, require, sizes_of
-from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.causal_conv1d import pallas_triton, xla
 from pallas_kernels.causal_conv1d.config import Config, PrefillConfig
@@ -39,7 +38,6 @@ def check(
     require(activation in ("silu", None), f"{name}: activation must be 'silu' or None, got {activation!r}")
 
 
-@renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_update(
     x: Float[Array, "tokens channels"],
@@ -128,7 +126,6 @@ def causal_conv1d_update(
     return (outs[0] if parts is None else outs), pool
 
 
-@renamed_keywords(read_row="window_row")
 @checked
 def causal_conv1d_prefill(
     x: Float[Array, "tokens wide"],

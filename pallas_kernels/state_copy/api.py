@@ -6,14 +6,12 @@ import jax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._check import check_layout, checked
-from pallas_kernels._deprecated import renamed_keywords
 from pallas_kernels.blocks import WindowLayout
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.state_copy import pallas_triton, xla
 from pallas_kernels.state_copy.config import Config
 
 
-@renamed_keywords(row_offset="window_row")
 @checked
 def state_copy(
     pool: Float[Array, "layers blocks *state"],

@@ -575,16 +575,3 @@ def test_everything_stays_int32_in_64_bit_mode(rng, policy):
             integers = jax.tree.leaves((tables, state, batch, step, indices, after))
             assert {x.dtype.name for x in integers} == {"int32", "bool"}
             assert {x.dtype.name for x in jax.tree.leaves(same)} == {"float32"}
-
-
-def test_is_prefilling_is_accepted_and_ignored_for_one_release():
-    spec, rows = make_spec(), (2, [0, 1], [0, 3, 5], [2, -1])
-    wanted, arrays = StepBatch.from_host(spec, *rows), []
-    put = lambda array: arrays.append(array) or array
-    with pytest.warns(DeprecationWarning, match="argument 'is_prefilling' has no use and goes in the next release"):
-        batch = StepBatch.from_host(spec, *rows, [True, True], put)
-    assert (bits(batch), len(arrays)) == (bits(wanted), 3)
-    with pytest.warns(DeprecationWarning, match="StepBatch.is_prefilling has no use"):
-        assert batch.is_prefilling.tolist() == [False, True]
-    with pytest.warns(DeprecationWarning, match="StepBatch: field 'is_prefilling' has no use"):
-        assert bits(replace(wanted, is_prefilling=jnp.ones(2, bool))) == bits(wanted)

@@ -250,15 +250,6 @@ def test_each_evicted_state_and_page_is_counted_once():
     assert evicted == ["page", "state", "page"]
 
 
-def test_old_keywords_work_for_one_release():
-    old, new = make(), make()
-    with pytest.warns(DeprecationWarning, match=r"HybridCache\.allocate: keyword '\w+' is now '\w+'"):
-        entries = old.allocate("a", nc_lo=0, nc_hi=0, q=5, drafts=0)
-    assert entries == new.allocate("a", min_computed=0, max_computed=0, num_tokens=5, num_drafts=0)
-    with pytest.warns(DeprecationWarning, match=r"keyword 'most' is now 'max_num_batched_tokens'"):
-        assert old.chunk_end(0, 3, most=20, prompt=30) == new.chunk_end(0, 3, max_num_batched_tokens=20, prompt=30) == 0
-
-
 @pytest.mark.parametrize("cached", [0, 1, 63, 64, 65, 128, 200])
 def test_long_prompts_find_all_their_pages_and_hash_little_beyond_them(cached):
     tokens, states = list(range(4 * BLOCK * 100)), StateBlockManager(500, BLOCK)

@@ -142,12 +142,3 @@ def test_weights_gathered_at_once_are_bounded():
     lowered = call.lower(params, shape(2048, 2048), shape(2048, 8, dtype="int32"), shape(2048, 8))
     # The weights of all tiles would be 2.4 GB, and the rows of `jax.lax.ragged_dot` 8.6 GB.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1 << 30
-
-
-def test_old_names_of_the_routers(rng):
-    logits, bias = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.zeros(8)
-    with pytest.warns(DeprecationWarning, match="softmax_router is now pallas_kernels.choose_experts"):
-        chosen, _ = moe.softmax_router(logits, 3, renormalise=False)
-    with pytest.warns(DeprecationWarning, match="sigmoid_router is now"):
-        others, _ = moe.sigmoid_router(logits, bias, 3, groups=2, top_groups=2)
-    np.testing.assert_array_equal(chosen, others)

@@ -6,14 +6,12 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.engine.drafting.protocols import SampledStep
 from mamba_align_jax.engine.model import DraftingModel
 from mamba_align_jax.kv import KVPages
 from mamba_align_jax.metadata.step_inputs import StepInputs, single_token_inputs
 
 
-@renamed_keywords(most="max_drafts")
 def draft_with_head(
     model: DraftingModel,
     hidden: jax.Array,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from mamba_align_jax import _values as values
-from mamba_align_jax._deprecated import renamed_keywords
 
 # The longest n-gram that may be looked up. Each length is looked up by itself, in every step.
 LONGEST_LOOKUP = 256
@@ -42,7 +41,6 @@ class PromptLookupDrafter:
         self._sizes = range(longest, shortest - 1, -1)
         self._indices: dict[Hashable, _Index] = {}
 
-    @renamed_keywords(most="max_drafts")
     def draft(self, request: Hashable, tokens: Sequence[int], max_drafts: int) -> list[int]:
         """Proposes tokens: see `Drafter`.
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from mamba_align_jax._deprecated import renamed_keywords
 from mamba_align_jax.engine.drafting.protocols import SampledStep
 from mamba_align_jax.kv import KVPages
 
@@ -67,7 +66,6 @@ class DevicePromptLookup(HistoryDrafter):
         """`reach`: see `HistoryDrafter`."""
         return self.reach
 
-    @renamed_keywords(most="max_drafts")
     def propose(self, history: jax.Array, length: jax.Array, max_drafts: int) -> tuple[jax.Array, jax.Array]:
         """Proposes tokens: see `HistoryDrafter`.
 
