@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.ops import causal_conv1d, gated_delta_rule, gates, paged_attention
 
 import mamba_align_jax as ma
 
@@ -101,3 +102,40 @@ def test_a_model_keeps_its_answers_when_its_cache_is_swapped(capsys):
     runpy.run_path(str(ROOT / "examples" / "own_cache.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert re.findall(r"(\d+) of \d+ tokens were cached; the same 20 tokens", out) == ["0", "32", "32"]
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return lambda name: runpy.run_path(str(ROOT / "examples" / "hybrid_step.py"), run_name=name)
+
+
+def test_a_hybrid_model_in_a_foreign_step_answers_from_the_cache_as_from_an_empty_one(hybrid, capsys):
+    hybrid("__main__")
+    out = capsys.readouterr().out
+    assert re.findall(r"(\d+) of \d+ tokens were cached; the same 20 tokens", out) == ["32", "32", "64"]
+    # Of 20 tokens that are drafted, every third is wrong.
+    assert int(re.search(r"(\d+) drafts were accepted", out)[1]) >= 10
+
+
+def hybrid_logits(weights, tokens, heads):
+    """The model of examples/hybrid_step.py over a whole sequence, in float64."""
+    w = {name: np.asarray(weight, np.float64) for name, weight in weights.items()}
+    x = w["embed"][tokens]
+    count, hidden = x.shape
+    packed = lambda y: y.reshape(count, -1, hidden // heads)
+    history = np.zeros((len(w["conv"]) - 1, w["conv"].shape[1]))
+    q, k, v = np.split(packed(causal_conv1d(x @ w["qkv"], history, w["conv"], None, silu=True)[0]), 3, axis=1)
+    decays = gates(x @ w["a"], x @ w["b"], w["A_log"], w["dt_bias"])
+    empty = np.zeros((heads, hidden // heads, hidden // heads))
+    x = x + gated_delta_rule(q, k, v, *decays, empty, q.shape[2] ** -0.5)[0].reshape(count, -1)
+    attended = paged_attention(*(packed(x @ w[name]) for name in ("q", "k", "v")), 0)
+    return (x + attended.reshape(count, -1)) @ w["embed"].T
+
+
+def test_the_hybrid_example_computes_its_model(hybrid):
+    own = hybrid("example")
+    weights, prompt = own["make_weights"](), np.random.default_rng(2).integers(0, own["VOCAB"], 37).tolist()
+    answer, logits, _ = own["generate"](own["Server"](weights), "a request", prompt, 6)
+    wanted = hybrid_logits(weights, prompt + answer, own["HEADS"])
+    np.testing.assert_allclose(logits, wanted[len(prompt) - 1 : -1], atol=1e-4)
