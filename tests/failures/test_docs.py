@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROWS = [line for line in (ROOT / "docs" / "failures.md").read_text().splitlines() if re.match(r"\| [FNT]\d", line)]
 TESTS = [test for row in ROWS for test in re.findall(r"`(tests/[^`]+)`", row)]
-IDS = [f"F{n:02}" for n in range(1, 65)] + [f"N{n}" for n in range(1, 13)] + [f"T{n}" for n in range(1, 51)]
+IDS = [f"F{n:02}" for n in range(1, 101)] + [f"N{n}" for n in range(1, 13)] + [f"T{n}" for n in range(1, 51)]
 
 
 @functools.cache

@@ -229,6 +229,14 @@ def test_messages_of_which_the_template_makes_nothing_are_named(served, monkeypa
         assert (error["param"], error["message"]) == ("messages", wanted)
 
 
+def test_messages_that_the_template_refuses_are_refused_with_its_words(served, monkeypatch):
+    """Templates refuse a system message in the middle, and messages without one of a user."""
+    template = "{% if messages[-1].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}x"
+    monkeypatch.setattr(served.service, "template", ChatTemplate(template))
+    messages = [*SAY["messages"], {"role": "system", "content": "x"}]
+    assert "no system here" in refusal(served.post(CHAT, SAY | {"messages": messages}), 400)["message"]
+
+
 def test_a_wrong_method_is_refused(served):
     refusal(served.client.get(COMPLETE), 405)
     refusal(served.post("/metrics", {}), 405)
